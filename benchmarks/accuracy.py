@@ -19,9 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.load.report import aligned
 from benchmarks.train.problems import Problem, held_out_problems, parse_value
 
 MAX_NEW_TOKENS = 200
+AT_ONCE = 250  # problems of one batch
 DEFAULT_MODEL = Path("worker/assets/tiny")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -75,68 +77,65 @@ def score(split: str, problems: Sequence[Problem], replies: Sequence[Reply]) -> 
 
 def table(scores: Sequence[Score]) -> str:
     """The scores as lines of text; token columns are mean (min-max)."""
-    head = ("templates", "problems", "exact", "percent", "prompt tokens", "answer tokens")
+    rows = [["templates", "problems", "exact", "percent", "prompt tokens", "answer tokens"]]
     traced = any(item.step_tokens for item in scores)
-    rows: list[tuple[str, ...]] = [(*head, "tokens of a step") if traced else head]
+    rows[0] += ["tokens of a step"] * traced
     for item in scores:
-        prompt, answer = (
-            f"{mean:.0f} ({low}-{high})"
-            for mean, low, high in (item.prompt_tokens, item.answer_tokens)
-        )
-        counts = (str(item.num), str(item.correct), f"{item.percent:.1f}")
-        of_steps = (f"{item.step_tokens:.2f}",) if traced else ()
-        rows.append((item.split, *counts, prompt, answer, *of_steps))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+        counts = [item.split, str(item.num), str(item.correct), f"{item.percent:.1f}"]
+        spreads = (item.prompt_tokens, item.answer_tokens)
+        counts += [f"{mean:.0f} ({low}-{high})" for mean, low, high in spreads]
+        rows.append(counts + [f"{item.step_tokens:.2f}"] * traced)
+    return "\n".join(aligned(rows))
 
 
-def local_score(
-    model: Path, num: int, split: str, device: str = "cpu", batch_size: int = 250
-) -> Score:
+def local_score(model: Path, num: int, split: str, device: str = "cpu") -> Score:
     """Decodes the weights of a folder greedily, in this process, and judges them."""
     problems = held_out_problems(num, templates=split)
-    return score(split, problems, decode(model, problems, device, batch_size))
+    return score(split, problems, decode(model, problems, device))
 
 
-def server_score(
-    url: str, model: str, num: int, split: str, concurrency: int, *, trace: bool = False
-) -> Score:
-    """Asks a server, `concurrency` problems at a time, and judges what it says."""
-    problems = held_out_problems(num, templates=split)
-    asking = partial(ask, url, model, trace=trace)
-    with ThreadPoolExecutor(concurrency) as pool:
-        replies = list(pool.map(lambda problem: asking(problem.question), problems))
-    return score(split, problems, replies)
+def server_score(args: argparse.Namespace, split: str) -> Score:
+    """Asks a server, some problems at a time, and judges what it says."""
+    url = args.url.rstrip("/").removesuffix("/v1")
+    name = args.served_name or _fetch(f"{url}/v1/models")["data"][0]["id"]
+    problems = held_out_problems(args.num, templates=split)
+    asking = partial(ask, url, name, trace=args.trace)
+    with ThreadPoolExecutor(args.concurrency) as pool:
+        return score(split, problems, list(pool.map(asking, (p.question for p in problems))))
 
 
-def decode(folder: Path, problems: Sequence[Problem], device: str, batch_size: int) -> list[Reply]:
-    """Greedy replies of the weights in a folder, computed in float32."""
+def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
+    """Model in float32 and tokenizer, as transformers loads them.
+
+    Untyped: by transformers' own types its models have neither `to` nor `generate`.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model = loaded.to(device).eval()
+    return model.to(device).eval(), tokenizer
+
+
+def decode(folder: Path, problems: Sequence[Problem], device: str) -> list[Reply]:
+    """Greedy replies of the weights in a folder, computed in float32."""
+    import torch
+
+    model, tokenizer = load_model(folder, device)
+    limits: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
     replies: list[Reply] = []
-    for start in range(0, len(problems), batch_size):
-        chats = [
-            [{"role": "user", "content": problem.question}]
-            for problem in problems[start : start + batch_size]
-        ]
+    for asked in (problems[at : at + AT_ONCE] for at in range(0, len(problems), AT_ONCE)):
+        chats = [[{"role": "user", "content": problem.question}] for problem in asked]
         texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
-        kept = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.inference_mode():
-            output = model.generate(**kept, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-        prompt_lens = kept["attention_mask"].sum(-1).tolist()
-        answers = output[:, kept["input_ids"].shape[1] :].tolist()
-        for ids, prompt_len in zip(answers, prompt_lens, strict=True):
-            finished = tokenizer.eos_token_id in ids
-            length = ids.index(tokenizer.eos_token_id) if finished else len(ids)
-            text = tokenizer.decode(ids[:length])
+            output = model.generate(input_ids=ids, attention_mask=mask, **limits)
+        answers = output[:, ids.shape[1] :].tolist()
+        for answer, prompt_len in zip(answers, mask.sum(-1).tolist(), strict=True):
+            finished = tokenizer.eos_token_id in answer
+            length = answer.index(tokenizer.eos_token_id) if finished else len(answer)
+            text = tokenizer.decode(answer[:length])
             replies.append(Reply(text, prompt_len, length + finished, finished))
     return replies
 
@@ -153,8 +152,8 @@ def ask(url: str, model: str, question: str, *, trace: bool = False) -> Reply:
         "max_tokens": MAX_NEW_TOKENS,
         **({"return_trace": True} if trace else {}),
     }
-    found = _fetch(f"{url}/v1/chat/completions", body)
-    choice, usage = found["choices"][0], found.get("usage") or {}
+    answer = _fetch(f"{url}/v1/chat/completions", body)
+    choice, usage = answer["choices"][0], answer.get("usage") or {}
     return Reply(
         text=choice["message"]["content"] or "",
         num_prompt_tokens=usage.get("prompt_tokens", 0),
@@ -199,19 +198,16 @@ def main() -> None:
     """Prints one line per split."""
     args = _parser().parse_args()
     splits = ("trained", "held_out") if args.held_out else ("trained",)
-    if args.url:
-        url = args.url.rstrip("/").removesuffix("/v1")
-        name = args.served_name or _fetch(f"{url}/v1/models")["data"][0]["id"]
-        scores = [
-            server_score(url, name, args.num, split, args.concurrency, trace=args.trace)
-            for split in splits
-        ]
-    else:
-        scores = [local_score(args.model, args.num, s, args.device) for s in splits]
+    scores = [
+        server_score(args, split)
+        if args.url
+        else local_score(args.model, args.num, split, args.device)
+        for split in splits
+    ]
     print(table(scores))
     if args.json:
-        found = [{**asdict(item), "percent": item.percent} for item in scores]
-        args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+        rows = [{**asdict(item), "percent": item.percent} for item in scores]
+        args.json.write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

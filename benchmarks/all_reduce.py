@@ -1,275 +1,238 @@
-"""All-reduce among the GPUs of one host: ours, NCCL's, and those of torch's symmetric memory.
+"""All-reduce among the GPUs of one host: each algorithm of worker.peers.custom, and its choice.
 
     python -m benchmarks.all_reduce --json out.json
-    python -m benchmarks.all_reduce --tiles          # ours, with other numbers of programs
-    python -m benchmarks.all_reduce --device cpu     # that everything runs; times mean nothing
+    python -m benchmarks.all_reduce --device cpu --ranks 2   # gloo: that everything runs
 
-One process a GPU. Each way is captured in one graph of `--calls` calls and replayed `--replays`
-times. Before each replay the input is made anew of random values and all ranks meet on the device,
-so that a replay measures neither the launch nor who came first. A figure is the median over replays
-of the slowest rank, of one call.
+One process a GPU. Each way is captured in one graph of `--calls` calls. Before each of `--replays`
+replays the input is made anew of random values and all ranks meet on the device, so that a replay
+measures neither the launch nor who came first. A figure is the median over replays of the slowest
+rank, of one call.
 
-`chosen` is CustomCollective.all_reduce by the table that it measured at start-up. `fused` is
-all-reduce, residual and RMSNorm by one kernel, `parts` our all-reduce and the kernel of the norm,
-`nccl` NCCL's and that kernel. All sums are compared with an f32 sum, all norms with NCCL's.
+`chosen` goes by the table that is measured at start-up. Of rows with residual and RMSNorm `nccl`
+and `parts` sum first and then call the norm's kernel; `chosen` is one kernel where that is allowed.
+All sums are compared with an f32 sum, all norms with those of `parts`.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
-import os
-import platform
-import socket
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
+from multiprocessing.synchronize import Barrier
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.cuda import nccl
+from torch import Tensor, multiprocessing
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.all_reduce_ways import SCALE, Ways, gpu_ways, interpreted_ways
-from worker.ops.jit import INTERPRETED
+from benchmarks.output import ints, parser, shown, write
+from benchmarks.timing import DEVICE
+from worker.ops.rms_norm import add_rms_norm
+from worker.peers.custom import CustomCollective
+from worker.peers.gloo import GlooCollective
+from worker.peers.peer_layout import fits_one_shot
+from worker.peers.rendezvous import free_rendezvous
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
+Way = tuple[Tensor, Callable[[], Any]]  # the input, and what sums it and returns the sum
 SIZES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
-TINY = (1 << 13, 1 << 15)
 ROWS = (1, 4, 16, 64, 128, 256, 512)
-HIDDEN = 4096
+SCALE = 2.0**-60  # of values: calls in place double them again and again
 WARM_UP = 2
+EPS = 1e-6
 ROUNDING = 2.0**-6  # of the largest value: two roundings to bf16
 # Cycles of the device before a replay: time for the host of each rank to launch all of it.
 HEAD_START = 400_000
 
 
-class Timer:
-    """Times of one rank's calls."""
+class Shared(NamedTuple):
+    """Between the ranks' processes."""
 
-    def __init__(self, ways: Ways, calls: int, replays: int) -> None:
-        self.ways, self.calls, self.replays = ways, calls, replays
+    times_us: Tensor  # [ranks, replays] f64
+    barrier: Barrier
+
+
+class Rank:
+    """One rank's calls and their times."""
+
+    def __init__(
+        self, rank: int, options: argparse.Namespace, address: str, shared: Shared
+    ) -> None:
+        self.rank, self.options, self.shared = rank, options, shared
+        self.on_gpu = options.device == "cuda"
+        self.device = torch.device(f"cuda:{rank}" if self.on_gpu else "cpu")
+        if self.on_gpu:
+            torch.cuda.set_device(self.device)
+        kind = CustomCollective if self.on_gpu else GlooCollective
+        self.collective = kind(rank, options.ranks, self.device, address)
+        self.collective.calibrate()
+        self.token = torch.zeros(8, dtype=torch.bfloat16, device=self.device)
+
+    def ways(self, num_bytes: int) -> dict[str, Way]:
+        """name -> way to sum bf16 of so many bytes."""
+        ours, size = self.collective, (num_bytes // 2,)
+        calls: dict[str, Callable[[Tensor], Tensor]] = {"chosen": ours.all_reduce}
+        if isinstance(ours, CustomCollective):
+            names = [NCCL, TWO_SHOT]
+            names += [ONE_SHOT] * fits_one_shot(ours.memory.layout, num_bytes)
+            calls |= {name: partial(ours.all_reduce_by, name) for name in names}
+        return self._on_buffers(calls, size)
+
+    def _on_buffers(
+        self, calls: dict[str, Callable[[Tensor], Tensor]], shape: tuple[int, ...]
+    ) -> dict[str, Way]:
+        inputs = {name: self.collective.buffer(shape, torch.bfloat16) for name in calls}
+        return {name: (inputs[name], partial(call, inputs[name])) for name, call in calls.items()}
+
+    def norms(self, num_rows: int) -> dict[str, Way]:
+        """name -> way to sum rows, add a residual and normalize; `parts` first."""
+        ours, hidden = self.collective, self.options.hidden
+        residual = self.noise(100, num_rows, hidden) / SCALE
+        weight = self.noise(101, hidden) / SCALE
+
+        def by(all_reduce: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+            return add_rms_norm(all_reduce(x), residual, weight, EPS)[0]
+
+        calls: dict[str, Callable[[Tensor], Tensor]] = {"parts": partial(by, ours.all_reduce)}
+        calls["chosen"] = lambda x: ours.all_reduce_rms_norm(x, residual, weight, EPS)[0]
+        if isinstance(ours, CustomCollective):
+            calls[NCCL] = partial(by, partial(ours.all_reduce_by, NCCL))
+        return self._on_buffers(calls, (num_rows, hidden))
+
+    def noise(self, seed: int, *shape: int) -> Tensor:
+        """The same bf16 values at every rank."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        drawn = torch.randn(shape, generator=generator, device=self.device)
+        return (drawn * SCALE).bfloat16()
+
+    def measure_size(self, num_bytes: int) -> dict[str, Any]:
+        """Every way that can sum so many bytes."""
+        parts = [self.noise(rank, num_bytes // 2) for rank in range(self.options.ranks)]
+        total = torch.stack(parts).float().sum(0)
+        row = self.measure(self.ways(num_bytes), parts[self.rank], lambda _: total)
+        return {"bytes": num_bytes, **row}
+
+    def measure_norm(self, num_rows: int) -> dict[str, Any]:
+        """All-reduce, residual and norm, every way."""
+        start = self.noise(self.rank, num_rows, self.options.hidden) / SCALE
+        row = self.measure(self.norms(num_rows), start, lambda first: first)
+        return {"rows": num_rows, "hidden": self.options.hidden, **row}
+
+    def measure(
+        self, ways: dict[str, Way], start: Tensor, expected: Callable[[Tensor], Tensor]
+    ) -> dict[str, Any]:
+        """Times and errors of each; what is expected may follow from the first way's result."""
+        row: dict[str, Any] = {"ways": {}, "errors": {}}
+        wanted: Tensor | None = None
+        for name, (x, run) in ways.items():
+            x.copy_(start)
+            got = run().float()
+            wanted = expected(got.clone()) if wanted is None else wanted
+            row["errors"][name] = float((got - wanted).abs().max() / wanted.abs().max())
+            times = self.times_us(run, partial(x.copy_, start))
+            least, most = min(times), max(times)
+            spread = {"median_us": statistics.median(times), "min_us": least, "max_us": most}
+            row["ways"][name] = {key: round(value, 3) for key, value in spread.items()}
+        return row
 
     def times_us(self, run: Callable[[], object], renew: Callable[[], object]) -> list[float]:
         """Of one call, for each replay: the slowest rank's."""
-        on_gpu = self.ways.device.type == "cuda"
-        once = self._captured(run) if on_gpu else run
-        took = [self._replay_us(once, renew, on_gpu) for _ in range(WARM_UP + self.replays)]
-        every = self.ways.gather(took[WARM_UP:])
-        return [max(each) for each in zip(*every, strict=True)]
+        once = self._captured(run) if self.on_gpu else run
+        took = [self._replay_us(once, renew) for _ in range(WARM_UP + self.options.replays)]
+        self.shared.times_us[self.rank] = torch.tensor(took[WARM_UP:])
+        self.shared.barrier.wait()
+        slowest = self.shared.times_us.max(0).values.tolist()
+        self.shared.barrier.wait()
+        return slowest
 
     def _captured(self, run: Callable[[], object]) -> Callable[[], object]:
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(self.calls):
+            for _ in range(self.options.calls):
                 run()
         return graph.replay
 
-    def _replay_us(
-        self, once: Callable[[], object], renew: Callable[[], object], on_gpu: bool
-    ) -> float:
+    def _replay_us(self, once: Callable[[], object], renew: Callable[[], object]) -> float:
         renew()
-        if not on_gpu:
+        if not self.on_gpu:
             began = time.perf_counter()
             once()
             return 1e6 * (time.perf_counter() - began)
         torch.cuda._sleep(HEAD_START)
-        self.ways.meet()
+        self.collective.all_reduce(self.token)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         once()
         end.record()
         end.synchronize()
-        return 1e3 * begin.elapsed_time(end) / self.calls
+        return 1e3 * begin.elapsed_time(end) / self.options.calls
 
 
-def spread(times: list[float]) -> dict[str, float]:
-    """Median, least and most."""
-    return {
-        "median_us": round(statistics.median(times), 3),
-        "min_us": round(min(times), 3),
-        "max_us": round(max(times), 3),
-    }
-
-
-def noise(rank: int, *shape: int, device: torch.device) -> Tensor:
-    """This rank's bf16 values; small, as calls in place double them again and again."""
-    generator = torch.Generator(device).manual_seed(rank)
-    return (torch.randn(shape, generator=generator, device=device) * SCALE).bfloat16()
-
-
-def measure_size(timer: Timer, num_bytes: int) -> dict[str, Any]:
-    """Every way that can sum so many bytes."""
-    ways, rank = timer.ways, timer.ways.rank
-    start = noise(rank, num_bytes // 2, device=ways.device)
-    parts = ways.gather_tensors(start)
-    total = parts[0].float()
-    for part in parts[1:]:
-        total += part.float()
-    row: dict[str, Any] = {"bytes": num_bytes, "ways": {}, "errors": {}}
-    for name, way in ways.of_size(num_bytes).items():
-        x, run = way
-        x.copy_(start)
-        found = run()
-        found = x if found is None else found
-        row["errors"][name] = float((found.float() - total).abs().max() / total.abs().max())
-        row["ways"][name] = spread(timer.times_us(run, lambda x=x: x.copy_(start)))
-    return row
-
-
-def measure_norm(timer: Timer, num_rows: int, hidden: int) -> dict[str, Any]:
-    """All-reduce, residual and norm, by one kernel and by parts."""
-    ways, device = timer.ways, timer.ways.device
-    start = noise(ways.rank, num_rows, hidden, device=device) / SCALE
-    residual, weight = (
-        noise(100 + i, *shape, device=device) / SCALE
-        for i, shape in enumerate([(num_rows, hidden), (hidden,)])
-    )
-    row: dict[str, Any] = {"rows": num_rows, "hidden": hidden, "ways": {}, "errors": {}}
-    first = None
-    for name, (x, run) in ways.norms(num_rows, hidden, residual, weight).items():
-        x.copy_(start)
-        normed, _ = run()
-        first = normed.float() if first is None else first
-        row["errors"][name] = float((normed.float() - first).abs().max() / first.abs().max())
-        row["ways"][name] = spread(timer.times_us(run, lambda x=x: x.copy_(start)))
-    return row
-
-
-def print_table(
-    title: str, rows: list[dict[str, Any]], key: Callable[[dict[str, Any]], str]
-) -> None:
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     """One line a row, medians in microseconds."""
     names = list(dict.fromkeys(name for row in rows for name in row["ways"]))
     print(f"\n{title:>10} " + " ".join(f"{name:>14}" for name in names) + "   worst spread")
     for row in rows:
-        found = [row["ways"].get(name) for name in names]
-        cells = " ".join(f"{each['median_us']:14.2f}" if each else f"{'-':>14}" for each in found)
-        widest = max((e["max_us"] - e["min_us"]) / e["median_us"] for e in found if e)
-        print(f"{key(row):>10} {cells}   {100 * widest:.0f}%")
+        ways = row["ways"]
+        cells = [f"{ways[name]['median_us']:14.2f}" if name in ways else "" for name in names]
+        widest = max((way["max_us"] - way["min_us"]) / way["median_us"] for way in ways.values())
+        print(f"{row[title]:>10} {' '.join(f'{cell:>14}' for cell in cells)}   {widest:.0%}")
 
 
-def print_best(rows: list[dict[str, Any]], count: int = 6) -> None:
-    """The fastest tiles of each size: one or two shots, programs, chunks of a tile."""
-    for row in rows:
-        found = sorted((each["median_us"], name) for name, each in row["ways"].items())
-        best = "  ".join(f"{name} {took:.2f}" for took, name in found[:count])
-        print(f"{row['bytes'] >> 10:>8}K  {best}")
-
-
-def about(ways: Ways) -> dict[str, Any]:
-    """Machine and versions."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    on_gpu = ways.device.type == "cuda"
-    return {
-        "ranks": ways.size,
-        "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or "cpu",
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, nccl.version())) if on_gpu else None,
-        "triton": __import__("triton").__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "environment": {
-            n: v for n, v in os.environ.items() if n.startswith(("NCCL", "TORCH_SYMM"))
-        },
-    }
-
-
-def run_rank(rank: int, args: argparse.Namespace, port: int, regions: list[Tensor]) -> None:
-    """What each process does; rank 0 prints and writes."""
-    faulthandler.dump_traceback_later(args.limit_s, exit=True)
-    make = gpu_ways if args.device == "cuda" else interpreted_ways
-    ways = make(rank, args.ranks, port, regions, args.tiles)
-    timer = Timer(ways, args.calls, args.replays)
-    report = about(ways) | {"calls": args.calls, "replays": args.replays, "notes": ways.notes}
-    report |= {"table": ways.table, "tiles": args.tiles, "sizes": [], "norms": []}
-
-    def keep(kind: str, row: dict[str, Any]) -> None:
-        report[kind].append(row)
-        if rank == 0 and args.json:  # what there is, should a later row hang
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
-
-    for num_bytes in args.sizes:
-        keep("sizes", measure_size(timer, num_bytes))
-    for num_rows in () if args.tiles else args.rows:
-        keep("norms", measure_norm(timer, num_rows, args.hidden))
+def run_rank(rank: int, options: argparse.Namespace, address: str, shared: Shared) -> None:
+    """The whole life of a rank's process; rank 0 prints and writes."""
+    faulthandler.dump_traceback_later(options.limit_s, exit=True)
+    ours = Rank(rank, options, address, shared)
+    report: dict[str, Any] = {"options": shown(options), "sizes": [], "norms": []}
+    report["table"] = getattr(ours.collective, "table", None)
+    for kind, measure, cases in (
+        ("sizes", ours.measure_size, options.sizes), ("norms", ours.measure_norm, options.rows),
+    ):  # fmt: skip
+        for case in cases:
+            report[kind].append(measure(case))
+            if rank == 0:  # what there is, should a later row hang
+                write(options.json, report)
+    ours.collective.check()
+    shared.barrier.wait()
+    ours.collective.close()
     if rank == 0:
-        print_report(report)
-    ways.close()
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """About the run, then two tables."""
-    print(json.dumps({k: v for k, v in report.items() if k not in ("sizes", "norms")}))
-    rows = report["sizes"] + report["norms"]
-    worst = {
-        name: error for row in rows for name, error in row["errors"].items() if error > ROUNDING
-    }
-    if report["tiles"]:
-        print_best(report["sizes"])
-    else:
-        print_table("bytes", report["sizes"], lambda row: f"{row['bytes'] >> 10}K")
-    if report["norms"]:
-        print_table("rows", report["norms"], lambda row: str(row["rows"]))
-    print(f"errors beyond rounding: {worst or 'none'}", flush=True)
-
-
-def numbers(text: str) -> list[int]:
-    """Those between the commas."""
-    return [int(each) for each in text.split(",")]
+        print_table("bytes", report["sizes"])
+        print_table("rows", report["norms"])
+        errors = [row["errors"].items() for row in report["sizes"] + report["norms"]]
+        worst = {name: error for row in errors for name, error in row if error > ROUNDING}
+        print(f"errors beyond rounding: {worst or 'none'}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--ranks", type=int, help="default: a rank on each GPU")
-    parser.add_argument("--sizes", type=numbers, help="bytes, by commas")
-    parser.add_argument("--rows", type=numbers, help="of the fused form, by commas")
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--calls", type=int, default=50, help="of a graph")
-    parser.add_argument("--replays", type=int, default=9)
-    parser.add_argument("--tiles", action="store_true", help="ours alone, cut in other ways")
-    parser.add_argument("--limit-s", type=float, default=110.0, help="a rank that hangs then ends")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    on_gpu = args.device == "cuda"
-    args.ranks = args.ranks or (torch.cuda.device_count() if on_gpu else 2)
-    args.sizes = args.sizes or (SIZES if on_gpu else TINY)
-    args.rows = args.rows or (ROWS if on_gpu else (3,))
-    args.hidden = args.hidden or (HIDDEN if on_gpu else 256)
-    if not on_gpu and not INTERPRETED:
-        parser.error("--device cpu takes TRITON_INTERPRET=1 in the environment")
-    if args.ranks < 2:
-        parser.error("an all-reduce takes two ranks")
-    return args
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as at:
-        at.bind(("127.0.0.1", 0))
-        return at.getsockname()[1]
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--device", choices=("cuda", "cpu"), default=DEVICE)
+    add("--ranks", type=int, default=torch.cuda.device_count(), help="a rank on each GPU")
+    add("--sizes", type=ints, default=SIZES, help="bytes, by commas")
+    add("--rows", type=ints, default=ROWS, help="of the form with a norm, by commas")
+    add("--hidden", type=int, default=4096)
+    add("--calls", type=int, default=50, help="of a graph")
+    add("--replays", type=int, default=9)
+    add("--limit-s", type=float, default=110.0, help="a rank that hangs then ends")
+    options = made.parse_args()
+    if options.ranks < 2:
+        made.error("an all-reduce takes two ranks")
+    return options
 
 
 def main() -> None:
     """Start a process a rank."""
-    args = parsed()
-    regions: list[Tensor] = []
-    if args.device == "cpu":
-        from worker.peers.peer_layout import PeerLayout
-
-        layout = PeerLayout(args.ranks, 1 << 20)
-        for _ in range(args.ranks):
-            regions.append(torch.empty(layout.num_bytes, dtype=torch.uint8).share_memory_())
-            layout.clear(regions[-1])
-    spawn(run_rank, (args, free_port(), regions), args.ranks)
+    options = parsed()
+    times = torch.zeros(options.ranks, options.replays, dtype=torch.float64).share_memory_()
+    barrier = multiprocessing.get_context("spawn").Barrier(options.ranks)
+    shared = Shared(times, barrier)
+    spawn(run_rank, (options, free_rendezvous("127.0.0.1"), shared), options.ranks)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,19 @@
 
     git worktree add /tmp/REV REV
     python -m benchmarks.compare --before /tmp/REV --after . --starts 6 --json out.json -- \\
-        benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --phase prefill \\
-        --batch 1 --tokens 256 --graph piecewise --repeat 12
+        benchmarks.engine --model-config benchmarks/models/qwen3-8b.json --batch 1,32,256
 
-Starts of one commit differ by more than the steps within a start. So the unit is a start: its
-figure is the median of its steps, and the table shows the median over starts. The order is
-before, after, after, before, ..., so that a machine that grows slower counts for both. The interval
-holds 95 % of the ratios when starts are drawn anew, with replacement, among each checkout's own.
+Starts of one commit differ by more than the steps within a start. So the unit is a start, a process
+of its own in the checkout's folder: its figure is the median of its steps, and the table shows the
+median over starts. The order is before, after, after, before, ..., so that a machine that grows
+slower counts for both. The interval holds 95 % of the ratios when starts are drawn anew, with
+replacement, among each checkout's own. The JSON file is written after each start.
 
-Each start is a process of its own
-in the checkout's folder; what it prints goes to standard error. Any benchmark serves that writes
-`--json` as `benchmarks.engine` does.
+It takes any benchmark that writes `--json` as `benchmarks.engine` or `benchmarks.windows` does.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -28,12 +25,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.load.result import machine, version_of
+from benchmarks.output import parser, write
 
 SIDES = ("before", "after")
 # What tells rows apart, where both checkouts write it.
-FIELDS = ("batch", "prompt_len", "tokens", "sampling", "width", "launch", "path")
-PACKAGES = ("torch", "triton", "flashinfer-python")
+FIELDS = (
+    "batch", "rows", "prompt_len", "tokens", "sampling", "width", "accept", "launched", "launch",
+    "path",
+)  # fmt: skip
 RESAMPLES = 10_000
 
 
@@ -65,40 +64,45 @@ def ratio(before: Sequence[float], after: Sequence[float]) -> Ratio:
 def start(checkout: Path, command: Sequence[str]) -> list[dict[str, Any]]:
     """Run the benchmark once; its rows, of which each has `median_ms`.
 
-    Raises:
-        subprocess.CalledProcessError: the benchmark failed.
+    Raises subprocess.CalledProcessError if it fails.
     """
     with tempfile.TemporaryDirectory(prefix="kvlane-compare-") as place:
         result = Path(place) / "result.json"
         whole = [sys.executable, "-m", *command, "--json", str(result)]
         subprocess.run(whole, cwd=checkout, check=True, stdout=sys.stderr)
-        steps = json.loads(result.read_text())["steps"]
-    return [row for step in steps for row in launches(step)]
+        return rows_of(json.loads(result.read_text()))
+
+
+def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of `benchmarks.engine` its steps; of `benchmarks.windows` its rates."""
+    if "rates" not in measured:
+        return [row for step in measured["steps"] for row in launches(step)]
+    return [
+        {name: value for name, value in rate.items() if name != "tokens"}  # which a prompt has
+        | {"median_ms": 1e3 * rate["seconds"] / rate["steps"]}
+        for rate in measured["rates"]
+    ]
 
 
 def launches(step: dict[str, Any]) -> list[dict[str, Any]]:
     """A row as it is, or, where it holds several ways to launch a step, a row for each of them."""
     if "graphs" not in step:
         return [step]
-    return [{**step, "launch": name, **found} for name, found in step["graphs"].items()]
+    return [{**step, "launch": name, **times} for name, times in step["graphs"].items()]
 
 
 def compared(started: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """A row for each thing measured, with the figure of each start and the ratio.
-
-    Args:
-        started: which checkout, and the rows of one start of it.
-    """
+    """A row for each thing measured, with each start's figure and the ratio; of (side, rows)."""
     every = [row for _, steps in started for row in steps]
     fields = [field for field in FIELDS if all(field in row for row in every)]
-    found: dict[str, dict[str, list[float]]] = {}
+    by_name: dict[str, dict[str, list[float]]] = {}
     for side, steps in started:
         for row in steps:
             name = ", ".join(f"{field} {row[field]}" for field in fields)
-            found.setdefault(name, {side: [] for side in SIDES})[side].append(row["median_ms"])
+            by_name.setdefault(name, {side: [] for side in SIDES})[side].append(row["median_ms"])
     return [
         {"name": name, **times, "ratio": ratio(**times)._asdict() if all(times.values()) else None}
-        for name, times in found.items()
+        for name, times in by_name.items()
     ]
 
 
@@ -112,38 +116,44 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             else "-"
             for side in SIDES
         ]
-        found = row["ratio"]
-        cells.append("{value:.3f} ({low:.3f} to {high:.3f})".format(**found) if found else "-")
+        of = row["ratio"]
+        cells.append("{value:.3f} ({low:.3f} to {high:.3f})".format(**of) if of else "-")
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def main() -> None:
-    """Start both by turns; print the table, write JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--before", type=Path, required=True, help="a checkout")
-    parser.add_argument("--after", type=Path, default=Path("."), help="another")
-    parser.add_argument("--starts", type=int, default=6, help="of each checkout")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("command", nargs="+", help="after --: a module and its options")
-    options = parser.parse_args()
+def main() -> int:
+    """Start both by turns; write JSON after each start; print the table of what was measured.
+
+    Returns:
+        1 if a start failed, after which none follows.
+    """
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--before", type=Path, required=True, help="a checkout")
+    add("--after", type=Path, default=Path("."), help="another")
+    add("--starts", type=int, default=6, help="of each checkout")
+    add("command", nargs="+", help="after --: a module and its options")
+    options = made.parse_args()
     checkouts = {side: getattr(options, side).resolve(strict=True) for side in SIDES}
+    about = {"checkouts": {side: str(path) for side, path in checkouts.items()}}
+    about["command"] = options.command
     started: list[tuple[str, list[dict[str, Any]]]] = []
+    failed = ""
     for side in order(options.starts):
         print(f"start {len(started) + 1} of {2 * options.starts}: {side}", file=sys.stderr)
-        started.append((side, start(checkouts[side], options.command)))
-    rows = compared(started)
-    print(table(rows), flush=True)
-    if options.json:
-        about = {
-            "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
-            "checkouts": {side: str(path) for side, path in checkouts.items()},
-            "command": options.command, "rows": rows,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(about, indent=1) + "\n")
+        try:
+            started.append((side, start(checkouts[side], options.command)))
+        except subprocess.CalledProcessError as error:
+            failed = f"start {len(started) + 1} ({side}) failed with exit code {error.returncode}"
+            break
+        finally:
+            write(options.json, {**about, "failed": failed, "rows": compared(started)})
+    print(table(compared(started)), flush=True)
+    if failed:
+        print(f"{failed}: the table has the starts before it", file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,77 +1,131 @@
 """All products of one decode step, each way to multiply in one CUDA graph, by turns.
 
-    python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64 --json out.json
-    python -m benchmarks.gemm --m 80,128,192,256,512 --json out.json
-    python -m benchmarks.gemm --tune --m 96,128 --json worker/ops/tuned/NVIDIA_H200.json
+    python -m benchmarks.gemm --model qwen3-8b --m 1,8,16,32,64,128,256 --json out.json
 
-`product` is what linear layers call (`worker.ops.product`): our kernel for few rows, then
-a tuned algorithm of cuBLASLt where the table has one. `cublas` and `cublaslt` are torch's.
+`product` is what linear layers call: our kernel for few rows, then a tuned algorithm of cuBLASLt
+where the table has one. `cublas` and `cublaslt` are torch's.
 
 Every layer has weights of its own, so nothing but activations is ever found in the L2. The products
 are chained: each reads the output of the one before, so overlapping launches would show as wrong
 numbers, and they are checked. The floor is the weights' bytes over the read bandwidth of this run.
-`layers` is the step without the head. The ways take turns, because a GPU at the limit of its power
-slows down the longer it works; the first one is measured twice, so that the difference of the two
-shows what the machine adds. `--tune` searches algorithms for the table: `benchmarks.gemm_tune`.
-On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing there.
+`layers` is the step without the head. On a CPU (`--model tiny`) it checks that everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.gemm_step import (
-    MODELS,
-    Multiply,
-    Step,
-    about,
-    bandwidth,
-    error,
-    library,
-    spread,
-    times_by_turns,
-)
-from benchmarks.gemm_tune import tune
-from worker.ops.product import OWN_ROWS, product
+from benchmarks.output import ints, parser, shown, write
+from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
+from worker.ops.product import product
 
-AGAIN = " again"
+Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """out [m, n] = x [m, k] @ w.T, once a layer or once a step."""
+
+    name: str
+    n: int
+    k: int
+    count: int
+
+
+def products_of(
+    layers: int, hidden: int, q_width: int, kv_width: int, mlp: int, vocab: int
+) -> list[Product]:
+    """In the order of a step; the last one, the head, is not part of a layer."""
+    return [
+        Product("qkv", q_width + 2 * kv_width, hidden, layers),
+        Product("o", hidden, q_width, layers),
+        Product("gate_up", 2 * mlp, hidden, layers),
+        Product("down", hidden, mlp, layers),
+        Product("head", vocab, hidden, 1),
+    ]
+
+
+MODELS = {
+    "qwen3-8b": products_of(36, 4096, 4096, 1024, 12288, 151936),
+    "tiny": products_of(2, 128, 128, 32, 256, 300),
+}
+
+
+class Step:
+    """The weights of one decode step."""
+
+    def __init__(self, products: list[Product], device: str, dtype: torch.dtype) -> None:
+        self.products, self.device, self.dtype = products, device, dtype
+        generator = torch.Generator(device).manual_seed(0)
+        self.weights: dict[str, list[Tensor]] = {
+            item.name: [
+                torch.empty(item.n, item.k, device=device, dtype=dtype).normal_(
+                    0, item.k**-0.5, generator=generator
+                )
+                for _ in range(item.count)
+            ]
+            for item in products
+        }
+        self.num_bytes = sum(w.nbytes for weights in self.weights.values() for w in weights)
+
+    def run(self, x: Tensor, multiply: Multiply, *, head: bool = True) -> Tensor:
+        """The whole step, or all of it but the head; returns the last output."""
+        *layer_products, last = self.products
+        for layer in range(layer_products[0].count):
+            for item in layer_products:
+                x = multiply(x[:, : item.k], self.weights[item.name][layer])
+        return multiply(x[:, : last.k], self.weights[last.name][0]) if head else x
+
+    def run_one(self, item: Product, x: Tensor, multiply: Multiply) -> Tensor:
+        """One product with all its weights, one after the other; all read the same x."""
+        return [multiply(x[:, : item.k], weight) for weight in self.weights[item.name]][-1]
+
+
+def library(name: str) -> Multiply:
+    """torch's product through "cublas" or "cublaslt"; on the CPU through whatever there is."""
+
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.backends.cuda.preferred_blas_library(name)
+        return torch.mm(x, w.t())
+
+    return multiply
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
 def measure(step: Step, m: int, replays: int, libraries: list[str]) -> dict[str, Any]:
     """Times for m rows, whole step and product by product, and how far the results differ."""
-    x = torch.randn(m, max(each.k for each in step.products), device=step.device).to(step.dtype)
-    ways: dict[str, Multiply] = {name: library(name) for name in libraries}
-    ways |= {"product": product, libraries[0] + AGAIN: library(libraries[0])}
-    row: dict[str, Any] = {"m": m, "products": {}}
-    for part, head in (("layers", False), ("step", True)):
-        row[part] = timed({n: partial(step.run, x, f, head=head) for n, f in ways.items()}, replays)
-    for each in step.products:
-        x_of = x[:, : each.k]
-        runs = {n: partial(step.run_one, each.name, x_of, f) for n, f in ways.items()}
-        row["products"][each.name] = timed(runs, replays)
-    results = {name: step.run(x, multiply) for name, multiply in ways.items()}
-    row["errors"] = {n: error(found, results[libraries[0]]) for n, found in results.items()}
+    x = torch.randn(m, max(item.k for item in step.products), device=step.device).to(step.dtype)
+    ways = {name: library(name) for name in libraries} | {"product": product}
+
+    def timed(run: Callable[..., Tensor], *first: Any, **more: Any) -> dict[str, dict[str, float]]:
+        runs = {name: partial(run, *first, x, way, **more) for name, way in ways.items()}
+        times = times_ms(runs, step.device, replays)
+        return {name: spread(of) for name, of in times.items()}
+
+    row: dict[str, Any] = {"m": m, "layers": timed(step.run, head=False), "step": timed(step.run)}
+    row["products"] = {item.name: timed(step.run_one, item) for item in step.products}
+    results = {name: step.run(x, way) for name, way in ways.items()}
+    row["errors"] = {name: error(of, results[libraries[0]]) for name, of in results.items()}
     return row
-
-
-def timed(runs: dict[str, Callable[[], Tensor]], replays: int) -> dict[str, dict[str, float]]:
-    """Median and spread of each, by turns."""
-    return {name: spread(times) for name, times in times_by_turns(runs, replays).items()}
 
 
 def print_row(row: dict[str, Any]) -> None:
     """One line a way to multiply."""
     for name, took in row["step"].items():
         by_product = " ".join(
-            f"{each}={1e3 * ways[name]['median_ms']:.0f}" for each, ways in row["products"].items()
+            f"{item}={1e3 * ways[name]['median_ms']:.0f}" for item, ways in row["products"].items()
         )
         print(
             f"m={row['m']:3d} {name:15s} {took['median_ms']:.3f} ms "
@@ -79,60 +133,34 @@ def print_row(row: dict[str, Any]) -> None:
             f"layers {row['layers'][name]['median_ms']:.3f}  all of one product, us: {by_product}",
             flush=True,
         )
-    worst = max(row["errors"].values())
-    print(f"      largest difference of results: {worst:.2g}", flush=True)
-
-
-def numbers(text: str) -> list[int]:
-    """Those between the commas."""
-    return [int(each) for each in text.split(",")]
+    print(f"      largest difference of results: {max(row['errors'].values()):.2g}", flush=True)
 
 
 def parsed() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", choices=sorted(MODELS), default="qwen3-8b")
-    parser.add_argument("--m", type=numbers, default="1,8,16,32,64", help="rows, by commas")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--replays", type=int, default=30)
-    parser.add_argument("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
-    parser.add_argument("--tune", action="store_true", help="write a table of algorithms to --json")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of --tune, a product and m")
-    parser.add_argument("--products", default="qkv,o,gate_up,down", help="of --tune, by commas")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    if args.tune and (args.device == "cpu" or args.dtype != "bfloat16" or args.json is None):
-        parser.error("--tune takes a GPU, bfloat16 and --json")
-    if args.tune and min(args.m) <= OWN_ROWS:
-        parser.error(f"--tune is for more than {OWN_ROWS} rows")
-    return args
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--model", choices=sorted(MODELS), default="qwen3-8b")
+    add("--m", type=ints, default="1,8,16,32,64", help="rows, by commas")
+    add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    add("--device", default=DEVICE)
+    add("--replays", type=int, default=30)
+    add("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
+    return made.parse_args()
 
 
 def main() -> None:
     """Measure, print a table, write the figures."""
-    args = parsed()
-    step = Step(MODELS[args.model], args.device, getattr(torch, args.dtype))
-    if args.tune:
-        names = args.products.split(",")
-        tune(step, args.m, names, args.seconds, args.replays, args.json)
-        return
-    read_gb_s = bandwidth(step, args.replays)
-    floor_ms = step.num_bytes() / read_gb_s / 1e6 if read_gb_s else 0.0
-    report = about(step) | {
-        "model": args.model,
-        "weights_bytes": step.num_bytes(),
-        "read_gb_s": round(read_gb_s, 1),
-        "floor_ms": round(floor_ms, 4),
-        "rows": [],
-    }
-    print(json.dumps({key: value for key, value in report.items() if key != "rows"}), flush=True)
-    for m in args.m:
-        row = measure(step, m, args.replays, args.libraries.split(","))
-        report["rows"].append(row)
-        print_row(row)
-        if args.json:
-            args.json.write_text(json.dumps(report, indent=1) + "\n")
+    options = parsed()
+    step = Step(MODELS[options.model], options.device, getattr(torch, options.dtype))
+    read_gb_s = read_bandwidth() / 1e9
+    floor_ms = step.num_bytes / read_gb_s / 1e6
+    print(f"reads {read_gb_s:.1f} GB/s, floor {floor_ms:.3f} ms")
+    about = {"options": shown(options), "read_gb_s": read_gb_s, "floor_ms": floor_ms, "rows": []}
+    for m in options.m:
+        about["rows"].append(measure(step, m, options.replays, options.libraries.split(",")))
+        print_row(about["rows"][-1])
+        write(options.json, about)
 
 
 if __name__ == "__main__":

@@ -7,28 +7,24 @@
     python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --loads 16,32,48,full \\
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
 
-The third needs no GPU. The last runs the loads of `benchmarks.serving`: --concurrency is then the
-number of rows and of requests of `full` at a time, and the two lengths together are the longest
-request that is served.
+The last runs the loads of `benchmarks.serving`: --concurrency is then the number of rows and of
+requests of `full` at a time, and the two lengths together are the longest request.
 
-Every prompt has exactly --prompt-len tokens, every answer exactly --output-len, and all KV is
-pulled from the prefill worker. For each kind of transport a cluster is started and asked, and --out
-gets the load's JSON, the cluster's log and configuration and, in `cluster-KIND.json`, the machine
-and what was pulled. Runs in a network namespace of its own (root), unless KVLANE_JUDGES_NAMESPACE
-is set.
+Prompts and answers have exactly their lengths, and all KV is pulled from the prefill worker. For
+each kind of transport --out gets the load's JSON, the cluster's log and configuration, and what was
+pulled (`cluster-KIND.json`). Runs in a network namespace of its own (root), unless
+KVLANE_JUDGES_NAMESPACE is set.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +33,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
 from benchmarks.load.records import SIMULATED
-from benchmarks.load.result import machine, read, version_of
+from benchmarks.load.result import read
+from benchmarks.output import shown, write
 
 PULLED = "kvlane_kv_pulled_bytes_total"
-PACKAGES = ("torch", "triton", "ray", "flashinfer-python", "mooncake-transfer-engine-cuda13")
 
 
 def parse() -> argparse.Namespace:
@@ -48,8 +44,13 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cluster_options(parser)
     add = parser.add_argument
+    add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
+    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
+    add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
+    add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
+    add("--port", type=int, default=8000)
+    add("--out", type=Path, required=True, help="a directory")
     add("--kind", default="tcp", help="of mooncake; several, comma-separated, one after another")
     add("--mode", default="always", help="disaggregation.mode")
     add("--num", type=int, default=256, help="requests of a run")
@@ -59,17 +60,6 @@ def parse() -> argparse.Namespace:
     add("--output-len", type=int, default=128, help="tokens")
     add("--loads", default="", metavar="16,32,full", help="those of benchmarks.serving instead")
     return parser.parse_args()
-
-
-def cluster_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of every benchmark that serves a cluster of its own."""
-    add = parser.add_argument
-    add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
-    add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
-    add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
-    add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
-    add("--port", type=int, default=8000)
-    add("--out", type=Path, required=True, help="a directory")
 
 
 def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[str, Any]:
@@ -99,8 +89,17 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     }  # fmt: skip
 
 
-def run_load(url: str, model: Path, path: Path, *arguments: str, harness: str = "load") -> int:
-    """Run `benchmarks.<harness>` against `url` with more arguments; its exit code."""
+def run_load(url: str, model: Path, path: Path, options: argparse.Namespace, kind: str) -> int:
+    """Run `benchmarks.load`, or with --loads `benchmarks.serving`, against `url`; its exit code."""
+    if options.loads:
+        harness = "serving"
+        arguments = ["--name", kind, "--rates", options.loads]
+        arguments += ["--full", str(options.concurrency)]
+    else:
+        harness, num = "load", str(options.concurrency)
+        lengths = f"synthetic:{options.prompt_len},{options.output_len}"
+        arguments = ["--source", lengths, "--concurrency", num, "--warmup", num]
+        arguments += ["--num", str(options.num), "--repeat", str(options.repeat)]
     command = [
         sys.executable, "-m", f"benchmarks.{harness}", "--url", url, "--endpoint", "completions",
         "--extra", '{"temperature": 0}', "--tokenizer", str(model), "--quiet", "--json", str(path),
@@ -119,75 +118,48 @@ def totals(url: str) -> dict[str, float]:
     """Sums, counts and counters of all processes by name, labels left out."""
     groups = json.loads(get(f"{url}/metrics/targets"))
     texts = [get(f"http://{target}/metrics") for group in groups for target in group["targets"]]
-    found: dict[str, float] = {}
-    for family in (each for text in texts for each in text_string_to_metric_families(text)):
+    sums: dict[str, float] = {}
+    for family in (family for text in texts for family in text_string_to_metric_families(text)):
         for sample in family.samples:
             if sample.name.endswith(("_sum", "_count", "_total")):
-                found[sample.name] = found.get(sample.name, 0.0) + sample.value
-    return found
-
-
-@contextlib.contextmanager
-def started(
-    options: argparse.Namespace, tree: dict[str, Any], name: str
-) -> Iterator[tuple[str, float]]:
-    """A cluster that is ready: its URL, and the seconds that it took. Its configuration and its log
-    are `serve-NAME.yaml` and `cluster-NAME.log` in `options.out`."""
-    out: Path = options.out
-    config = out / f"serve-{name}.yaml"
-    config.write_text(yaml.safe_dump(tree, sort_keys=False))
-    sets = [word for each in options.set for word in ("--set", each)]
-    began_at = time.monotonic()
-    try:
-        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
-            start_s = time.monotonic() - began_at
-            print(f"{name}: ready after {start_s:.1f} s", flush=True)
-            yield url, start_s
-    finally:
-        if (out / "cluster.log").exists():
-            (out / "cluster.log").rename(out / f"cluster-{name}.log")
-
-
-def about(url: str, start_s: float) -> dict[str, Any]:
-    """What ran where, for the result file."""
-    (row,) = json.loads(get(f"{url}/v1/models"))["data"]
-    return {
-        "machine": machine(), "versions": {name: version_of(name) for name in PACKAGES},
-        "start_s": start_s, "totals": totals(url),
-        "config": json.loads(get(f"{url}/config")), SIMULATED: row.get(SIMULATED, 0.0),
-    }  # fmt: skip
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+    return sums
 
 
 def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
-    """One cluster, from its start to its end; 0, or what the load returned."""
-    path = options.out / f"load-{kind}.json"
+    """One cluster, from its start to its end; 0, or what the load returned.
+
+    Its configuration and its log are `serve-KIND.yaml` and `cluster-KIND.log` in `options.out`.
+    """
+    out: Path = options.out
+    path, config = out / f"load-{kind}.json", out / f"serve-{kind}.yaml"
     path.unlink(missing_ok=True)  # of an earlier run
-    with started(options, serve_config(options, model, kind), kind) as (url, start_s):
-        if options.loads:
-            traces = str(options.out / "traces")
-            named = ["--name", kind, "--traces", traces, "--rates", options.loads]
-            named += ["--full", str(options.concurrency)]
-            code = run_load(url, model, path, *named, harness="serving")
-        else:
-            code = run_load(
-                url, model, path,
-                "--source", f"synthetic:{options.prompt_len},{options.output_len}",
-                "--concurrency", str(options.concurrency), "--num", str(options.num),
-                "--warmup", str(options.concurrency), "--repeat", str(options.repeat),
-            )  # fmt: skip
-        told = about(url, start_s) | {"load": path.name}
-    (options.out / f"cluster-{kind}.json").write_text(json.dumps(told, indent=1) + "\n")
-    measured, pulled = read(path), told["totals"].get(PULLED, 0.0)
-    found = [each["requests"] for each in measured.summaries]
-    num_asked = sum(each["sent"] for each in found)
-    if not options.loads:
-        num_asked = options.repeat * options.num
-    served = sum(each["served"] for each in found)
-    print(
-        f"{measured.named(kind)}: {served} of {num_asked} served, {pulled / 1e9:.3f} GB of KV "
-        "pulled",
-        flush=True,
-    )
+    config.write_text(yaml.safe_dump(serve_config(options, model, kind), sort_keys=False))
+    sets = [word for each in options.set for word in ("--set", each)]
+    began = time.monotonic()
+    try:
+        with serving(["--config", str(config), *sets], options.port, keep=out) as url:
+            start_s = time.monotonic() - began
+            print(f"{kind}: ready after {start_s:.1f} s", flush=True)
+            code = run_load(url, model, path, options, kind)
+            (row,) = json.loads(get(f"{url}/v1/models"))["data"]
+            sums = totals(url)
+            about = {
+                "options": shown(options), "start_s": start_s, "totals": sums, "load": path.name,
+                "config": json.loads(get(f"{url}/config")), SIMULATED: row.get(SIMULATED, 0.0),
+            }  # fmt: skip
+    finally:
+        if (out / "cluster.log").exists():
+            (out / "cluster.log").rename(out / f"cluster-{kind}.log")
+    write(out / f"cluster-{kind}.json", about)
+    measured, pulled = read(path), sums.get(PULLED, 0.0)
+    requests = [summary["requests"] for summary in measured.summaries]
+    num_asked = options.repeat * options.num
+    if options.loads:
+        num_asked = sum(counts["sent"] for counts in requests)
+    served = sum(counts["served"] for counts in requests)
+    name, gb = measured.named(kind), pulled / 1e9
+    print(f"{name}: {served} of {num_asked} served, {gb:.3f} GB of KV pulled", flush=True)
     if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):
         return 1
     return code

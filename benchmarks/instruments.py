@@ -1,173 +1,236 @@
-"""What `benchmarks.exposed` looks into two workers with: the product's parts, and what they saw."""
+"""An engine that a benchmark builds, drives and looks into.
+
+What benchmarks of whole steps know of `worker` stands here and in `benchmarks.ranks`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import queue
+import argparse
+import dataclasses
+import json
+import random
+import shutil
+import tempfile
 import time
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
-from worker.api import (
-    Ack,
-    AnyMessage,
-    Candidate,
-    Chunks,
-    Generate,
-    KVReady,
-    Lost,
-    Member,
-    PeerId,
-    Refused,
-    Sampling,
-    Stages,
-)
-from worker.cache.pool import KVPool
-from worker.config import PingConfig
-from worker.decode import DecodeLoop
-from worker.observe.meter import StepMeter
-from worker.observe.metrics import WorkerMetrics
-from worker.plan import Plan
-from worker.transfer.fetch import Fetch
-from worker.wire import Event, Wire
-from worker.worker import Worker
+from benchmarks.output import ints
+from benchmarks.ranks import led_engine
+from benchmarks.timing import synchronize
+from worker.api import Sampling
+from worker.config import WorkerConfig
+from worker.draw.simulated import SimulatedAcceptance
+from worker.forward.draws import Masks
+from worker.model.decoder import DecoderLayer
+from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
+from worker.run.base import ChunkGraphs
+from worker.run.eager import EagerChunks
+from worker.run.engine import Engine
+from worker.run.flight import Step
+from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Req
+from worker.schedule.width import WidthPolicy
 
-HANG_S = 120.0
-# A busy machine is not a dead peer.
-PATIENT: dict[str, float] = {"max_misses": 30, "stall_s": 3600.0}
+# What was launched, what it drew, tokens that count, and whether every request still runs.
+Watch = Callable[[Plan, list[Drawn], int, bool], None]
 
 
-def digest(pool: KVPool, pages: Sequence[int], num_tokens: int) -> str:
-    """Of the keys and values of the first `num_tokens` slots of `pages`."""
-    hashed, index = hashlib.sha256(), torch.tensor(pages, device=pool.device)
-    for layer_id in range(pool.region().num_layers):
-        for cache in pool.layer(layer_id):
-            rows = cache.index_select(0, index).transpose(1, 2).flatten(0, 1)[:num_tokens]
-            hashed.update(rows.contiguous().view(torch.uint8).cpu().numpy().data)
-    return hashed.hexdigest()
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """What `build` reads, but for the phase."""
+    add = parser.add_argument
+    add("--model-config", type=Path, required=True, help="a config.json")
+    add("--load-format", default="dummy", choices=("dummy", "safetensors"))
+    add("--dtype", default="", help="default: as the config says; float32 on CPU")
+    add("--prompt-len", type=int, default=512)
+    add("--output-len", type=int, default=128)
+    add("--cached", action="store_true", help="prompts are computed once and found in the cache")
+    add("--page-size", type=int, default=64)
+    add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
+    add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
+    add("--eager", action="store_true", help="no graphs")
+    add("--tp", type=int, default=1, help="ranks, a process and a GPU each")
+    add("--collective", default="auto", help="of these: gloo, nccl, custom")
+    add("--drafter", type=Path, help="a config.json of a drafter, which gets random weights")
+    add("--widths", type=ints, default=[1], help="of verify windows: 1,2,4,8,16")
+    add("--graph", default="", help="of engine.graph, for the phase")
 
 
-class AnnouncedPages:
-    """Which pages of a prefill worker hold its last prompt: of what it announces, the newest.
+def backends(text: str) -> str | dict[str, str]:
+    """`engine.attention` from the command line."""
+    return dict(part.split("=", 1) for part in text.split(",")) if "=" in text else text
 
-    `last_at` is when the last of a prompt was announced; monotonic seconds.
+
+def build(
+    options: argparse.Namespace, max_batch: int, max_tokens: int = 0, penalty_rows: int = 1
+) -> Engine:
+    """A decode engine with random weights of the given shape.
+
+    max_tokens: of all prompts of a batch together, if not each has options.prompt_len.
     """
-
-    def __init__(self, worker: Worker) -> None:
-        outbound: Any = worker.loop._outbound  # pyright: ignore
-        self._pool, self._page = worker.engine.pool, dict[int, int]()
-        self._num = worker.engine.book.num_pages_for
-        self.last_at, self._last = 0.0, None
-        send = outbound._send
-
-        def heard(peer: PeerId, message: AnyMessage) -> None:
-            if isinstance(message, KVReady):
-                self._page.update(enumerate(message.pages, message.first_page))
-                if message.last and message.xfer != self._last:  # a renewal says it again
-                    self.last_at, self._last = time.monotonic(), message.xfer
-            send(peer, message)
-
-        outbound._send = heard
-
-    def digest(self, num_tokens: int) -> str:
-        """Of so many tokens, which nothing has overwritten since; "" for 0."""
-        pages = [self._page[number] for number in range(self._num(num_tokens))]
-        return digest(self._pool, pages, num_tokens) if num_tokens else ""
-
-
-class Landed(NamedTuple):
-    """A prompt whose KV is here."""
-
-    at: float  # when it was committed; monotonic seconds
-    digest: str  # of its KV; "" if nobody asked
+    with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as folder:
+        place = Path(folder)
+        shutil.copy(options.model_config, place / "config.json")
+        spec: dict[str, Any] = {"widths": options.widths, "simulate_accept_len": 1}
+        if options.drafter is not None:
+            spec |= _drafter(options.drafter, place / "drafter")
+        page_size = options.page_size
+        per_req = options.output_len + 8 + 2 * max(options.widths) + 2 * page_size
+        num_tokens = max_batch * per_req + (max_tokens or max_batch * options.prompt_len)
+        model = {
+            "path": str(place), "load_format": options.load_format,
+            "max_model_len": options.prompt_len + options.output_len + 8,
+        }  # fmt: skip
+        if options.dtype:
+            model["dtype"] = options.dtype
+        engine = {
+            "max_num_reqs": max_batch, "penalty_rows": penalty_rows, "graph": _graph(options),
+            "prefix_cache": options.cached, "max_prefill_tokens": options.chunk,
+            "attention": options.attention, "growth_tokens": options.output_len,
+            "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
+        }  # fmt: skip
+        config = {
+            "role": "decode", "model": model, "kv": {"page_size": page_size}, "engine": engine,
+            "spec": spec, "tp": options.tp,
+        }  # fmt: skip
+        return led_engine(WorkerConfig.model_validate(config))
 
 
-class Settled(NamedTuple):
-    """A step that was waited for, by this process."""
+def _drafter(config: Path, place: Path) -> dict[str, str]:
+    """`spec` of a drafter of that shape, whose directory is made at `place`."""
+    place.mkdir()
+    shutil.copy(config, place / "config.json")
+    is_block = json.loads(config.read_text())["architectures"] == ["DFlashDraftModel"]
+    return {"drafter": "dflash" if is_block else "chain", "path": str(place)}
 
-    at: float  # right after the wait; monotonic seconds
-    num_tokens: int  # of prompts
+
+def _graph(options: argparse.Namespace) -> str | dict[str, str]:
+    """`engine.graph`: graphs of nothing but what is measured."""
+    if options.eager:
+        return "eager"
+    graphs = {"prefill" if options.phase == "decode" else "decode": "eager"}
+    if options.graph:
+        graphs[options.phase] = options.graph
+    return graphs
 
 
-class StampingMeter(StepMeter):
-    """Also keeps the steps that ended."""
+class Bench:
+    """An engine with the scheduler that drives it."""
 
-    def __init__(self, metrics: WorkerMetrics) -> None:
-        super().__init__(metrics)
-        self._steps: list[Settled] = []
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+        self.path = ""  # of the last step that was waited for
+        self._num_admitted = 0
+        words = -(-engine.spec.vocab_size // 32)
+        most = int(engine.config.engine.max_num_reqs)
+        num = max(width * max_rows(width, most) for width in engine.config.spec.all_widths)
+        generator = torch.Generator().manual_seed(0)
+        lines = torch.randint(-(2**31), 2**31, (1 + num, words), generator=generator)
+        lines[0] = -1
+        self._masks = Masks(lines.to(torch.int32), torch.arange(1, 1 + num))
 
-    def settled(self, plan: Plan, path: str) -> None:
-        """See StepMeter.settled."""
-        at = time.monotonic()
-        super().settled(plan, path)
-        num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
-        self._steps.append(Settled(at, num_tokens))
+    def admit(self, batch: int, prompt_len: int, sampling: Sampling, seed: int) -> list[Req]:
+        """Requests with random prompts, to be prefilled by this engine."""
+        rng, reqs = random.Random(seed), []
+        for number in range(batch):
+            tokens = rng.choices(range(self.engine.spec.vocab_size), k=prompt_len)
+            self._num_admitted += 1  # of another seed each: simulated acceptance is by seed
+            own = msgspec.structs.replace(sampling, seed=self._num_admitted)
+            req = Req(str(number), 1, "bench", tokens, prompt_len, own, float("inf"))
+            assert self.scheduler.admit(req), "the pool is made for this batch"
+            self.scheduler.prefill_locally(req)
+            reqs.append(req)
+        return reqs
 
-    def take(self, num_tokens: int) -> list[Settled]:
-        """The steps since the last call, once they have computed so many tokens.
+    def generate(
+        self, batch: int, prompt_len: int, sampling: Sampling, seed: int, watch: Watch | None = None
+    ) -> float:
+        """Seconds from the first launch until each of `batch` requests has its last token.
 
-        A prompt's last step may end after decode has answered.
+        As a decode worker does, step n + 1 is launched before step n is settled. `watch` is called
+        after each step is settled.
         """
-        limit = time.monotonic() + HANG_S
-        while sum(step.num_tokens for step in self._steps) < num_tokens:
-            assert time.monotonic() < limit, "a step does not end"
-            time.sleep(1e-3)
-        steps, self._steps = self._steps, []
-        return steps
+        scheduler, engine = self.scheduler, self.engine
+        reqs = self.admit(batch, prompt_len, sampling, seed)
+        synchronize()
+        began = time.perf_counter()
+        pending: Step | None = None
+        num_left = batch
+        while num_left or pending is not None:
+            plan = scheduler.plan()
+            step = None if plan is None else engine.runner.launch(plan)
+            if pending is not None:
+                drawn = engine.runner.settle(pending)
+                self.path = pending.path
+                settled = scheduler.settle(pending.plan.step, drawn)
+                for req, _, _, reason in settled:
+                    if reason is not None:
+                        scheduler.finish(req)
+                        num_left -= 1
+                if watch is not None:
+                    num_tokens = sum(num for _, _, num, _ in settled)
+                    watch(pending.plan, drawn, num_tokens, num_left == batch)
+            if step is not None and step.plan.masked:
+                num = len(step.plan.sampled_rows) * step.plan.width
+                words, line = self._masks  # about half of the vocabulary is allowed
+                engine.runner.launch_tail(step, Masks(words[: 1 + num], line[:num]))
+            pending = step
+        took_s = time.perf_counter() - began
+        assert all(len(req.tokens) == prompt_len + sampling.max_tokens for req in reqs)
+        return took_s
 
+    def verify_with(self, widths: Sequence[int], *, chosen: bool = False) -> WidthPolicy:
+        """From now on a step's windows have one of these widths.
 
-class LandingLoop(DecodeLoop):
-    """Also keeps when the KV of each request was committed, and, on demand, what it is."""
-
-    landed: ClassVar[list[Landed]] = []
-    digests: ClassVar[bool] = False
-
-    def _fetch_ended(self, fetch: Fetch) -> None:
-        super()._fetch_ended(fetch)
-        req, found = fetch.req, ""
-        if self.digests:
-            assert req.hold is not None
-            found = digest(self._engine.pool, req.hold.pages, len(req.tokens) - 1)
-        self.landed.append(Landed(req.timeline.landed_at, found))
-
-
-class Router:
-    """A router reduced to its wire: asks one decode worker for one token at a time."""
-
-    def __init__(self, decode: Member, prefill: PeerId) -> None:
-        self._events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
-        self._wire = Wire("bench/1", PingConfig.model_validate(PATIENT), self._events.put)
-        self._wire.start()
-        self._wire.connect(decode.peer, decode.address)
-        self._decode, self._prefill = decode.peer, prefill
-        self._num_asked = 0
-
-    def ask(self, tokens: Sequence[int]) -> Stages:
-        """Where the time to the first token of a prompt went; its KV came from the prefill worker.
-
-        Raises:
-            RuntimeError: no answer, or one without that.
+        chosen: the widest that pays, by the times of the engine's own steps at the start.
         """
-        self._num_asked += 1
-        req_id = str(self._num_asked)
-        sampling = Sampling(1, ignore_eos=True, temperature=0.0)
-        candidates = (Candidate(self._prefill),)
-        message = Generate(req_id, 1, tuple(tokens), len(tokens), sampling, HANG_S, candidates)
-        self._wire.send(self._decode, message)
-        while True:
-            for _, event in self._events.get(timeout=HANG_S):
-                if isinstance(event, Lost | Refused):
-                    raise RuntimeError(f"no answer: {event}")
-                for chunk in event.chunks if isinstance(event, Chunks) else ():
-                    if chunk.req_id != req_id or chunk.finish_reason is None:
-                        continue  # a final chunk that was sent again
-                    self._wire.send(self._decode, Ack(req_id, chunk.dispatch))
-                    if chunk.stages is None or chunk.stages.prefilled_by != self._prefill:
-                        raise RuntimeError(f"not a pulled prompt: {chunk}")
-                    return chunk.stages
+        times = self.engine.step_s if chosen else None
+        self.scheduler.widths = WidthPolicy(tuple(widths), times)
+        return self.scheduler.widths
 
-    def close(self) -> None:
-        """Close the sockets."""
-        self._wire.close()
+    def accept(self, mean_len: float) -> None:
+        """So many tokens of a step count on average; below 1: that share of drafts counts."""
+        simulated = self.engine.runner.loaded.state.accept
+        assert isinstance(simulated, SimulatedAcceptance)
+        simulated.change(mean_len)
+
+    def launch_chunks_by(self, chunks: ChunkGraphs) -> None:
+        """Launch prompts' chunks by these graphs from now on."""
+        runner = self.engine.runner
+        runner.graphs = dataclasses.replace(runner.graphs, chunks=chunks)
+
+    def chunk_graphs(self) -> dict[str, ChunkGraphs]:
+        """Eager, and the engine's own launch of chunks, by name."""
+        loaded, own = self.engine.runner.loaded, self.engine.runner.graphs.chunks
+        return {"eager": EagerChunks(loaded), str(loaded.config.graph.prefill): own}
+
+
+def decode_floor_ms(engine: Engine, batch: int, mean_len: float, bandwidth: float) -> float:
+    """Milliseconds to read the weights a step needs, and KV of `batch` requests of mean_len."""
+    model = engine.runner.loaded.model
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if model.head is not model.embedding:
+        weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
+    per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
+    return 1e3 * (weights + batch * mean_len * per_token) / bandwidth
+
+
+def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: float) -> float:
+    """Milliseconds to read all weights but the embedding's, or to multiply with them.
+
+    In long steps the last layer multiplies next to no rows once it has stored its KV.
+    """
+    model = engine.runner.loaded.model
+    layers = sum(p.numel() for p in model.layers.parameters())
+    last, head = model.layers[-1], model.head.weight
+    assert isinstance(last, DecoderLayer)
+    after = (last.attention.output, last.feed_forward)
+    spared = sum(p.numel() for module in after for p in module.parameters())
+    products = (layers - spared * (num_tokens >= LONG_STEP_TOKENS)) * num_tokens + head.numel()
+    read_s = (layers + head.numel()) * head.element_size() / bandwidth
+    return 1e3 * max(read_s, 2 * products / speed)

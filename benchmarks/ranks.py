@@ -1,4 +1,4 @@
-"""The other ranks of an engine that a benchmark leads: a process each, with a GPU each."""
+"""An engine that a benchmark leads, and its other ranks: a process each, with a GPU each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def led_engine(config: WorkerConfig) -> Engine:
         process = multiprocessing.get_context("spawn").Process(
             target=serve_rank, args=(config, rank, rendezvous), daemon=True
         )
-        with environment(CUDA_VISIBLE_DEVICES=str(rank)):
+        with gpu(rank):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
     rank_group = RankGroup(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
@@ -55,10 +55,13 @@ def led_engine(config: WorkerConfig) -> Engine:
 
 
 @contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Variables for the processes that the body starts."""
-    before = dict(os.environ)
-    os.environ.update(variables)
+def gpu(number: int) -> Iterator[None]:
+    """Processes that the body starts see this GPU alone."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = str(number)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    if before is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = before

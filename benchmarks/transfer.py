@@ -2,28 +2,20 @@
 
     python -m benchmarks.transfer --transport shm --transport mooncake --run-bytes 65536 1048576
 
-On a CPU machine both ends, the copy and the network stack share a few cores, so only ratios count
-(one transport, or one run size, against another); no number here says what a GPU host or a real
-network does. The data is random, not zero. A pull is polled in a closed loop, as an idle engine
-would; `first run` is the time of a pull of a single run, which is what a short prompt sees.
-
-    python -m benchmarks.transfer exposed --kind tcp,nvlink --groups 1,4 --throttle-gb-s 0,25
-
-How long decode still waits for KV after the prefill worker has computed all of it: see
-`benchmarks.exposed`.
+Both ends, the copy and the network stack share this machine's cores, so only ratios count (one
+transport, or one run size, against another). The data is random, not zero. A pull is polled in a
+closed loop, as an idle engine would; `first run` is the time of a pull of a single run, which is
+what a short prompt sees.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import mmap
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -32,6 +24,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from benchmarks.load.report import aligned
+from benchmarks.output import parser, shown, write
 from worker.cache.layout import MemoryRegion
 from worker.registry import resolve
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, PullState, Run
@@ -40,6 +34,15 @@ HOST = "127.0.0.1"
 KINDS = {"shm": "shm", "mooncake": "tcp"}
 CONNECT_S = 10.0
 NUM_SINGLE_RUNS = 50
+COLUMNS = {  # of the table
+    "transport": "{transport}",
+    "run bytes": "{run_bytes}",
+    "runs": "{num_runs}",
+    "GiB/s (min..max)": "{gib_per_s_median:.2f} ({gib_per_s_min:.2f}..{gib_per_s_max:.2f})",
+    "us/run": "{us_per_run:.1f}",
+    "first run us": "{first_run_us_p50:.1f}",
+    "max": "{first_run_us_max:.1f}",
+}
 
 
 def memfd_region(num_bytes: int) -> tuple[np.ndarray, MemoryRegion]:
@@ -120,8 +123,7 @@ def bench(name: str, run_sizes: Sequence[int], total_bytes: int, repeat: int) ->
         peer = transport.connect(endpoint, CONNECT_S)
         rows = [measure(peer, name, size, total_bytes, repeat) for size in run_sizes]
         expected = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-        peer_all = [Run(0, 0, 0, num_bytes)]
-        pull_s(peer, peer_all)
+        pull_s(peer, [Run(0, 0, 0, num_bytes)])
         assert np.array_equal(array, expected), "pulled bytes differ"
         return rows
     finally:
@@ -132,37 +134,19 @@ def bench(name: str, run_sizes: Sequence[int], total_bytes: int, repeat: int) ->
 
 def main() -> None:
     """Parse, measure, print."""
-    if sys.argv[1:2] == ["exposed"]:
-        from benchmarks import exposed  # has torch, which processes that only copy do without
-
-        exposed.main(sys.argv[2:])
-        return
-    parser = argparse.ArgumentParser(description="Pull throughput and latency; see the module.")
-    parser.add_argument("--transport", action="append", choices=sorted(TRANSPORTS))
-    parser.add_argument(
-        "--run-bytes", type=int, nargs="+", default=[4096, 16384, 65536, 1 << 20, 16 << 20]
-    )
-    parser.add_argument("--total-mb", type=int, default=128, help="MiB per pull")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--json", action="store_true", help="rows as JSON instead of a table")
-    args = parser.parse_args()
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--transport", action="append", choices=sorted(TRANSPORTS))
+    add("--run-bytes", type=int, nargs="+", default=[4096, 16384, 65536, 1 << 20, 16 << 20])
+    add("--total-mb", type=int, default=128, help="MiB per pull")
+    add("--repeat", type=int, default=5)
+    options = made.parse_args()
     rows: list[dict[str, Any]] = []
-    for name in args.transport or sorted(TRANSPORTS):
-        rows += bench(name, args.run_bytes, args.total_mb << 20, args.repeat)
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return
-    print(
-        f"{'transport':14} {'run bytes':>10} {'runs':>6} {'GiB/s (min..max)':>20} "
-        f"{'us/run':>9} {'first run us':>13} {'max':>9}"
-    )
-    for row in rows:
-        rate = "{gib_per_s_median:.2f} ({gib_per_s_min:.2f}..{gib_per_s_max:.2f})".format(**row)
-        print(
-            f"{row['transport']:14} {row['run_bytes']:>10} {row['num_runs']:>6} {rate:>20} "
-            f"{row['us_per_run']:>9.1f} {row['first_run_us_p50']:>13.1f} "
-            f"{row['first_run_us_max']:>9.1f}"
-        )
+    for name in options.transport or sorted(TRANSPORTS):
+        rows += bench(name, options.run_bytes, options.total_mb << 20, options.repeat)
+    cells = [[text.format(**row) for text in COLUMNS.values()] for row in rows]
+    print("\n".join(aligned([list(COLUMNS), *cells])))
+    write(options.json, {"options": shown(options), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -14,20 +14,21 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster import clients, logs
+from cluster import logs
+from cluster.clients import commands as clients
 from cluster.config import Config, load, origins
-from cluster.owned import NothingRuns, all_running, find_running
-from cluster.screen import table
+from cluster.control.replicas import ReplicaStatus
 from cluster.search_path import leave_directory
-from cluster.seats import SeatStatus
-from cluster.supervisor import Lent, Limits, supervise
+from cluster.serve.lifetime import NothingRuns, all_running, find_running
+from cluster.serve.supervisor import Lent, Limits, supervise
 from worker.errors import KvlaneError, UserError
 
 # Settings of Ray that have to be in the environment before it is imported. What the user has set
@@ -45,6 +46,8 @@ RAY_SETTINGS = {
 # Beyond their own limits, for the processes that `serve` starts to end by themselves.
 JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
+CUT_OFF = "; requests were cut off"
+ONE_SERVE = "the Ray cluster it runs on; default: the serve of this machine"
 FLAGS = {
     "model": "model.path",
     "prefill": "prefill.replicas",
@@ -58,6 +61,8 @@ FLAGS = {
     "spec_path": "spec.path",
     "spec_simulate_accept_len": "spec.simulate_accept_len",
 }
+
+Run = Callable[[argparse.Namespace], int]
 
 
 def _plainly(level: str, text: str) -> None:
@@ -80,7 +85,7 @@ def _run_command(given: Sequence[str]) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return clients.bench(given[1:])
     args = _parser().parse_args(given)
-    command: Callable[[argparse.Namespace], int] = args.command
+    command: Run = args.command
     if command is not _serve:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(args)
@@ -92,12 +97,9 @@ def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _pla
         code = command()
         sys.stdout.flush()
         return code
-    except UserError as error:
-        tell("ERROR", str(error))
-        return 2
     except KvlaneError as error:
         tell("ERROR", str(error))
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -121,7 +123,7 @@ class _Version(argparse.Action):
     """`--version`; what it imports is not paid for by other commands."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from router.status import version
+        from router.show.status import version
 
         print(f"kvlane {version()}")
         parser.exit()
@@ -135,43 +137,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start a cluster and serve until Ctrl-C")
-    _add_config(serve)
-    _add_address(serve, "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)")
-    serve.add_argument("--offline", action="store_true", help="take no model from the network")
-    serve.set_defaults(command=_serve)
+    def command(name: str, run: Run, help: str, address: str = ONE_SERVE) -> Any:
+        added = commands.add_parser(name, help=help)
+        added.set_defaults(command=run)
+        if run in (_serve, _config, _doctor):
+            _add_config(added)
+        if address:
+            added.add_argument("--address", metavar="HOST:PORT", help=address)
+        return added
 
-    config = commands.add_parser("config", help="print the configuration that serve would use")
-    _add_config(config)
+    joined = "join this Ray cluster instead of starting Ray here (also: RAY_ADDRESS)"
+    serve = command("serve", _serve, "start a cluster and serve until Ctrl-C", joined)
+    serve.add_argument("--offline", action="store_true", help="take no model from the network")
+    config = command("config", _config, "print the configuration that serve would use", "")
     kind = config.add_mutually_exclusive_group()
     kind.add_argument("--schema", action="store_true", help="print its JSON schema instead")
     kind.add_argument(
         "--explain", action="store_true", help="say of each value where it comes from and why"
     )
-    config.set_defaults(command=_config)
-
-    status = commands.add_parser("status", help="show what runs")
-    _add_address(status, "the Ray cluster it runs on; default: the serve of this machine")
-    status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(command=_status)
-
-    doctor = commands.add_parser("doctor", help="say what is wrong here, or with what runs")
-    _add_config(doctor)
-    _add_address(doctor, "examine what runs on this Ray cluster")
+    status = command("status", _status, "show what runs")
+    examined = "examine what runs on this Ray cluster"
+    doctor = command("doctor", _doctor, "say what is wrong here, or with what runs", examined)
     doctor.add_argument("--running", action="store_true", help="examine the serve of this machine")
-    doctor.add_argument("--json", action="store_true", help="print JSON")
-    doctor.set_defaults(command=_doctor)
-
-    drain = commands.add_parser("drain", help="finish running requests, then stop")
+    drain = command("drain", _drain, "finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
     drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
-    _add_address(drain, "the Ray cluster it runs on; default: the serve of this machine")
-    drain.set_defaults(command=_drain)
-
-    down = commands.add_parser("down", help="end what runs, if anything does")
-    _add_address(down, "the Ray cluster it runs on; default: the serve of this machine")
-    down.set_defaults(command=_down)
-
+    command("down", _down, "end what runs, if anything does")
+    for parser_of_json in (status, doctor):
+        parser_of_json.add_argument("--json", action="store_true", help="print JSON")
     clients.add_to(commands, lambda: [url for r in all_running(_runtime_dir()) for url in r.urls])
     return parser
 
@@ -201,10 +194,6 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_address(parser: argparse.ArgumentParser, text: str) -> None:
-    parser.add_argument("--address", metavar="HOST:PORT", help=text)
-
-
 def _load(args: argparse.Namespace) -> Config:
     flags: dict[str, Any] = {path: getattr(args, flag) for flag, path in FLAGS.items()}
     return load(args.config, args.set, flags)
@@ -225,13 +214,11 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str], None]) -> int:
-    """What is wrong with the configuration is told before anything starts."""
-    from cluster.check import checked
-    from cluster.doctor.command import warnings
+    """What is wrong with the configuration is shown before anything starts."""
+    from cluster.diagnose.checks import checked
 
-    num_gpus = None if address else _num_gpus(config)
-    config = checked(config, num_gpus, offline=offline)
-    for text in warnings(config, num_gpus):
+    config, warnings = checked(config, None if address else _num_gpus(config), offline=offline)
+    for text in warnings:
         tell("WARNING", text)
     if not address:
         config = config.anchored(Path.cwd())
@@ -250,7 +237,7 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
 def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
     """In the supervisor's child: start Ray where nothing of the user's can be imported."""
     leave_directory()
-    from cluster.serve import serve  # imports Ray, which reads the environment
+    from cluster.serve.run import serve  # imports Ray, which reads the environment
 
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
@@ -259,7 +246,7 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
 
 def _num_gpus(config: Config) -> int:
     """GPUs that the Ray which we start will count."""
-    from cluster.nvml import count_gpus
+    from cluster.diagnose.driver import count_gpus
 
     asked = config.cluster.local_ray.num_gpus
     return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked
@@ -285,68 +272,72 @@ def _config(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    controller, close = _connect(args)
-    from cluster import launch
-
-    try:
-        rows: list[SeatStatus] = launch.ask(controller.status)
-    finally:
-        close()
+    with _connected(args) as ask:
+        rows: list[ReplicaStatus] = ask("status")
     if args.json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
     else:
-        print(table(rows))
+        print(_status_table(rows))
     return 0
 
 
+def _status_table(rows: Sequence[ReplicaStatus]) -> str:
+    """The rows in columns, and below them the counters that are not zero."""
+    from cluster.tables import plain, table, text
+
+    head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
+    cells = [
+        (r.name, r.state, r.incarnation, str(r.restarts), r.node,
+         " ".join(map(str, r.pids)) or str(r.pid), r.metrics_address)
+        for r in rows
+    ]  # fmt: skip
+    busy = {r.name: [f"{n} {c}" for n, c in (r.counters or {}).items() if c] for r in rows}
+    lines = [text(f"{name}: {', '.join(counts)}") for name, counts in busy.items() if counts]
+    return plain([table(head, cells), *lines])
+
+
 def _doctor(args: argparse.Namespace) -> int:
-    from cluster.doctor import command
+    from cluster.diagnose import checks, running
+    from cluster.diagnose.facts import read_facts
+    from cluster.diagnose.finding import has_failure, shown
 
     config = _load(args)
-    if not (args.running or args.address):
-        return command.tell(command.of_machine(config, _num_gpus(config)), as_json=args.json)
-    controller, close = _connect(args)
-    from cluster import launch
-
-    try:
-        examined = launch.ask(controller.examine)
-    finally:
-        close()
-    return command.tell(command.of_cluster(config, examined), as_json=args.json)
+    if args.running or args.address:
+        with _connected(args) as ask:
+            cluster: running.ClusterExamination = ask("examine")
+        findings = list(running.of_cluster(config.transport, cluster))
+    else:
+        findings = checks.of_machine(config, _num_gpus(config), read_facts())
+    print(shown(findings, as_json=args.json))
+    return int(has_failure(findings))
 
 
 def _drain(args: argparse.Namespace) -> int:
-    controller, close = _connect(args)
-    from cluster import launch
-
-    try:
-        if args.name and (warning := launch.ask(controller.warning, args.name)):
+    with _connected(args) as ask:
+        if args.name and (warning := ask("warning", args.name)):
             print(f"warning: {warning}", file=sys.stderr)
-        idle: bool = launch.ask(controller.drain, args.name, args.timeout)
-    finally:
-        close()
-    print(f"{args.name or 'the cluster'} is drained" + ("" if idle else "; requests were cut off"))
+        idle: bool = ask("drain", args.name, args.timeout)
+    print(f"{args.name or 'the cluster'} is drained" + ("" if idle else CUT_OFF))
     return 0 if idle else 1
 
 
 def _down(args: argparse.Namespace) -> int:
     try:
-        controller, close = _connect(args)
+        with _connected(args) as ask:
+            from cluster.serve import launch
+
+            idle: bool = ask("down")
+            launch.wait_gone()
     except NothingRuns as error:
         print(error)
         return 0
-    from cluster import launch
-
-    try:
-        idle = launch.down(controller)
-    finally:
-        close()
-    print("kvlane is down" + ("" if idle else "; requests were cut off"))
+    print("kvlane is down" + ("" if idle else CUT_OFF))
     return 0
 
 
-def _connect(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
-    """The controller of a running cluster, and what to call when done with it."""
+@contextmanager
+def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
+    """To a running cluster: calls a method of its controller, by name. Raises NothingRuns."""
     address: str = args.address or os.environ.get("RAY_ADDRESS", "")
     auth_mode, loopback = "", False
     try:
@@ -356,14 +347,20 @@ def _connect(args: argparse.Namespace) -> tuple[Any, Callable[[], None]]:
         if not address:
             raise
     _prepare_environment(auth_mode)
-    from cluster import launch
+    from cluster.serve import launch
 
     session = launch.join(address, quiet=True, loopback=loopback)
-    controller = launch.find_controller()
-    if controller is None:
+    try:
+        controller = launch.find_controller()
+        if controller is None:
+            raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}")
+
+        def ask(method: str, *args: object) -> Any:
+            return launch.ask(getattr(controller, method), *args)
+
+        yield ask
+    finally:
         session.close()
-        raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}")
-    return controller, session.close
 
 
 def _prepare_environment(auth_mode: str) -> str:

@@ -174,19 +174,10 @@ class Config(Section):
 
     def worker(self, role: WorkerRole) -> WorkerConfig:
         """The configuration of one worker of `role`; values that are `auto` stay `auto`."""
-        return WorkerConfig(
-            role=role,
-            tp=self.role(role).tp,
-            model=self.model,
-            kv=self.kv,
-            engine=self.role(role).engine,
-            spec=self.spec,
-            transport=self.transport,
-            lease=self.lease,
-            ping=self.ping,
-            disaggregation=self.disaggregation,
-            tracing=self.tracing,
-        )
+        part = self.role(role)
+        shared = WorkerConfig.model_fields.keys() & Config.model_fields.keys()
+        sections: dict[str, Any] = {name: getattr(self, name) for name in shared}
+        return WorkerConfig(role=role, tp=part.tp, engine=part.engine, **sections)
 
     def anchored(self, directory: Path) -> Config:
         """With absolute paths: the processes do not run in the `directory` that ours mean."""
@@ -211,12 +202,9 @@ class Config(Section):
 def load(
     path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> Config:
-    """Build the tree from its sources.
+    """Build the tree from a YAML file, "a.b=c" texts (c is YAML) and flags.
 
-    Args:
-        path: a YAML file, or None.
-        sets: "a.b=c" texts; c is YAML.
-        flags: path of a leaf -> value; None values are flags that were not given.
+    flags: path of a leaf -> value; None values are flags that were not given.
 
     Raises:
         UserError: unreadable file, malformed --set, unknown key or bad value; one line for each.
@@ -265,20 +253,18 @@ def origins(
 ) -> dict[str, str]:
     """Where each value comes from: path of a leaf, or of a section given as one value -> source.
 
-    Args:
-        path, sets: as for `load`.
-        flags: path of a leaf -> name of the flag, of those that were given.
+    flags: path of a leaf -> name of the flag, of those that were given.
     """
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
     def give(key: str, value: object, source: str) -> None:
-        for known in [k for k in found if k == key or k.startswith(f"{key}.")]:
-            del found[known]
+        for known in [k for k in sources if k == key or k.startswith(f"{key}.")]:
+            del sources[known]
         if isinstance(value, dict):
             for name, below in cast("dict[str, object]", value).items():
                 give(f"{key}.{name}" if key else name, below, source)
         else:
-            found[key] = source
+            sources[key] = source
 
     if path:
         give("", _read(path), str(path))
@@ -287,7 +273,7 @@ def origins(
         give(key.strip(), yaml.safe_load(value), "--set")
     for key, flag in (flags or {}).items():
         give(key, flag, str(flag))
-    return found
+    return sources
 
 
 def _read(path: Path) -> dict[str, Any]:

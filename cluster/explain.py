@@ -7,31 +7,25 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
-from cluster.config import Config, WorkerRole, fields
+from cluster.config import Config, fields
 from cluster.resolve import ROLES, with_devices, with_transport
 from worker.config import Machine
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 
 Choices = dict[str, tuple[object, str]]  # path of a leaf -> what auto becomes, and why
 
 
 def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterator[str]:
-    """A line for each leaf.
+    """A line for each leaf; raises UserError if the model cannot be served.
 
-    Args:
-        config: as the user wrote it.
-        origins: path of a leaf, or of a section given as one value -> its source.
-        num_gpus: that Ray would find here.
-
-    Raises:
-        UserError: the model cannot be served.
+    origins: path of a leaf, or of a section given as one value -> its source.
+    num_gpus: that Ray would find here.
     """
     choices = _choices(config, num_gpus)
     for path, field in fields():
-        value: object = config
-        for name in path.split("."):
-            value = getattr(value, name)
+        value: object = attrgetter(path)(config)
         source = next((s for p, s in origins.items() if f"{path}.".startswith(f"{p}.")), "default")
         if path in choices and value == "auto":
             value, why = choices[path]
@@ -44,34 +38,27 @@ def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterat
 
 
 def _choices(config: Config, num_gpus: int) -> Choices:
-    found: Choices = {}
+    """Of the cluster, and of each worker for itself."""
+    choices: Choices = {}
 
     def note(path: str, value: object, why: str) -> None:
-        found.setdefault(path, (value, why))
+        choices.setdefault(path, (value, why))
 
     config = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus, note=note)
     config = with_transport(config, ["this machine"], note=note)
-    if config.model.directory.is_dir():
-        for role in ROLES:
-            found |= _of_worker(config, role)
-    return found
+    if not config.model.directory.is_dir():
+        return choices
+    spec = read_model_shape(config.model.directory)
+    longest, dtype = spec.max_position_embeddings, spec.dtype
+    for role in ROLES:
 
+        def note_of_role(path: str, value: object, why: str, role: str = role) -> None:
+            choices[f"{role}.{path}" if path.startswith("engine.") else path] = value, why
 
-def _of_worker(config: Config, role: WorkerRole) -> Choices:
-    """What a worker decides for itself."""
-    found: Choices = {}
-
-    def note(path: str, value: object, why: str) -> None:
-        found[f"{role}.{path}" if path.startswith("engine.") else path] = value, why
-
-    part, spec = config.role(role), read_model_spec(config.model.directory)
-    # Ray tells a worker through OMP_NUM_THREADS how many CPUs it has.
-    device = "cuda" if part.num_gpus else "cpu"
-    machine = Machine(device, max(1, int(part.num_cpus)), 0, socket.gethostname())
-    config.worker(role).resolved(
-        machine,
-        model_max_len=spec.max_position_embeddings,
-        model_dtype=spec.dtype,
-        note=note,
-    )
-    return found
+        part = config.role(role)
+        # Ray tells a worker through OMP_NUM_THREADS how many CPUs it has.
+        num_cpus, device = max(1, int(part.num_cpus)), "cuda" if part.num_gpus else "cpu"
+        machine = Machine(device, num_cpus, 0, socket.gethostname())
+        worker = config.worker(role)
+        worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
+    return choices

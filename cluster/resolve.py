@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from cluster.config import Config, WorkerRole
-from cluster.seats import Seat, seats_of
+from worker.api import Role
 from worker.config import MEMORY_FRACTION, Note, WorkerConfig, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
@@ -20,30 +20,23 @@ ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
 def with_devices(
-    config: Config,
-    *,
-    has_gpus: bool,
-    local_gpus: float | None = None,
-    note: Note = log_choice,
+    config: Config, *, has_gpus: bool, local_gpus: float | None = None, note: Note = log_choice
 ) -> Config:
-    """Decide `num_gpus`; also `engine.device` where no GPU is reserved,
-    `engine.memory_fraction` where a part of a GPU is, and `routers.replicas`.
+    """Decide `num_gpus`, `engine.device` where no GPU is reserved, `engine.memory_fraction` where a
+    part of one is, and `routers.replicas`.
 
     Args:
-        config: as the user wrote it.
         has_gpus: some node of the Ray cluster has a GPU.
         local_gpus: all GPUs if no node can join, else None. Workers of one rank share them if there
             are too few.
-        note: is told every choice.
     """
     share = 1.0 if local_gpus is None else _share(config, local_gpus)
     for role in ROLES:
         part = config.role(role)
-        each = share if part.tp == 1 else 1.0
         device, num_gpus = part.engine.device, part.num_gpus
         if num_gpus == "auto":
             wanted = device == "cuda" or (device == "auto" and has_gpus)
-            num_gpus = each if wanted else 0.0
+            num_gpus = (share if part.tp == 1 else 1.0) if wanted else 0.0
             reason = f"device {device}, {'GPUs' if has_gpus else 'no GPU'} in the Ray cluster"
             note(f"{role}.num_gpus", num_gpus, reason)
         if device == "auto" and num_gpus == 0:
@@ -53,8 +46,7 @@ def with_devices(
         if part.engine.memory_fraction == "auto" and 0 < num_gpus < 1:
             engine["memory_fraction"] = fraction = round(MEMORY_FRACTION * num_gpus, 4)
             note(f"{role}.engine.memory_fraction", fraction, "it shares its GPU")
-        changed = {"num_gpus": num_gpus, "engine": engine}
-        config = _changed(config, {role: changed})
+        config = _changed(config, {role: {"num_gpus": num_gpus, "engine": engine}})
     return _with_routers(config, note)
 
 
@@ -92,10 +84,7 @@ def with_collective(
 ) -> WorkerConfig:
     """Decide the collective of a worker whose GPUs are on several nodes; else it does so itself.
 
-    Args:
-        worker: with its device decided.
-        nodes: addresses of the nodes that its ranks were placed on.
-        note: is told the choice.
+    worker: with its device decided. nodes: addresses of those that its ranks were placed on.
     """
     engine = worker.engine
     if engine.collective != "auto" or engine.device == "cpu" or len(set(nodes)) == 1:
@@ -107,10 +96,7 @@ def with_collective(
 def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_choice) -> Config:
     """Decide the transport; shm and nvlink only where they reach every worker.
 
-    Args:
-        config: with devices decided.
-        nodes: ids of the nodes that the workers were placed on.
-        note: is told every choice.
+    config: with devices decided. nodes: ids of those that the workers were placed on.
     """
     devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
     one_node = len(set(nodes)) <= 1
@@ -126,34 +112,34 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
     return _changed(config, {"transport": {"name": name, "kind": kind}})
 
 
-def num_ranks(config: Config, seat: Seat) -> int:
-    """Processes of a seat."""
-    if seat.role == "router" or seat.role == "controller":
-        return 1
-    return config.role(seat.role).tp
+def counts(config: Config) -> dict[Role, int]:
+    """Workers and routers of each role, once devices are decided."""
+    by_role: dict[Role, int] = {role: config.role(role).replicas for role in ROLES}
+    by_role["router"] = config.routers.num
+    return by_role
 
 
-def bundle_of(config: Config, seat: Seat) -> dict[str, float]:
-    """What each rank of a seat reserves in Ray, without zeros; empty for a router that reserves
-    nothing."""
-    if seat.role == "router":
-        wanted = {"CPU": config.routers.num_cpus, **config.routers.resources}
-    else:
-        assert seat.role != "controller"
-        part = config.role(seat.role)
+def num_ranks(config: Config, role: Role) -> int:
+    """Processes of a worker or router."""
+    return config.role(role).tp if role in ROLES else 1
+
+
+def bundle_of(config: Config, role: Role) -> dict[str, float]:
+    """Ray resources that each process of a role reserves, without zeros; devices are decided."""
+    if role in ROLES:
+        part = config.role(role)
         assert part.num_gpus != "auto", "with_devices comes first"
         wanted = {"CPU": part.num_cpus, "GPU": part.num_gpus, **part.resources}
+    else:
+        wanted = {"CPU": config.routers.num_cpus, **config.routers.resources}
     return {name: amount for name, amount in wanted.items() if amount > 0}
 
 
-def reserved(config: Config, name: str) -> float:
-    """How much of a resource all processes reserve together.
-
-    config: with devices decided.
-    """
+def reserved(config: Config, resource: str) -> float:
+    """How much of a resource all processes reserve together; devices are decided."""
     return sum(
-        bundle_of(config, seat).get(name, 0.0) * num_ranks(config, seat)
-        for seat in seats_of(config)
+        bundle_of(config, role).get(resource, 0.0) * num_ranks(config, role) * count
+        for role, count in counts(config).items()
     )
 
 

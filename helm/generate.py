@@ -1,5 +1,4 @@
-"""Makes what is held twice: values.schema.json, the table of values in the chart's README, the
-dashboards, and the alerts of Compose.
+"""Makes what is held twice: values.schema.json, the dashboards, and the alerts of Compose.
 
     python -m helm.generate           # after a change of the configuration or of their sources
 
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -34,7 +32,6 @@ ALERTS_OF_COMPOSE = """\
 # helm/kvlane/RUNBOOK.md has a section for each.
 """
 ALL = ".*"  # every transport is the one that was asked for
-BEGIN, END = "<!-- values: begin -->", "<!-- values: end -->"
 
 
 def schema() -> dict[str, Any]:
@@ -69,28 +66,28 @@ def takes_a_name(section: str) -> bool:
 def close(node: Any, bases: dict[str, Any]) -> Any:
     """Every object with properties refuses others; `extends` adds those of a definition."""
     if isinstance(node, list):
-        return [close(each, bases) for each in node]
+        return [close(item, bases) for item in node]
     if not isinstance(node, dict):
         return node
-    found = dict(node)
-    if base := found.pop("extends", None):
+    closed = dict(node)
+    if base := closed.pop("extends", None):
         inherited = close(bases[base], bases)["properties"]
-        found["properties"] = inherited | found["properties"]
-    found = {
-        key: {name: close(each, bases) for name, each in value.items()}
+        closed["properties"] = inherited | closed["properties"]
+    closed = {
+        key: {name: close(item, bases) for name, item in value.items()}
         if key == "properties"
         else close(value, bases)
-        for key, value in found.items()
+        for key, value in closed.items()
     }
-    if "properties" in found:
-        found |= {"type": "object", "additionalProperties": False}
-    return found
+    if "properties" in closed:
+        closed |= {"type": "object", "additionalProperties": False}
+    return closed
 
 
 def without(node: Any, keys: set[str], *, names: bool = False) -> Any:
     """Without keywords that say nothing here. `names`: the keys of `node` are not keywords."""
     if isinstance(node, list):
-        return [without(each, keys) for each in node]
+        return [without(item, keys) for item in node]
     if not isinstance(node, dict):
         return node
     return {
@@ -98,45 +95,6 @@ def without(node: Any, keys: set[str], *, names: bool = False) -> Any:
         for key, value in node.items()
         if names or key not in keys
     }
-
-
-def rows() -> Iterator[tuple[str, str, str]]:
-    """Path, default and description of every value that has a `# --` comment."""
-    text: list[str] = []
-    path: list[tuple[int, str]] = []
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    for line in (CHART / "values.yaml").read_text().splitlines():
-        stripped = line.strip()
-        if stripped.startswith("# --"):
-            text = [stripped.removeprefix("# --").strip()]
-        elif stripped.startswith("#") and text:
-            text.append(stripped.removeprefix("#").strip())
-        elif match := re.match(r"( *)([\w.]+):", line):
-            indent, name = len(match[1]), match[2]
-            path = [each for each in path if each[0] < indent] + [(indent, name)]
-            if text:
-                found = values
-                for _, key in path:
-                    found = found[key]
-                yield ".".join(key for _, key in path), json.dumps(found), " ".join(text)
-            text = []
-
-
-def table() -> str:
-    """The rows as Markdown."""
-    lines = ["| value | default | |", "|---|---|---|"]
-    for path, default, text in rows():
-        shown = f"`{default}`" if len(default) <= 60 else "see values.yaml"
-        lines.append(f"| `{path}` | {shown} | {text.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines)
-
-
-def readme() -> str:
-    """The chart's README with the table of today."""
-    text = (CHART / "README.md").read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
 def alerts(**filled: object) -> str:
@@ -174,7 +132,6 @@ def written() -> dict[Path, str]:
     """File -> what it has to hold."""
     return {
         CHART / "values.schema.json": json.dumps(schema(), indent=1) + "\n",
-        CHART / "README.md": readme(),
         COMPOSE / "alerts.yaml": ALERTS_OF_COMPOSE + alerts(),
         **dashboards.written(),
     }

@@ -1,20 +1,4 @@
-"""What a client is told when a request fails: HTTP status and OpenAI's error body.
-
-status  code                     when
-400     invalid_value            a field is wrong; `param` names it
-400     unsupported              a valid field or value that is not supported yet
-400     context_length_exceeded  prompt (or prompt and max_tokens) beyond the model's length
-401     invalid_api_key          keys are configured and the request has none of them
-404     model_not_found          another model's name
-408     request_timeout          the request itself did not arrive in time
-413     body_too_large           request body over the limit
-415     unsupported              an encoded body (Content-Encoding)
-429     busy                     no room until the queue timeout; Retry-After
-502     worker_lost, transfer_*  the worker that had the request is gone
-503     no_worker, draining      no worker at present, or the router is draining; Retry-After
-504     timeout                  the request was not finished in time
-500     internal_error           our mistake, or a request whose workers were lost twice
-"""
+"""What a client gets when a request fails: HTTP status and OpenAI's error body."""
 
 from __future__ import annotations
 
@@ -27,11 +11,17 @@ from worker.api import GRAMMAR_PARAM
 from worker.errors import KvlaneError
 
 STATUS = {
-    "invalid_value": 400,
-    "unsupported": 400,
+    "invalid_value": 400,  # a field is wrong; `param` names it
+    "unsupported": 400,  # a valid field or value that is not supported yet
+    "context_length_exceeded": 400,  # prompt (or prompt and max_tokens) beyond the model's length
+    "invalid_api_key": 401,  # keys are configured and the request has none of them
+    "model_not_found": 404,  # another model's name
+    "request_timeout": 408,  # the request itself did not arrive in time
+    "body_too_large": 413,
+    "busy": 429,  # no room until the queue timeout; Retry-After
+    "internal_error": 500,  # our mistake, or a request whose workers were lost twice
     "missing_library": 500,
-    "busy": 429,
-    "worker_lost": 502,
+    "worker_lost": 502,  # the worker that had the request is gone
     "transfer_failed": 502,
     "transfer_timeout": 502,
     "unreachable": 502,
@@ -40,9 +30,9 @@ STATUS = {
     "out_of_pages": 503,
     "world_error": 503,
     "placement": 503,
-    "no_worker": 503,
-    "draining": 503,
-    "timeout": 504,
+    "no_worker": 503,  # none at present; Retry-After
+    "draining": 503,  # the router is; Retry-After
+    "timeout": 504,  # the request was not finished in time
 }
 # Outcomes of a request that are no errors, or the client's; the alerts leave out the same.
 NO_FAULT = frozenset({
@@ -53,30 +43,27 @@ HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
 class ApiError(KvlaneError):
-    """Ends one HTTP request."""
+    """Ends one HTTP request; `param` is the field that is wrong.
+
+    Its status is that of `code` in STATUS, 500 for others, unless `status` says another.
+    """
 
     def __init__(
         self,
-        status: int,
         code: str,
         message: str,
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
-        retry: bool = True,
+        status: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
+        self.status = STATUS.get(code, 500) if status is None else status
         self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
-        self.retry = retry
-
-    @classmethod
-    def of(cls, code: str, message: str, *, retry_after_s: float | None = None) -> ApiError:
-        """The error for a `worker.errors` code (or one of the table above)."""
-        return cls(STATUS.get(code, 500), code, message, retry_after_s=retry_after_s)
+        self.retry = True  # False: the client shall not try again by itself
 
     @property
     def kind(self) -> str:
@@ -90,13 +77,8 @@ class ApiError(KvlaneError):
     @property
     def body(self) -> dict[str, Any]:
         """OpenAI's error object; the same in a response and in an event of a stream."""
-        error = {
-            "message": self.message,
-            "type": self.kind,
-            "param": self.param,
-            "code": self.code,
-        }
-        return {"error": error}
+        names = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": names}
 
     @property
     def headers(self) -> dict[str, str]:
@@ -116,12 +98,12 @@ class ApiError(KvlaneError):
 
 def invalid(message: str, param: str | None = None) -> ApiError:
     """400: a field has a value that it cannot have."""
-    return ApiError(400, "invalid_value", message, param=param)
+    return ApiError("invalid_value", message, param=param)
 
 
 def unsupported(message: str, param: str | None = None) -> ApiError:
     """400: a valid field or value that is not supported yet."""
-    return ApiError(400, "unsupported", message, param=param)
+    return ApiError("unsupported", message, param=param)
 
 
 def of_grammar(error: ApiError, param: str) -> ApiError:

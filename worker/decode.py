@@ -29,6 +29,7 @@ from worker.errors import LibraryError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan
+from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
 from worker.run.flight import Flight
@@ -125,7 +126,9 @@ class DecodeLoop:
         if (step := flight.tail_due()) is not None:
             sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
-            runner.launch_tail(step, self.requests.grammars.masks(matchers, step.drafts()))
+            runner.launch_tail(
+                step, self.requests.admission.grammars.masks(matchers, step.drafts())
+            )
         if self._peers.known or self._peers.closing:
             self._peers.tend(now, self._inbound.uses)
         if now >= self.requests.sweep_at:
@@ -195,7 +198,8 @@ class DecodeLoop:
                 if isinstance(found, LibraryError):
                     found.log(req.req_id)
             window = _window(plan, req, each, num) if req.sampling.return_trace else None
-            self.requests.replies.tokens(req, now, reason, error, each.logprobs, num, window)
+            last = Last(num, reason, error, each.logprobs, window)
+            self.requests.replies.tokens(req, now, last)
             if reason is not None:
                 self.requests.end(req, reason, error)
 

@@ -66,8 +66,7 @@ def command_of(options: argparse.Namespace, trace: Path, place: Path) -> list[st
 def replay(options: argparse.Namespace, trace: Path, place: Path) -> dict[str, Any]:
     """Replay `trace` at its own times; its figures. Its files and its output stay in `place`.
 
-    Raises:
-        SystemExit: it fails.
+    Raises SystemExit if it fails.
     """
     kept = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy")}
     own = {"HOME": str(place), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
@@ -100,13 +99,11 @@ def figures(summary: dict[str, Any]) -> dict[str, Any]:
 
     ttft, itl = "time_to_first_token", "inter_token_latency"
     return {
-        "ttft_p50": of(ttft, "p50"),
-        "ttft_p99": of(ttft, "p99"),
-        "itl_p50": of(itl, "p50"),
+        "ttft_p50": of(ttft, "p50"), "ttft_p99": of(ttft, "p99"), "itl_p50": of(itl, "p50"),
         "itl_p99": of(itl, "p99"),
         "requests_per_s": of("request_throughput"),
         "tokens_per_s": of("output_token_throughput"),
         "requests": of("request_count"),
         "errors": of("error_request_count"),
         "own_lag_ms": {q: of(f"replay_sched_lag_{q}") for q in ("p50", "p90", "p99")},
-    }
+    }  # fmt: skip

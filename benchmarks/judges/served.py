@@ -1,24 +1,13 @@
-"""Run commands against a fresh cluster, server and client alone together in a network namespace.
+"""A fresh cluster, alone with its client in a network namespace with a loopback interface only.
 
-    python -m benchmarks.judges.served [--serve "--decode 2"] -- COMMAND ... [-- COMMAND ...]
-    python -m benchmarks.judges.served --model-config benchmarks/models/small.json -- COMMAND ...
-
-Starts `python -m cluster serve` with a loopback interface only, waits until it is ready, runs the
-commands one after another with `{url}` in their arguments replaced, and ends the cluster.
-Everything dies with this process. The cluster's output is in `--keep`, or printed if a command
-fails. Needs root and iproute2, see `benchmarks.namespace`.
-
-`--model-config` serves random weights of that shape, with the tiny model's tokenizer and under the
-name `dummy`: a model whose own times are large against a client's.
+Needs root and iproute2, see `benchmarks.namespace`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -39,8 +28,7 @@ READY_TIMEOUT_S = 600.0
 def enter_namespace(module: str) -> None:
     """Start `python -m module` over inside a namespace; returns once inside.
 
-    Raises:
-        SystemExit: none can be made here.
+    Raises SystemExit where none can be made.
     """
     if os.environ.get(INSIDE):
         return
@@ -88,8 +76,7 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
 def serving(arguments: list[str], port: int, *, keep: Path) -> Iterator[str]:
     """A cluster that is ready; its URL. Ended after the body, its output is copied to `keep`.
 
-    Raises:
-        SystemExit: it does not become ready; the message has its output.
+    Raises SystemExit, with its output, if it does not become ready.
     """
     root = Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
     output = root / "output"
@@ -115,49 +102,3 @@ def serving(arguments: list[str], port: int, *, keep: Path) -> Iterator[str]:
         keep.mkdir(parents=True, exist_ok=True)
         shutil.copy(output, keep / "cluster.log")
         shutil.rmtree(root, ignore_errors=True)
-
-
-def split(arguments: list[str]) -> list[list[str]]:
-    """At every `--`."""
-    commands: list[list[str]] = [[]]
-    for word in arguments:
-        if word == "--":
-            commands.append([])
-        else:
-            commands[-1].append(word)
-    return [c for c in commands if c]
-
-
-def main() -> int:
-    """The exit code of the first command that failed, or 0."""
-    words = sys.argv[1:]
-    cut = words.index("--") if "--" in words else len(words)
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--serve", default="", help="more arguments for `serve`, as one string")
-    parser.add_argument("--model-config", type=Path, help="random weights of this shape")
-    parser.add_argument("--keep", type=Path, help="where to copy the cluster's output")
-    options = parser.parse_args(words[:cut])
-    enter_namespace("benchmarks.judges.served")
-    code = 0
-    with tempfile.TemporaryDirectory(prefix="judged-") as place:
-        keep = options.keep or Path(place)
-        arguments = shlex.split(options.serve)
-        if options.model_config:
-            model = Path(place) / "dummy"
-            model.mkdir()
-            make_model(options.model_config, model)
-            arguments += ["--model", str(model), "--set", "model.load_format=dummy"]
-        with serving(arguments, 8000, keep=keep) as url:
-            for command in split(words[cut:]):
-                filled = [word.replace("{url}", url) for word in command]
-                done = subprocess.run(filled, check=False)
-                text = f"exit code {done.returncode}: {shlex.join(filled)}"
-                print(text, file=sys.stderr, flush=True)
-                code = code or done.returncode
-        if code:
-            sys.stderr.write((keep / "cluster.log").read_text(errors="replace"))
-    return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from numpy.random import Generator
 
-from benchmarks.load import spec as read
+from benchmarks.load.lengths import fields, number
 
 CHUNK = 1024  # gaps drawn at a time; fixed, so that the times do not depend on how many are asked
 KINDS = ("constant", "poisson", "gamma")
@@ -26,8 +26,7 @@ def starts(
 ) -> list[float]:
     """The times at which requests are due: the first `num` of them, those before `duration_s`.
 
-    Raises:
-        ValueError: `spec` has no such form, or nothing bounds the times.
+    Raises ValueError if `spec` has no such form, or if nothing bounds the times.
     """
     rate, shape = check(spec)
     if num is None and (duration_s is None or math.isinf(duration_s)):
@@ -40,21 +39,17 @@ def starts(
 
 
 def check(spec: str) -> tuple[float, float | None]:
-    """Rate and shape of the gaps' gamma law, None for even gaps.
-
-    Raises:
-        ValueError: `spec` has none of the forms above; the message names the part.
-    """
+    """Rate and shape of the gaps' gamma law, None for even gaps; raises ValueError by the part."""
     kind, colon, rest = spec.partition(":")
     if kind not in KINDS or not colon:
         raise ValueError(f"arrivals: {spec!r} is none of {', '.join(f'{k}:...' for k in KINDS)}")
     parts = {"RATE": rest}
     if kind == "gamma":
-        parts = read.fields(rest, ("RATE", "SHAPE"), "gamma")
-    rate = read.number(parts["RATE"], f"{kind}: RATE", above=True)
+        parts = fields(rest, ("RATE", "SHAPE"), "gamma")
+    rate = number(parts["RATE"], f"{kind}: RATE", above=True)
     if kind == "constant":
         return rate, None
-    return rate, read.number(parts.get("SHAPE", "1"), "gamma: SHAPE", above=True)
+    return rate, number(parts.get("SHAPE", "1"), "gamma: SHAPE", above=True)
 
 
 def _units(rng: Generator, shape: float) -> Iterator[float]:

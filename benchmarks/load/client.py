@@ -52,14 +52,10 @@ class _Choice(msgspec.Struct):
     stages: dict[str, Any] | None = None
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    prompt_tokens_details: _Details | None = None
+    prompt_tokens_details: dict[str, Any] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -128,11 +124,7 @@ class Conversation:
 
 class Client:
     """Asks a server, or of several the one with the fewest requests of ours; connections are kept
-    and there is no limit to them.
-
-    Args:
-        target: who and how.
-    """
+    and there is no limit to them."""
 
     def __init__(self, target: Target) -> None:
         self.origin = now()  # the run's beginning; `Outcome` counts from it
@@ -244,8 +236,7 @@ def _note(outcome: Outcome, answer: _Answer) -> None:
         outcome.counted = True
         outcome.num_prompt_tokens = usage.prompt_tokens
         outcome.num_output_tokens = usage.completion_tokens
-        details = usage.prompt_tokens_details
-        outcome.num_cached_tokens = (details and details.cached_tokens) or 0
+        outcome.num_cached_tokens = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
     elif not outcome.counted:
         outcome.num_output_tokens = len(outcome.chunk_s)
 
@@ -255,11 +246,7 @@ def _fail(outcome: Outcome, kind: str, message: str) -> None:
 
 
 async def discover(url: str, headers: dict[str, str]) -> dict[str, Any]:
-    """The first model that the server lists.
-
-    Raises:
-        ConnectionError: it cannot be asked, or lists none.
-    """
+    """The first model that the server lists; raises ConnectionError if there is none."""
     timeout = aiohttp.ClientTimeout(total=10)
     try:
         async with (

@@ -24,14 +24,7 @@ Numbered = tuple[int, Session]  # a session and its index in the whole workload
 
 
 class Driver:
-    """Sends sessions; every outcome goes to `emit` when it is complete.
-
-    Args:
-        target: whom to ask.
-        client: over which connections.
-        pacer: wakes at due times.
-        emit: takes outcomes.
-    """
+    """Sends sessions; every outcome goes to `emit` when it is complete."""
 
     def __init__(
         self, target: Target, client: Client, pacer: Pacer, emit: Callable[[Outcome], None]

@@ -68,36 +68,27 @@ def run(
 ) -> Run:
     """Send `workload` and wait for all of it. Ctrl-C ends it early, with what there is by then.
 
-    Raises:
-        RuntimeError: a client process died.
+    Raises RuntimeError if a client process dies.
     """
     numbered = list(enumerate(workload.sessions))
-    orders = [
-        Orders(
-            process,
-            target,
-            numbered[process::num_processes],
-            list(warmup[process::num_processes]),
-            None if concurrency is None else _share(concurrency, num_processes, process),
-            duration_s,
-        )
-        for process in range(num_processes)
-    ]
     context = multiprocessing.get_context("spawn")
     links: list[Connection] = []
     children = []
     try:
-        for each in orders:
+        for process in range(num_processes):
+            part = slice(process, None, num_processes)
+            slots = concurrency and len(range(concurrency)[part])
+            orders = Orders(process, target, numbered[part], list(warmup[part]), slots, duration_s)
             here, there = context.Pipe()
-            child = context.Process(target=_child, args=(there, msgspec.msgpack.encode(each)))
+            child = context.Process(target=_child, args=(there, msgspec.msgpack.encode(orders)))
             child.start()
             there.close()
             links.append(here)
             children.append(child)
-        found = _conduct(links, watch)
+        whole = _conduct(links, watch)
         starts = [each.start_s for each in workload.sessions if each.start_s is not None]
-        found.schedule = sorted(starts) if concurrency is None else []
-        return found
+        whole.schedule = sorted(starts) if concurrency is None else []
+        return whole
     finally:
         for link in links:
             link.close()
@@ -105,10 +96,6 @@ def run(
             child.join(5)
             if child.is_alive():
                 child.kill()
-
-
-def _share(total: int, parts: int, index: int) -> int:
-    return total // parts + (index < total % parts)
 
 
 def _conduct(links: Sequence[Connection], watch: Watch | None) -> Run:
@@ -189,12 +176,7 @@ async def _serve(link: Connection, orders: Orders) -> None:
 
 
 async def _drive(
-    link: Connection,
-    orders: Orders,
-    driver: Driver,
-    pacer: Pacer,
-    lag: Lag,
-    fresh: list[Outcome],
+    link: Connection, orders: Orders, driver: Driver, pacer: Pacer, lag: Lag, fresh: list[Outcome]
 ) -> None:
     """Drive its share, reporting on the way; ends early when the parent says so."""
     if orders.concurrency is None:

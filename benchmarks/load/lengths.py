@@ -18,8 +18,6 @@ from collections.abc import Callable
 
 from numpy.random import Generator
 
-from benchmarks.load import spec as read
-
 Length = Callable[[Generator], int]
 Pair = Callable[[Generator], tuple[int, int]]
 
@@ -34,25 +32,25 @@ def length(text: str, part: str) -> Length:
     if bracket:
         if name not in ("normal", "lognormal") or not rest.endswith(")"):
             raise ValueError(f"{part}: {text!r} is not normal(MEAN,SD) or lognormal(MEDIAN,SIGMA)")
-        pieces = read.split(rest[:-1], ",")
+        pieces = split(rest[:-1], ",")
         if len(pieces) != 2:
             raise ValueError(f"{part}: {name} takes two numbers, not {rest[:-1]!r}")
-        middle = read.number(pieces[0], f"{part}: {name}", low=1)
-        spread = read.number(pieces[1], f"{part}: {name}")
+        middle = number(pieces[0], f"{part}: {name}", low=1)
+        spread = number(pieces[1], f"{part}: {name}")
         if name == "normal":
             return lambda rng: max(1, round(rng.normal(middle, spread)))
         return lambda rng: max(1, round(rng.lognormal(math.log(middle), spread)))
     low_text, dash, high_text = text.partition("-")
-    low = read.whole(low_text, part, low=1)
+    low = whole(low_text, part, low=1)
     if not dash:
         return lambda _: low
-    high = read.whole(high_text, part, low=low)
+    high = whole(high_text, part, low=low)
     return lambda rng: int(rng.integers(low, high + 1))
 
 
 def pair(text: str, what: str) -> Pair:
     """A drawer of (prompt, answer) lengths; raises ValueError, which names `what` and the part."""
-    parts = read.fields(text, ("IN", "OUT"), what)
+    parts = fields(text, ("IN", "OUT"), what)
     num_in = length(parts["IN"], f"{what}: IN")
     num_out = length(parts["OUT"], f"{what}: OUT")
     return lambda rng: (num_in(rng), num_out(rng))
@@ -64,3 +62,44 @@ def clip(num_in: int, num_out: int, room: int | None) -> tuple[int, int]:
         return num_in, num_out
     num_out = min(num_out, max(1, room // 2))
     return max(1, min(num_in, room - num_out)), num_out
+
+
+def split(text: str, separator: str) -> list[str]:
+    """`text` in pieces at each `separator` outside of round brackets, without outer spaces."""
+    pieces, depth, begin = [], 0, 0
+    for index, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if character == separator and depth == 0:
+            pieces.append(text[begin:index].strip())
+            begin = index + 1
+    return [*pieces, text[begin:].strip()]
+
+
+def number(text: str, part: str, *, low: float = 0.0, above: bool = False) -> float:
+    """The finite number `text`, at least `low`, or `above` it; ValueError names `part`."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{part}: {text!r} is no number") from None
+    if not math.isfinite(value) or value < low or (above and value == low):
+        raise ValueError(f"{part}: must be {'above' if above else 'at least'} {low:g}, not {text}")
+    return value
+
+
+def whole(text: str, part: str, *, low: int = 0) -> int:
+    """The whole number `text`, at least `low`; raises ValueError, which names `part`."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{part}: {text!r} is no whole number") from None
+    if value < low:
+        raise ValueError(f"{part}: must be at least {low}, not {text}")
+    return value
+
+
+def fields(text: str, names: tuple[str, ...], what: str) -> dict[str, str]:
+    """The pieces of `a,b,...` by name; raises ValueError, which names `what`."""
+    pieces = split(text, ",")
+    if len(pieces) != len(names) or not all(pieces):
+        raise ValueError(f"{what}: the form is {what}:{','.join(names)}, not {what}:{text}")
+    return dict(zip(names, pieces, strict=True))

@@ -17,24 +17,13 @@ import numpy as np
 from benchmarks.load.records import Objectives, Outcome, Run
 
 STAGES = (  # all but the last one before the first token
-    "router_queue_s",
-    "prefill_queue_s",
-    "prefill_s",
-    "transfer_s",
-    "decode_queue_s",
-    "first_step_s",
-    "decode_s",
-)
+    "router_queue_s", "prefill_queue_s", "prefill_s", "transfer_s", "decode_queue_s",
+    "first_step_s", "decode_s",
+)  # fmt: skip
 QUANTILES = {
-    "p1": 0.01,
-    "p25": 0.25,
-    "p50": 0.5,
-    "p75": 0.75,
-    "p90": 0.9,
-    "p95": 0.95,
-    "p99": 0.99,
+    "p1": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99,
     "p99.9": 0.999,
-}
+}  # fmt: skip
 END_TOKENS = 1  # the end token is in the server's count and has no text
 LAG_LIMIT_S = 0.002
 LAG_LIMIT_SHARE = 0.02  # of the median time to first token
@@ -48,8 +37,8 @@ def spread(values: Iterable[float] | np.ndarray) -> dict[str, float | int | None
     if not array.size:
         return {"count": 0, **dict.fromkeys(names)}
     quantiles = np.quantile(array, list(QUANTILES.values()))
-    found = (array.mean(), array.std(), array.min(), *quantiles, array.max())
-    return {"count": array.size, **dict(zip(names, map(float, found), strict=True))}
+    figures = (array.mean(), array.std(), array.min(), *quantiles, array.max())
+    return {"count": array.size, **dict(zip(names, map(float, figures), strict=True))}
 
 
 def was_sent(outcome: Outcome) -> bool:
@@ -201,14 +190,11 @@ def stages(served: Sequence[Outcome]) -> dict[str, Any]:
 
 def harness(run: Run) -> dict[str, Any]:
     """The harness's own lateness, in seconds, and its processes' shares of a core."""
+    shares = {str(lag.process): lag.cpu_s / (lag.wall_s or float("inf")) for lag in run.lags}
     return {
         "lag_s": spread(o.lag_s for o in run.outcomes if was_sent(o)),
-        "loop_s": spread(np.concatenate([np.array(lag.loop_s, float) for lag in run.lags]))
-        if run.lags
-        else spread(()),
-        "cpu_share": {
-            str(lag.process): lag.cpu_s / lag.wall_s if lag.wall_s else 0.0 for lag in run.lags
-        },
+        "loop_s": spread(late_s for lag in run.lags for late_s in lag.loop_s),
+        "cpu_share": shares,
     }
 
 
@@ -216,10 +202,10 @@ def verdict(run: Run, median_ttft_s: float | None) -> tuple[bool, str]:
     """Whether the figures are the server's, and why. The p99 of both lags has to stay below 2 ms or
     2 % of the median time to first token, whichever is more, and every process below 0.85 of a
     core."""
-    found = harness(run)
+    figures = harness(run)
     limit_s = max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (median_ttft_s or 0.0))
-    lag_s, loop_s = found["lag_s"]["p99"], found["loop_s"]["p99"]
-    busiest = max(found["cpu_share"].values(), default=0.0)
+    lag_s, loop_s = figures["lag_s"]["p99"], figures["loop_s"]["p99"]
+    busiest = max(figures["cpu_share"].values(), default=0.0)
     if lag_s is None:
         return False, "nothing was sent, so nothing was measured"
     told = f"p99 of the send lag {lag_s * 1e3:.2f} ms, of the loop lag {(loop_s or 0) * 1e3:.2f} ms"

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from benchmarks.load import fleet, measure, report, result, tokens
+from benchmarks.load import fleet, measure, report, result, words
 from benchmarks.load.client import Target, discover
 from benchmarks.load.options import Options
 from benchmarks.load.pacer import now
@@ -26,26 +26,20 @@ SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the ne
 
 
 def run(options: Options) -> int:
-    """Measure, print, write; 1 if nothing at all was served.
-
-    Raises:
-        ValueError, ConnectionError: see `measured`.
-    """
-    found = measured(options)
-    print(report.table(found))
+    """Measure, print, write; 1 if nothing at all was served."""
+    whole = measured(options)
+    print(report.table(whole))
     if options.json_path:
-        result.write(options.json_path, found)
-    return 0 if any(not each.error for one in found.runs for each in one.outcomes) else 1
+        result.write(options.json_path, whole)
+    return 0 if any(not each.error for one in whole.runs for each in one.outcomes) else 1
 
 
 def measured(options: Options) -> Result:
     """Measure.
 
-    Raises:
-        ValueError: the options do not fit the workload.
-        ConnectionError: the server cannot be asked.
+    Raises ValueError if the options do not fit the workload, ConnectionError if nobody answers.
     """
-    tokenizer = tokens.load(options.tokenizer) if options.tokenizer else None
+    tokenizer = words.load(options.tokenizer) if options.tokenizer else None
     row = asyncio.run(discover(options.urls[0], options.headers))
     target = _target(options, row)
     probes: list[Probe] = []
@@ -114,7 +108,7 @@ def _warmup(options: Options, tokenizer: Any) -> list[Session]:
 
 
 def _once(options: Options, target: Target, work: Workload, tokenizer: Any, label: str = "") -> Run:
-    found = fleet.run(
+    whole = fleet.run(
         work,
         target,
         warmup=_warmup(options, tokenizer),
@@ -123,8 +117,8 @@ def _once(options: Options, target: Target, work: Workload, tokenizer: Any, labe
         num_processes=options.num_processes,
         watch=progress(work.num_requests, label, sys.stderr) if not options.quiet else None,
     )
-    tokens.count(found.outcomes, tokenizer)
-    return found
+    words.count(whole.outcomes, tokenizer)
+    return whole
 
 
 def progress(num_requests: int, label: str, out: TextIO) -> fleet.Watch:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -117,11 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Options of a run.
-
-    Raises:
-        ValueError: they contradict each other; the message names the flag.
-    """
+    """Options of a run; raises ValueError, which names the flag, if they contradict each other."""
     given = vars(parser().parse_args(argv))
     made = {
         "objectives": objectives(given.pop("slo")),
@@ -146,18 +141,14 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def objectives(text: str) -> Objectives:
-    """`ttft=0.5,itl=0.05` as a record; times may end in ms or s.
-
-    Raises:
-        ValueError: a name or a time is unknown.
-    """
-    found: dict[str, float] = {}
+    """`ttft=0.5,itl=0.05` as a record, times with ms or s; ValueError: a part is unknown."""
+    parsed: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
         if f"{name}_s" not in Objectives.__struct_fields__:
             raise ValueError(f"--slo: {name!r} is none of ttft, itl, stall, e2e")
-        found[f"{name}_s"] = _seconds(value)
-    return Objectives(**found)
+        parsed[f"{name}_s"] = _seconds(value)
+    return Objectives(**parsed)
 
 
 def _seconds(text: str) -> float:
@@ -182,12 +173,9 @@ def _arrivals(text: str) -> str:
 
 def _object(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
         raise ValueError(f"--extra: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError("--extra: must be a JSON object")
-    return found
 
 
 def _headers(given: Sequence[str], key_file: str) -> dict[str, str]:

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 
 now = time.monotonic  # one clock for every process of a host
 
@@ -25,12 +24,7 @@ _ABSOLUTE = 1  # TFD_TIMER_ABSTIME
 class _Spec(ctypes.Structure):
     """struct itimerspec: repeat never, expire at sec + nsec."""
 
-    _fields_ = (
-        ("repeat_s", ctypes.c_long),
-        ("repeat_ns", ctypes.c_long),
-        ("sec", ctypes.c_long),
-        ("nsec", ctypes.c_long),
-    )
+    _fields_ = tuple((name, ctypes.c_long) for name in ("repeat_s", "repeat_ns", "sec", "nsec"))
 
 
 class Pacer:
@@ -51,12 +45,7 @@ class Pacer:
             self._loop.add_reader(self._fd, self._fire)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -30,16 +30,16 @@ def draw(named: Sequence[tuple[str, Result]], path: Path) -> None:
 def figure(named: Sequence[tuple[str, Result]]) -> go.Figure:
     """A line or dots a result; the percentile axis is stretched to the right for the tail."""
     drawn = make_subplots(1, 4, subplot_titles=[*PANELS.values(), "good requests, %"])
-    for index, (name, found) in enumerate(named):
+    for index, (name, measured) in enumerate(named):
         colour = COLOURS[index % len(COLOURS)]
-        outcomes = [outcome for run in found.runs for outcome in run.outcomes]
+        outcomes = [outcome for run in measured.runs for outcome in run.outcomes]
         values = samples(outcomes)
         for column, kind in enumerate(PANELS, 1):
             line = {"name": name, "legendgroup": name, "showlegend": column == 1}
             x = np.linspace(0, np.log10(max(values[kind].size, 10)), NUM_POINTS)
             y = 1e3 * np.quantile(values[kind], 1 - 10**-x) if values[kind].size else x * np.nan
             drawn.add_scatter(x=x, y=y, line_color=colour, row=1, col=column, **line)
-        rates, shares = goodput_by_rate(found)
+        rates, shares = goodput_by_rate(measured)
         dots = {"name": name, "legendgroup": name, "showlegend": False, "mode": "markers"}
         drawn.add_scatter(x=rates, y=shares, marker_color=colour, row=1, col=4, **dots)
     for column in range(1, 4):
@@ -55,11 +55,11 @@ def figure(named: Sequence[tuple[str, Result]]) -> go.Figure:
     return drawn.update_layout(template="plotly_white", width=1400, height=420)
 
 
-def goodput_by_rate(found: Result) -> tuple[list[float], list[float]]:
+def goodput_by_rate(measured: Result) -> tuple[list[float], list[float]]:
     """Offered requests per second, and the percentage that was good, of each run or probe."""
-    pairs = [(probe["rate"], probe["share"]) for probe in found.search]
+    pairs = [(probe["rate"], probe["share"]) for probe in measured.search]
     if not pairs:
-        figures = ((each["throughput"], each["goodput"]) for each in found.summaries)
+        figures = ((each["throughput"], each["goodput"]) for each in measured.summaries)
         pairs = [(rates["offered_per_s"], good["share"]) for rates, good in figures]
     known = sorted((rate, 100 * share) for rate, share in pairs if rate and share is not None)
     return [rate for rate, _ in known], [share for _, share in known]

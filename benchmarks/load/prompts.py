@@ -20,7 +20,6 @@ from numpy.random import Generator
 from tokenizers import Tokenizer
 
 from benchmarks.load import lengths
-from benchmarks.load import spec as read
 from benchmarks.load.records import Turn
 from benchmarks.load.words import Words
 from benchmarks.train.problems import held_out_problems, training_problem
@@ -68,9 +67,7 @@ def source(spec: str, words: Words | None, options: Options, tokenizer: Tokenize
     """The source `spec`: a function of a generator and a number of requests.
 
     `words` may be None for `problems`, whose prompts `tokenizer` then counts, if there is one.
-
-    Raises:
-        ValueError: there is no such source, or a part of it is wrong; the message names it.
+    Raises ValueError, which names the part that is wrong.
     """
     kind, _, rest = spec.partition(":")
     if kind not in KINDS:
@@ -113,9 +110,9 @@ def _synthetic(rest: str, words: Words, options: Options) -> Source:
 
 
 def _shared_prefix(rest: str, words: Words, options: Options) -> Source:
-    parts = read.fields(rest, ("GROUPS", "PREFIX", "IN", "OUT"), "shared-prefix")
-    num_groups = read.whole(parts["GROUPS"], "shared-prefix: GROUPS", low=1)
-    prefix_len = read.whole(parts["PREFIX"], "shared-prefix: PREFIX", low=1)
+    parts = lengths.fields(rest, ("GROUPS", "PREFIX", "IN", "OUT"), "shared-prefix")
+    num_groups = lengths.whole(parts["GROUPS"], "shared-prefix: GROUPS", low=1)
+    prefix_len = lengths.whole(parts["PREFIX"], "shared-prefix: PREFIX", low=1)
     num_in = lengths.length(parts["IN"], "shared-prefix: IN")
     num_out = lengths.length(parts["OUT"], "shared-prefix: OUT")
     room = options.room(prefix_len)

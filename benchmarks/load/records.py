@@ -48,9 +48,8 @@ class Workload(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct):
     """One request as its client saw it. Filled by `client.ask`, the first block by `drive`.
 
-    Latencies count from `intended_s`: the time at which a user would have asked, whatever the
-    harness or a stalled server made of it. That is the schedule in an open loop, the end of the
-    turn before plus think time within a session, and the moment a slot was free in a closed loop.
+    Latencies count from `intended_s`, when a user would have asked: by the schedule (open loop), a
+    think time after the turn before, or when a slot was free (closed loop).
     """
 
     session: int  # index in the workload
@@ -130,13 +129,13 @@ class Objectives(msgspec.Struct, frozen=True):
         """Whether `outcome` is served and within every objective."""
         if outcome.error:
             return False
-        found = (
+        pairs = (
             (self.ttft_s, outcome.ttft_s),
             (self.itl_s, outcome.tpot_s),
             (self.stall_s, max(outcome.gaps_s, default=None)),
             (self.e2e_s, outcome.e2e_s),
         )
-        return all(value is None or limit is None or value <= limit for limit, value in found)
+        return all(value is None or limit is None or value <= limit for limit, value in pairs)
 
 
 # Of a row of /v1/models, and then of summaries: the server's acceptance of drafts is simulated, so
@@ -157,5 +156,5 @@ class Result(msgspec.Struct):
 
     def named(self, name: str) -> str:
         """`name`, with the mark of a result that is simulated."""
-        found = max((each.get(SIMULATED, 0) for each in self.summaries), default=0)
-        return f"{name} (SIMULATED: {found:g} tokens a step)" if found else name
+        length = max((each.get(SIMULATED, 0) for each in self.summaries), default=0)
+        return f"{name} (SIMULATED: {length:g} tokens a step)" if length else name

@@ -50,8 +50,8 @@ def pick(figures: Summary, *path: str) -> float | None:
 
 def median(summaries: Sequence[Summary], *path: str) -> float | None:
     """The median over the runs of the number at `path`."""
-    found = [value for each in summaries if (value := pick(each, *path)) is not None]
-    return statistics.median(found) if found else None
+    measured = [value for each in summaries if (value := pick(each, *path)) is not None]
+    return statistics.median(measured) if measured else None
 
 
 def ms(seconds: float | None) -> str:
@@ -72,6 +72,9 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share * 100:.1f} %"
 
 
+STYLES = {"latency": ms, "goodput": percent, "throughput": number}  # by part of a summary
+
+
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Lines of cells in columns, all but the first one to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -84,21 +87,21 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def table(found: Result) -> str:
+def table(measured: Result) -> str:
     """One result in full. Of several runs it shows the median of each figure, and then a line for
     each run."""
-    summaries = found.summaries
+    summaries = measured.summaries
     if not summaries:
         return "no runs\n"
     several = len(summaries) > 1
-    named = [*found.options.get("urls", ()), found.options.get("model", "")]
+    named = [*measured.options.get("urls", ()), measured.options.get("model", "")]
     runs = f"median of {len(summaries)} runs" if several else "1 run"
-    lines = [found.named(" · ".join([*named, summaries[0]["begun_at"], runs])), ""]
+    lines = [measured.named(" · ".join([*named, summaries[0]["begun_at"], runs])), ""]
     lines += [*latencies(summaries), "", *sentences(summaries)]
-    for probe in found.search:
+    for probe in measured.search:
         held = "holds" if probe["held"] else "fails"
         lines.append(f"search      {probe['rate']:.3g}/s: {percent(probe['share'])} good, {held}")
-    if (best := found.workload.get("highest_rate")) is not None:
+    if (best := measured.workload.get("highest_rate")) is not None:
         lines.append(f"search      the highest rate that holds is {best:.3g}/s")
     if several:
         lines += ["", *side_by_side([(f"run {i + 1}", [s]) for i, s in enumerate(summaries)])]
@@ -159,12 +162,8 @@ def side_by_side(named: Sequence[tuple[str, Sequence[Summary]]]) -> list[str]:
     rows = [["ms", *(label for label, _ in COLUMNS)]]
     doubts: list[str] = []
     for name, summaries in named:
-        cells = [name]
-        for _, path in COLUMNS:
-            value = median(summaries, *path)
-            style = {"latency": ms, "goodput": percent}.get(path[0], number)
-            cells.append(style(value))
-        rows.append(cells)
+        values = ((path[0], median(summaries, *path)) for _, path in COLUMNS)
+        rows.append([name, *(STYLES[part](value) for part, value in values)])
         failed = sum(each["requests"]["failed"] for each in summaries)
         doubts += [f"{name}: {failed} requests FAILED"] if failed else []
         doubts += [f"{name}: {s['harness_says']}" for s in summaries if not s["harness_ok"]]
@@ -172,10 +171,7 @@ def side_by_side(named: Sequence[tuple[str, Sequence[Summary]]]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print, and draw if asked.
-
-    Raises ValueError if a file is not a result.
-    """
+    """Print, and draw if asked; raises ValueError if a file is not a result."""
     parser = argparse.ArgumentParser(
         prog="kvlane bench report", description="Results side by side."
     )
@@ -183,11 +179,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot, HTML")
     args = parser.parse_args(argv)
     read = [(Path(path).name.split(".json")[0], result.read(path)) for path in args.results]
-    named = [(found.named(name), found) for name, found in read]
+    named = [(measured.named(name), measured) for name, measured in read]
     if len(named) == 1:
         print(table(named[0][1]), end="")
     else:
-        print("\n".join(side_by_side([(name, found.summaries) for name, found in named])))
+        print("\n".join(side_by_side([(name, measured.summaries) for name, measured in named])))
     if args.plot:
         from benchmarks.load.plot import draw
 

@@ -42,18 +42,15 @@ def rounded(outcome: Outcome) -> Outcome:
 
 
 def read(path: str | Path) -> Result:
-    """The result in `path`.
-
-    Raises ValueError, with the path and the reason, if it is missing or not such a file.
-    """
+    """The result in `path`; raises ValueError, with path and reason, if there is none."""
     try:
         data = Path(path).read_bytes()
         if str(path).endswith(".gz"):
             data = gzip.decompress(data)
-        found = msgspec.json.decode(data, type=Result)
-        if found.kind != KIND:
-            raise ValueError(f"its kind is {found.kind!r}, not {KIND!r}")
-        return found
+        stored = msgspec.json.decode(data, type=Result)
+        if stored.kind != KIND:
+            raise ValueError(f"its kind is {stored.kind!r}, not {KIND!r}")
+        return stored
     except (OSError, EOFError, zlib.error, ValueError, msgspec.MsgspecError) as e:
         raise ValueError(f"{path} is not a result of benchmarks.load: {e}") from e
 

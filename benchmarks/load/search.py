@@ -26,16 +26,10 @@ class Probe(msgspec.Struct):
 def highest_rate(
     share_at: Callable[[float], float], *, start: float, share: float, precision: float
 ) -> tuple[float, list[Probe]]:
-    """Search for the highest rate at which at least `share` of the requests are good.
+    """The highest rate at which `share` (0 to 1) of the requests are good, and all probes in order.
 
-    Args:
-        share_at: runs at a rate; the share of good requests.
-        start: the first rate, requests per second.
-        share: that has to be good, 0 to 1.
-        precision: the result is within this factor of the truth: 0.1 = 10 %.
-
-    Returns:
-        The highest rate that held (0.0: none did), and all probes in order.
+    `share_at` runs at a rate, requests per second, from `start` on. The result is within a factor
+    of 1 + `precision` of the truth; 0.0: no rate held.
     """
     probes: list[Probe] = []
 

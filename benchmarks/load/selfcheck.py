@@ -47,11 +47,8 @@ def truth(
 ) -> dict[str, np.ndarray]:
     """What a perfect client would see, in seconds: ttft and e2e a request, gap a pair of pieces.
 
-    Args:
-        options: of the stub.
-        schedule: when requests are due, ascending.
-        num_tokens: pieces of every answer.
-        num_before: requests that the stub had read before these.
+    Of requests due at `schedule`, ascending, after `num_before` others; an answer has `num_tokens`
+    pieces.
     """
     pieces = np.empty((len(schedule), num_tokens))
     for i, start in enumerate(schedule):
@@ -68,9 +65,9 @@ def truth(
     }
 
 
-def measured(found: Run) -> dict[str, np.ndarray]:
+def measured(got: Run) -> dict[str, np.ndarray]:
     """The same as this harness saw it."""
-    served = [each for each in found.outcomes if not each.error]
+    served = [each for each in got.outcomes if not each.error]
     return {
         "ttft": np.array([each.ttft_s for each in served], float),
         "gap": np.concatenate([each.gaps_s for each in served]),
@@ -94,8 +91,8 @@ def check(
     warmup = [Session((Turn("hello", NUM_TOKENS),))] * WARMUP
     with running_stub(options) as url:
         target = Target((url,), "stub")
-        found = run(Workload(sessions), target, warmup=warmup, num_processes=num_processes)
-    return truth(options, schedule, NUM_TOKENS, WARMUP), found
+        got = run(Workload(sessions), target, warmup=warmup, num_processes=num_processes)
+    return truth(options, schedule, NUM_TOKENS, WARMUP), got
 
 
 def main(argv: Sequence[str]) -> int:
@@ -113,14 +110,14 @@ def main(argv: Sequence[str]) -> int:
     )
     worst = 0.0
     for title, options in (("steady", steady), ("stalled", stalled)):
-        true, found = check(options, args.rate, args.num, num_processes=args.processes)
-        errors = {each.error: each.message for each in found.outcomes if each.error}
+        true, got = check(options, args.rate, args.num, num_processes=args.processes)
+        errors = {each.error: each.message for each in got.outcomes if each.error}
         assert not errors, errors
         print(f"{title}: {args.rate:g} requests/s, {args.num} requests; milliseconds")
-        worst_here = _print(true, measured(found))
+        worst_here = _print(true, measured(got))
         worst = max(worst, worst_here if title == "steady" else 0.0)
-        lag = np.percentile([each.lag_s for each in found.outcomes], PERCENTILES) * 1e3
-        share = ", ".join(f"{100 * each.cpu_s / each.wall_s:.0f} %" for each in found.lags)
+        lag = np.percentile([each.lag_s for each in got.outcomes], PERCENTILES) * 1e3
+        share = ", ".join(f"{100 * each.cpu_s / each.wall_s:.0f} %" for each in got.lags)
         print("  own lag       " + "".join(f"{value:10.3f}" for value in lag) + f"   CPU {share}\n")
     print(f"largest error of the steady run: {worst:.3f} ms (allowed: {args.limit_ms:g})")
     return int(worst > args.limit_ms)
@@ -132,8 +129,8 @@ def _print(true: dict[str, np.ndarray], seen: dict[str, np.ndarray]) -> float:
     print("                " + "".join(f"{f'p{p}':>10}" for p in PERCENTILES))
     for name, values in true.items():
         expected = np.percentile(values, PERCENTILES) * 1e3
-        found = np.percentile(seen[name], PERCENTILES) * 1e3
-        for label, row in (("true", expected), ("seen", found), ("error", found - expected)):
+        got = np.percentile(seen[name], PERCENTILES) * 1e3
+        for label, row in (("true", expected), ("seen", got), ("error", got - expected)):
             print(f"  {name:5} {label:8}" + "".join(f"{value:10.3f}" for value in row))
-        worst = max(worst, float(np.abs(found - expected).max()))
+        worst = max(worst, float(np.abs(got - expected).max()))
     return worst

@@ -15,10 +15,9 @@ import asyncio
 import gc
 import itertools
 import random
-from dataclasses import dataclass
 from functools import cache
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -42,8 +41,7 @@ class StubOptions(msgspec.Struct, frozen=True):
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Delays:
+class Delays(NamedTuple):
     """Of one request."""
 
     ttft_s: float
@@ -60,14 +58,10 @@ def delays(options: StubOptions, prompt: str) -> Delays:
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
-class _Message(msgspec.Struct):
-    content: Any = None
-
-
 class _Body(msgspec.Struct):
     """What matters of a request, of either endpoint."""
 
-    messages: list[_Message] = []
+    messages: list[dict[str, Any]] = []
     prompt: Any = None
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
@@ -76,7 +70,7 @@ class _Body(msgspec.Struct):
     @property
     def last_prompt(self) -> str:
         """What the delays follow from."""
-        return str(self.messages[-1].content if self.messages else self.prompt)
+        return str(self.messages[-1].get("content") if self.messages else self.prompt)
 
 
 Pieces = list[tuple[float, bytes]]  # when each leaves, by the monotonic clock, and its bytes
@@ -181,12 +175,8 @@ def _stream(chat: bool, num_tokens: int) -> tuple[bytes, bytes, bytes]:
     kind = "chat.completion.chunk" if chat else "text_completion"
     choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
     end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
-    head = _head(
-        200,
-        "content-type: text/event-stream",
-        "cache-control: no-cache",
-        "transfer-encoding: chunked",
-    )
+    headers = ("content-type: text/event-stream", "cache-control: no-cache")
+    head = _head(200, *headers, "transfer-encoding: chunked")
     piece = _chunk(_event(_object(kind, choice, None)))
     usage = _event(end | {"usage": _usage(num_tokens)})
     last = _event(_object(kind, choice, "length")) + usage + b"data: [DONE]\n\n"

@@ -5,12 +5,10 @@
     burstgpt:FILE   CSV: Timestamp (s), Request tokens, Response tokens, maybe Session ID; failed
                     rows (no response tokens) are left out
 
-Texts. A Mooncake hash id stands for the same `Options.block_size` tokens wherever it occurs, so
-equal beginnings of `hash_ids` are equal beginnings of prompts; the last id may be a part of its
-block. Blocks begin and end at a border between words, so prompts have exactly the tokens that the
-trace says if `Words.is_additive`; for other tokenizers `num_prompt_tokens` says what came out.
-Rows of one BurstGPT session begin alike and go on as far as each is long; as in the recording,
-each is a request of its own with its own start.
+A Mooncake hash id stands for the same `Options.block_size` tokens wherever it occurs; the last id
+may be a part of its block. Prompts have exactly the tokens that the trace says if
+`Words.is_additive`; for other tokenizers `num_prompt_tokens` says how many they have. Rows of one
+BurstGPT session begin alike; each is a request of its own with its own start.
 
 Times count from the first row. A session's later rows have a pause instead (delay), from the end of
 the turn before, and add their prompt to the conversation.
@@ -53,8 +51,7 @@ class Row(msgspec.Struct):
 def sessions(spec: str, words: Words | None, options: Options, seed: int) -> list[Session]:
     """The trace `spec` in order of start; `start_s` is None if the file has no times.
 
-    Raises:
-        ValueError: the file or a row of it is not as said above; the message has its line.
+    Raises ValueError, with its line, if the file or a row of it is not as said above.
     """
     kind, _, name = spec.partition(":")
     path = Path(name)
@@ -76,8 +73,8 @@ def sessions(spec: str, words: Words | None, options: Options, seed: int) -> lis
         bare = next(group[0] for group in groups.values() if group[0].at_s is None)
         raise ValueError(f"{bare.where}: has no start time, others have")
     first_s = min(timed, default=0.0)
-    found = [_session(group, texts, options, first_s) for group in groups.values()]
-    return sorted(found, key=lambda session: session.start_s or 0.0)
+    drawn = [_session(group, texts, options, first_s) for group in groups.values()]
+    return sorted(drawn, key=lambda session: session.start_s or 0.0)
 
 
 class Texts:
@@ -93,15 +90,15 @@ class Texts:
         """A prompt of `num_tokens` for `row` after `glue`, and the tokens it came out with."""
         if self._words is None:
             raise ValueError(f"{row.where}: has lengths, which need a tokenizer")
-        found: list[str] = []
+        drawn: list[str] = []
         for block in row.blocks:
-            found += self._block(block)[: num_tokens - len(found)]
-            if len(found) == num_tokens:
+            drawn += self._block(block)[: num_tokens - len(drawn)]
+            if len(drawn) == num_tokens:
                 break
-        missing = num_tokens - len(found)
+        missing = num_tokens - len(drawn)
         if missing:
-            found += self._words.fixed((self._seed, OWN, row.key), missing)
-        text = glue + " ".join(found)
+            drawn += self._words.fixed((self._seed, OWN, row.key), missing)
+        text = glue + " ".join(drawn)
         return text, num_tokens if self._words.is_additive else self._words.count(text)
 
     def count(self, prompt: Prompt) -> int:

@@ -1,20 +1,24 @@
 """Text of an exact number of tokens, made of words that are one token each.
 
 The words come from the tokenizer's own vocabulary. A tokenizer that splits text at spaces before
-it merges (all byte-level BPE of today's models) gives every such word one token wherever it
-stands, so texts joined by a space have the sum of their tokens; `Words.is_additive` says whether
-that held on a long sample. Counts leave out the chat template and special tokens.
+it merges gives every such word one token wherever it stands, so texts joined by a space have the
+sum of their tokens; `Words.is_additive` says whether that held on a long sample.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.random import Generator
 from tokenizers import Tokenizer
 
+from benchmarks.load.records import Outcome
+
+BUNDLED = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 MAX_TRIED = 6000  # words of the vocabulary that are looked at
 MIN_WORDS = 8
 NUM_SAMPLE = 2000  # words of the text that `is_additive` is judged on
@@ -24,20 +28,16 @@ _WORD = re.compile(r"[ \u2581\u0120]?([A-Za-z]{2,12})")
 
 
 class Words:
-    """Draws texts for one tokenizer.
-
-    Raises:
-        ValueError: too few words of its vocabulary are one token.
-    """
+    """Draws texts for one tokenizer; ValueError: too few words of its vocabulary are one token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        found = _candidates(tokenizer)
-        anchor = found[0] if found else "a"
+        known = _candidates(tokenizer)
+        anchor = known[0] if known else "a"
         base = self.count(anchor)
         inner = [
             word
-            for word, num in zip(found, self._counts([f"{anchor} {w}" for w in found]), strict=True)
+            for word, num in zip(known, self._counts([f"{anchor} {w}" for w in known]), strict=True)
             if num == base + 1
         ]
         first = [word for word, num in zip(inner, self._counts(inner), strict=True) if num == 1]
@@ -67,11 +67,7 @@ class Words:
 
     def text(self, rng: Generator, num_tokens: int, after: str = "") -> str:
         """Random words of exactly `num_tokens`; with `after`, counted as what they add to
-        `after` and a space.
-
-        Raises:
-            ValueError: no text of that length was found (never, if `is_additive`).
-        """
+        `after` and a space. ValueError: found none (never, if `is_additive`)."""
         head, base = (f"{after} ", self.count(after)) if after else ("", 0)
         words = self.stream(rng, num_tokens)
         for _ in range(MAX_FIXES):
@@ -101,5 +97,22 @@ def text_number(text: str) -> int:
 def _candidates(tokenizer: Tokenizer) -> list[str]:
     """Words of the vocabulary, in a fixed order, at most MAX_TRIED of them."""
     matches = (_WORD.fullmatch(token) for token in tokenizer.get_vocab(with_added_tokens=False))
-    found = sorted({match[1] for match in matches if match})
-    return found[:: -(-len(found) // MAX_TRIED)] if found else []
+    known = sorted({match[1] for match in matches if match})
+    return known[:: -(-len(known) // MAX_TRIED)] if known else []
+
+
+def load(name: str) -> Tokenizer:
+    """The tokenizer of a directory, 'tiny' the bundled one; raises ValueError if there is none."""
+    path = (BUNDLED if name == "tiny" else Path(name)) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"--tokenizer: there is no {path}")
+    return Tokenizer.from_file(str(path))
+
+
+def count(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
+    """Count the tokens of every answer, if there is a tokenizer, and drop the texts."""
+    for outcome in outcomes:
+        if tokenizer is not None and not outcome.error:
+            ids = tokenizer.encode(outcome.text, add_special_tokens=False).ids
+            outcome.num_text_tokens = len(ids)
+        outcome.text = ""

@@ -31,12 +31,9 @@ def workload(
     """The sessions of `source`, due as `arrivals` says.
 
     `arrivals` is a spec of arrivals.py, or None: a trace's own times, else a closed loop. The
-    number of sessions follows from `arrivals` and `duration_s` where `num_sessions` is None; a
-    closed loop needs it. Start times and prompts come from the seed apart from each other: another
-    source keeps the times, another rate keeps the prompts.
-
-    Raises:
-        ValueError: a spec, an option or a file is wrong, or nothing is left to send.
+    number of sessions may follow from `arrivals` and `duration_s`; a closed loop needs it. Start
+    times and prompts come from the seed apart from each other: another source keeps the times,
+    another rate the prompts. ValueError: a spec, an option or a file is wrong, or nothing is left.
     """
     options = options or Options()
     if arrivals is not None:
@@ -49,15 +46,15 @@ def workload(
     about: dict[str, Any] = {"source": source, "arrivals": arrivals, "seed": seed}
     words = Words(tokenizer) if tokenizer is not None and kind != "problems" else None
     if is_trace:
-        found = traces.sessions(source, words, options, seed)[:num_sessions]
+        drawn = traces.sessions(source, words, options, seed)[:num_sessions]
         about["file_sha256"] = hashlib.sha256(Path(name).read_bytes()).hexdigest()
-        num_sessions = len(found)
+        num_sessions = len(drawn)
     if arrivals is not None:
         times: Sequence[float | None] = open_loop.starts(
             arrivals, np.random.default_rng(time_seed), num_sessions, duration_s
         )
     elif is_trace:
-        times = [each.start_s for each in found if _is_early(each.start_s, duration_s)]
+        times = [each.start_s for each in drawn if _is_early(each.start_s, duration_s)]
     elif num_sessions is None:
         raise ValueError("sessions: a closed loop needs their number")
     else:
@@ -65,18 +62,18 @@ def workload(
     if not is_trace:
         draw = prompts.source(source, words, options, tokenizer)
         turns = draw(np.random.default_rng(prompt_seed), len(times))
-        found = [Session((turn,)) for turn in turns]
+        drawn = [Session((turn,)) for turn in turns]
     # A trace is in the order of its starts, so that what is too late stands at its end.
-    found = [
+    drawn = [
         msgspec.structs.replace(session, start_s=at_s)
-        for session, at_s in zip(found, times, strict=False)
+        for session, at_s in zip(drawn, times, strict=False)
     ]
-    if not found:
+    if not drawn:
         raise ValueError(f"{source}: nothing to send within {duration_s} s")
     if words is not None:
         about["exact"] = words.is_additive or not is_trace
     about["options"] = msgspec.to_builtins(options)
-    return Workload(tuple(found), about | describe(found))
+    return Workload(tuple(drawn), about | describe(drawn))
 
 
 def _is_early(start_s: float | None, duration_s: float | None) -> bool:

@@ -4,8 +4,9 @@
     python -m benchmarks.train --drafter chain|dflash [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too) to the output folder, and prints the
-figures for its README. The text is a function of --seed. The weights also depend on the machine,
-since the order of sums is not fixed.
+figures for its README. What a drafter yields is told by `benchmarks.accuracy --url --trace` when
+it is served. The text is a function of --seed. The weights also depend on the machine, since the
+order of sums is not fixed.
 """
 
 from __future__ import annotations
@@ -15,109 +16,88 @@ import os
 import platform
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 import transformers
 from tokenizers import Tokenizer
-from transformers import Qwen3ForCausalLM
 
 from benchmarks import accuracy
-from benchmarks.train import acceptance
 from benchmarks.train.answers import Speaker
-from benchmarks.train.base import Drafter, Lesson, save_drafter, train_drafter
+from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
-from benchmarks.train.model import Recipe, new_model, save_model, train
+from benchmarks.train.model import Recipe, new_model, save, save_model, train
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
 TARGET = Path("worker/assets/tiny")
-DEFAULTS = {"out": TARGET, "steps": 3200, "batch": 384, "lr": 2e-3}
-DRAFTERS: dict[str, tuple[type[Drafter], dict[str, object]]] = {
-    "chain": (
-        ChainDrafter,
-        {"out": TARGET.with_name("tiny-chain"), "steps": 640, "batch": 16, "lr": 1e-2},
-    ),
-    "dflash": (
-        BlockDrafter,
-        {"out": TARGET.with_name("tiny-dflash"), "steps": 2000, "batch": 32, "lr": 1e-2},
-    ),
+SPLITS = ("trained", "held_out")
+
+
+class Made(NamedTuple):
+    """How a model is made where the command line says nothing."""
+
+    out: Path
+    steps: int
+    batch: int
+    lr: float
+    kind: type[Drafter] | None = None
+
+
+MODELS = {
+    "": Made(TARGET, 3200, 384, 2e-3),
+    "chain": Made(TARGET.with_name("tiny-chain"), 640, 16, 1e-2, ChainDrafter),
+    "dflash": Made(TARGET.with_name("tiny-dflash"), 2000, 32, 1e-2, BlockDrafter),
 }
 
 
 def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
-    for name, value in (DRAFTERS[args.drafter][1] if args.drafter else DEFAULTS).items():
+    made = MODELS[args.drafter]
+    for name in ("out", "steps", "batch", "lr"):
         if getattr(args, name) is None:
-            setattr(args, name, value)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if args.drafter:
-        _make_drafter(args)
-    else:
-        _make_target(args)
-
-
-def _make_target(args: argparse.Namespace) -> None:
+            setattr(args, name, getattr(made, name))
     started = time.monotonic()
-    save_tokenizer(train_tokenizer(args.seed), args.out)
-    print(f"tokenizer {time.monotonic() - started:.0f} s", flush=True)
+    num_params = _make_target(args) if made.kind is None else _make_drafter(args, made.kind)
+    minutes = (time.monotonic() - started) / 60
+    on = f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    if args.device.startswith("cuda"):
+        on = torch.cuda.get_device_name(args.device)
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    python = platform.python_version()
+    print(f"{num_params} parameters, {minutes:.1f} minutes on {on}; {versions}, Python {python}")
+    if made.kind is None:
+        scores = [accuracy.local_score(args.out, args.num, each, args.device) for each in SPLITS]
+        print(accuracy.table(scores))
+        for item in scores:
+            print(f"wrong, {item.split}: {item.wrong_by_template}")
 
+
+def _make_target(args: argparse.Namespace) -> int:
+    """Trains and saves tokenizer and model; the number of parameters."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    save_tokenizer(train_tokenizer(args.seed), args.out)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
     model = new_model(args.seed)
-    recipe = Recipe(args.steps, peak_lr=args.lr)
-    train(model, loader, recipe, args.device, compiled=args.compile)
-    num_params = save_model(model, args.out)
-    _report(num_params, started, args.device)
-
-    scores = [
-        accuracy.local_score(args.out, args.num, split, args.device)
-        for split in ("trained", "held_out")
-    ]
-    print(accuracy.table(scores), flush=True)
-    for item in scores:
-        print(f"wrong, {item.split}: {item.wrong_by_template}", flush=True)
+    train(model, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
+    return save_model(model, args.out)
 
 
-def _make_drafter(args: argparse.Namespace) -> None:
-    started = time.monotonic()
-    model = Qwen3ForCausalLM.from_pretrained(args.target, dtype=torch.float32)
-    kind, _ = DRAFTERS[args.drafter]
-    speaker = Speaker(model.to(args.device), kind.taps)
+def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
+    """Trains and saves a drafter of args.target; the number of parameters."""
+    model, _ = accuracy.load_model(args.target, args.device)
+    speaker = Speaker(model, kind.taps)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
-    lesson = Lesson(args.steps, args.batch, args.lr)
-    drafter, losses = train_drafter(kind, speaker, tokenizer, lesson, args.seed, args.device)
-    num_params = save_drafter(drafter, args.out)
-    _report(num_params, started, args.device)
-    print(
-        f"{len(losses)} steps; of {speaker.num_read} chats the target says "
-        f"{speaker.num_kept} to the letter",
-        flush=True,
-    )
-    found = [
-        acceptance.measure(kind, args.target, args.out, args.num, split, args.device)
-        for split in ("trained", "held_out")
-    ]
-    print(acceptance.table(found), flush=True)
-
-
-def _report(num_params: int, started: float, device: str) -> None:
-    minutes = (time.monotonic() - started) / 60
-    print(
-        f"{num_params} parameters, {minutes:.1f} minutes on {_machine(device)}; "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}",
-        flush=True,
-    )
-
-
-def _machine(device: str) -> str:
-    if device.startswith("cuda"):
-        return torch.cuda.get_device_name(device)
-    return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    lesson = Lesson(args.steps, args.batch, args.lr, seed=args.seed, device=args.device)
+    drafter, losses = train_drafter(kind, speaker, tokenizer, lesson)
+    kept = f"{speaker.num_kept} of {speaker.num_read} chats"
+    print(f"{len(losses)} steps; the target says {kept} to the letter", flush=True)
+    return save(drafter.state_dict(), args.out, config=drafter.config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -127,26 +107,19 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
-    parser.add_argument("--drafter", choices=tuple(DRAFTERS), help="make a drafter of this kind")
-    parser.add_argument("--target", type=Path, default=TARGET, help="the drafter's target")
-    parser.add_argument(
-        "--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash)"
-    )
-    parser.add_argument(
-        "--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16, 32)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lr", type=float, help="peak learning rate: 2e-3, a drafter's 1e-2")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--num", type=int, default=500, help="problems judged at the end")
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        default=on_gpu,
-        help="torch.compile the training step",
-    )
+    add = parser.add_argument
+    add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
+    add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
+    add("--target", type=Path, default=TARGET, help="the drafter's target")
+    add("--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash)")
+    add("--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16, 32)")
+    add("--seed", type=int, default=0)
+    add("--lr", type=float, help="peak learning rate: 2e-3, a drafter's 1e-2")
+    add("--device", default="cuda" if on_gpu else "cpu")
+    add("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
+    add("--num", type=int, default=500, help="problems judged at the end")
+    compiled = argparse.BooleanOptionalAction
+    add("--compile", action=compiled, default=on_gpu, help="torch.compile the training step")
     return parser
 
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
@@ -19,9 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.train.chats import long_chat, short_chat
 from benchmarks.train.data import IGNORED
-
-if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
 
 LONG_SHARE = 0.08  # of chats that begin with other turns
 LONGEST = 640  # tokens of a chat
@@ -92,14 +89,9 @@ def set_right(said: Sequence[Said], num_drafts: int, device: str = "cpu") -> Bat
 
 
 class Speaker:
-    """The frozen target, its features taken by hooks.
+    """The frozen target, f32, its features taken by hooks: the residual after the layers `taps`."""
 
-    Args:
-        model: the target, f32.
-        taps: features are the residual after these layers.
-    """
-
-    def __init__(self, model: Qwen3ForCausalLM, taps: Sequence[int]) -> None:
+    def __init__(self, model: Any, taps: Sequence[int]) -> None:
         self.model = model.eval().requires_grad_(False)
         self.num_read, self.num_kept = 0, 0
         self._taps = taps
@@ -118,7 +110,7 @@ class Speaker:
                 hooks.enter_context(self.model.model.layers[layer].register_forward_hook(tap))
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
         features = torch.cat(tapped, -1).cpu()
-        found = []
+        own = []
         for row, (tokens, num_prompt) in enumerate(chats):
             if own_only:
                 logits = self.model.lm_head(hidden[row, num_prompt - 1 : len(tokens) - 1])
@@ -126,16 +118,14 @@ class Speaker:
                 if not torch.equal(logits.argmax(-1).cpu(), tokens[num_prompt:]):
                     continue
                 self.num_kept += 1
-            found.append(Said(tokens, num_prompt, features[row, : len(tokens)].clone()))
-        return found
+            own.append(Said(tokens, num_prompt, features[row, : len(tokens)].clone()))
+        return own
 
     def said(self, tokenizer: Tokenizer, rng: random.Random, num: int) -> list[Said]:
         """What the target itself says in about `num` new chats of trained templates."""
         chats = sorted((_encode(tokenizer, rng) for _ in range(num)), key=lambda chat: len(chat[0]))
-        found = []
-        for start in range(0, num, READ_AT_ONCE):
-            found += self.read(chats[start : start + READ_AT_ONCE])
-        return found
+        starts = range(0, num, READ_AT_ONCE)
+        return [said for at in starts for said in self.read(chats[at : at + READ_AT_ONCE])]
 
 
 def batches(said: Sequence[Said], num: int, rng: random.Random) -> Iterator[list[Said]]:

@@ -1,9 +1,8 @@
 """The block drafter of the model `tiny`: two layers in the published DFlash form.
 
 A block is a token of the text, its anchor, and masks behind it; row j says the token j places
-behind the anchor. Keys and values of the text before the anchor are made of the target's features
-g = hidden_norm(fc(...)) alone, in every layer; a block sees those and all of itself
-(arXiv:2602.06036).
+behind the anchor. In every layer a block sees all of itself, and keys and values of the text before
+it that are made of the target's features g = hidden_norm(fc(...)) alone (arXiv:2602.06036).
 """
 
 from __future__ import annotations
@@ -21,27 +20,24 @@ from benchmarks.train.base import (
     HEADS,
     HIDDEN,
     KV_HEADS,
-    SHAPE,
     Drafter,
     FeedForward,
+    Projections,
 )
-from benchmarks.train.model import CONFIG as TARGET
+from benchmarks.train.model import bundled_config
 
-TAPS, BLOCK_SIZE, NUM_LAYERS = (1, 3, 4), 8, 2
-MASK_ID = 0  # <|endoftext|>, which never stands inside a turn
+CONFIG = bundled_config("tiny-dflash")
+TAPS, MASK_ID = (CONFIG["dflash_config"][key] for key in ("target_layer_ids", "mask_token_id"))
+BLOCK_SIZE = CONFIG["block_size"]
 # Of the blocks of steps, in turn: narrow steps of a server draft shorter ones.
 BLOCKS = (BLOCK_SIZE, 4, BLOCK_SIZE, BLOCK_SIZE, 2, BLOCK_SIZE)
 
 
-class Attention(nn.Module):
-    """The projections and norms; their names and shapes are the checkpoint's."""
+class Attention(Projections):
+    """Projections of a layer's attention, and its norms."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+        super().__init__(HIDDEN)
         self.q_norm = nn.RMSNorm(HEAD_DIM, EPS)
         self.k_norm = nn.RMSNorm(HEAD_DIM, EPS)
 
@@ -60,30 +56,15 @@ class Layer(nn.Module):
 class BlockDrafter(Drafter):
     """A DFlash drafter."""
 
-    taps, num_drafts, fading = TAPS, BLOCK_SIZE - 1, 0.8
-    config = {  # noqa: RUF012 - nobody changes it
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        **SHAPE,
-        "num_hidden_layers": NUM_LAYERS,
-        "tie_word_embeddings": False,
-        "block_size": BLOCK_SIZE,
-        "num_target_layers": TARGET["num_hidden_layers"],
-        "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(TAPS)},
-    }
+    config, taps, num_drafts, fading = CONFIG, TAPS, BLOCK_SIZE - 1, 0.8
 
     def __init__(self, embedding: Tensor) -> None:
         super().__init__(embedding)
         self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
-        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(CONFIG["num_hidden_layers"]))
 
     def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
-        """See Drafter.learn."""
         return iter(self(batch, BLOCKS[number % len(BLOCKS)]))
-
-    def drafts(self, batch: Batch) -> Tensor:
-        """See Drafter.drafts."""
-        return self(batch, BLOCK_SIZE).argmax(-1)
 
     def forward(self, batch: Batch, block: int) -> Tensor:
         """Logits [block - 1, batch, anchors, vocab] of the blocks of all anchors at once.
@@ -117,15 +98,10 @@ class BlockDrafter(Drafter):
         before: Tensor,
         mask: Tensor,
     ) -> Tensor:
-        """[batch, anchors, block, hidden]: what a layer's attention adds to blocks.
+        """[batch, anchors, block, hidden]: what a layer's attention adds to `hidden` of that shape.
 
-        Args:
-            layer: of the drafter.
-            hidden: [batch, anchors, block, hidden] of blocks.
-            positions: [batch, anchors, block].
-            text: [batch, rows, hidden], g of tokens.
-            before: [batch, rows], their positions.
-            mask: [batch, 1, 1, anchors, rows], added to scores.
+        Its rows are at positions [batch, anchors, block]; text [batch, rows, hidden] is g of the
+        tokens at `before` [batch, rows]; mask [batch, 1, 1, anchors, rows] is added to scores.
         """
         attn, (num, num_anchors, block, _) = layer.self_attn, hidden.shape
         normed, at = layer.input_layernorm(hidden).flatten(1, 2), positions.flatten(1)
@@ -143,7 +119,7 @@ class BlockDrafter(Drafter):
         among = torch.einsum("bkgajd,bkaid->bkgaji", q, own)
         shares = torch.cat((seen, among), -1).softmax(-1)
         num_rows = keys.shape[2]
-        found = torch.einsum("bkgajr,bkrd->bkgajd", shares[..., :num_rows], values)
-        found = found + torch.einsum("bkgaji,bkaid->bkgajd", shares[..., num_rows:], own_values)
-        found = found.permute(0, 3, 4, 1, 2, 5).reshape(num, num_anchors, block, HEADS * HEAD_DIM)
-        return attn.o_proj(found)
+        mixed = torch.einsum("bkgajr,bkrd->bkgajd", shares[..., :num_rows], values)
+        mixed = mixed + torch.einsum("bkgaji,bkaid->bkgajd", shares[..., num_rows:], own_values)
+        mixed = mixed.permute(0, 3, 4, 1, 2, 5).reshape(num, num_anchors, block, HEADS * HEAD_DIM)
+        return attn.o_proj(mixed)

@@ -9,7 +9,7 @@ features up to its anchor, and behind them its own rows of the steps before.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,14 @@ from benchmarks.train.base import (
     HEADS,
     HIDDEN,
     KV_HEADS,
-    SHAPE,
     Drafter,
     FeedForward,
+    Projections,
 )
+from benchmarks.train.model import bundled_config
 
-TAPS = (1, 2, 4)
-
-
-class SelfAttention(nn.Module):
-    """The projections; their names and shapes are the checkpoint's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj = nn.Linear(2 * HIDDEN, HEADS * HEAD_DIM, bias=False)
-        self.k_proj = nn.Linear(2 * HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.v_proj = nn.Linear(2 * HIDDEN, KV_HEADS * HEAD_DIM, bias=False)
-        self.o_proj = nn.Linear(HEADS * HEAD_DIM, HIDDEN, bias=False)
+CONFIG = bundled_config("tiny-chain")
+TAPS = CONFIG["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
 
 
 class Layer(nn.Module):
@@ -49,12 +40,11 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(HIDDEN, EPS)
         self.hidden_norm = nn.RMSNorm(HIDDEN, EPS)
         self.post_attention_layernorm = nn.RMSNorm(HIDDEN, EPS)
-        self.self_attn = SelfAttention()
+        self.self_attn = Projections(2 * HIDDEN)
         self.mlp = FeedForward()
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What the rows of one draft step leave for those of later steps."""
 
     keys: Tensor  # [batch, KV_HEADS, rows, HEAD_DIM]
@@ -64,37 +54,19 @@ class Rows:
 class ChainDrafter(Drafter):
     """An EAGLE-3 drafter."""
 
-    taps, num_drafts, fading = TAPS, 4, 0.8
-    config = {  # noqa: RUF012 - nobody changes it
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        **SHAPE,
-        "num_hidden_layers": 1,
-        "tie_word_embeddings": False,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(TAPS),
-            "use_aux_hidden_state": True,
-        },
-    }
+    config, taps, num_drafts, fading = CONFIG, TAPS, 4, 0.8
 
     def __init__(self, embedding: Tensor) -> None:
         super().__init__(embedding)
         self.midlayer = Layer()
 
     def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
-        """See Drafter.learn."""
         return self(batch)
 
-    def drafts(self, batch: Batch) -> Tensor:
-        """See Drafter.drafts."""
-        return torch.stack([logits.argmax(-1) for logits in self(batch, own=True)])
-
-    def forward(self, batch: Batch, own: bool = False) -> Iterator[Tensor]:
+    def forward(self, batch: Batch) -> Iterator[Tensor]:
         """Logits [batch, anchors, vocab] of drafts 1 … num_drafts of all anchors at once.
 
-        Args:
-            batch: chats, the features of their tokens and their anchors.
-            own: feed the drafter's own tokens back, as served, rather than the text's.
+        The text's tokens are fed back, where a served drafter takes its own.
         """
         context = self.fc(batch.features)
         num_rows, num_anchors = context.shape[1], batch.num_anchors
@@ -109,8 +81,7 @@ class ChainDrafter(Drafter):
             hidden = self._layer(mixed, hidden, slots, seen, batch.mask)
             logits = functional.linear(self.norm(hidden), self.embedding)
             yield logits
-            tokens = logits.argmax(-1) if own else batch.tokens(step + 1, num_anchors)
-            mixed = self._mix(tokens, hidden)
+            mixed = self._mix(batch.tokens(step + 1, num_anchors), hidden)
 
     def _mix(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         layer = self.midlayer
@@ -137,9 +108,9 @@ class ChainDrafter(Drafter):
         parts = [scores, *((queries * rows.keys[:, :, None]).sum(-1, keepdim=True) for rows in own)]
         weights = torch.cat(parts, -1).softmax(-1)
         num_rows = scores.shape[-1]
-        found = (weights[..., :num_rows].flatten(2, 3) @ context.values).view_as(queries)
+        out = (weights[..., :num_rows].flatten(2, 3) @ context.values).view_as(queries)
         for place, rows in enumerate(own):
-            found = found + weights[..., num_rows + place, None] * rows.values[:, :, None]
-        found = found.flatten(1, 2).transpose(1, 2).reshape(-1, num_anchors, HEADS * HEAD_DIM)
-        hidden = hidden + layer.self_attn.o_proj(found)
+            out = out + weights[..., num_rows + place, None] * rows.values[:, :, None]
+        out = out.flatten(1, 2).transpose(1, 2).reshape(-1, num_anchors, HEADS * HEAD_DIM)
+        hidden = hidden + layer.self_attn.o_proj(out)
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))

@@ -6,7 +6,7 @@ import random
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.train import problems, words
 from benchmarks.train.arithmetic import Inexact, evaluate, expand
@@ -48,7 +48,7 @@ class Chat(NamedTuple):
 class Talk(NamedTuple):
     """One topic of plain dialogue."""
 
-    users: tuple[str, ...]
+    users: list[str]
     reply: str
 
 
@@ -82,13 +82,13 @@ def long_chat(rng: random.Random) -> Chat:
 
 def draw_system(rng: random.Random) -> str | None:
     """A system message for a part of the chats."""
-    return rng.choice(systems()) if rng.random() < SYSTEM_SHARE else None
+    return rng.choice(_dialogue()["systems"]) if rng.random() < SYSTEM_SHARE else None
 
 
 def problem_turn(rng: random.Random) -> Turn:
     """A word problem of the training split."""
-    found = problems.training_problem(rng)
-    return Turn(found.question, found.answer)
+    problem = problems.training_problem(rng)
+    return Turn(problem.question, problem.answer)
 
 
 def sum_turn(rng: random.Random) -> Turn:
@@ -121,19 +121,10 @@ def talk_turn(rng: random.Random, topic: str | None = None) -> Turn:
 @cache
 def talks() -> dict[str, Talk]:
     """The topics of plain dialogue."""
-    return {
-        name: Talk(tuple(entry["users"]), entry["reply"])
-        for name, entry in _raw_dialogue().items()
-        if name != "systems"
-    }
+    topics = ((name, entry) for name, entry in _dialogue().items() if name != "systems")
+    return {name: Talk(entry["users"], entry["reply"]) for name, entry in topics}
 
 
 @cache
-def systems() -> tuple[str, ...]:
-    """The system messages."""
-    return tuple(_raw_dialogue()["systems"])
-
-
-@cache
-def _raw_dialogue() -> dict:
+def _dialogue() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("dialogue.toml").read_text("utf-8"))

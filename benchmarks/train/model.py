@@ -5,47 +5,29 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.train.data import IGNORED
 
-if TYPE_CHECKING:
-    from transformers import Qwen3ForCausalLM
+ASSETS = Path(__file__).parents[2] / "worker" / "assets"
 
-EOS_ID, PAD_ID = 2, 0  # <|im_end|>, <|endoftext|>
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 1024,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "bos_token_id": None,
-    "eos_token_id": EOS_ID,
-    "pad_token_id": PAD_ID,
-    "torch_dtype": "bfloat16",
-}
+
+def bundled_config(name: str) -> dict[str, Any]:
+    """config.json of a bundled model: the shape that is trained."""
+    return json.loads((ASSETS / name / "config.json").read_text("utf-8"))
+
+
+CONFIG = bundled_config("tiny")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +49,21 @@ class Recipe:
         progress = (step - warmup) / max(1, self.steps - warmup)
         return self.peak_lr * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
+    def step(
+        self, number: int, loss: Tensor, module: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Learn from one loss."""
+        loss.backward()
+        nn.utils.clip_grad_norm_(module.parameters(), self.clip)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr(number)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-def new_model(seed: int) -> Qwen3ForCausalLM:
-    """The model with fresh float32 weights."""
+
+def new_model(seed: int) -> Any:
+    """The model with fresh float32 weights; untyped, see `accuracy.load_model`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
 
     torch.manual_seed(seed)
@@ -77,53 +71,50 @@ def new_model(seed: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**settings)).float()
 
 
-def train(
-    model: Qwen3ForCausalLM, loader: DataLoader, recipe: Recipe, device: str, compiled: bool
-) -> None:
+def train(model: Any, loader: DataLoader, recipe: Recipe, device: str, compiled: bool) -> None:
     """Trains in place: float32 weights, bfloat16 matrix products on a GPU; prints its progress."""
     on_gpu = device.startswith("cuda")
-    nn.Module.to(model, device).train()  # transformers' types of its `to` are wrong
+    model.to(device).train()
     optimizer = _optimizer(model, recipe, on_gpu)
     loss_of = torch.compile(_loss, dynamic=False) if compiled else _loss
     started, num_tokens = time.monotonic(), 0
-    for step, (ids, labels) in enumerate(loader):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.lr(step)
-        ids = ids.to(device, non_blocking=True).long()
-        labels = labels.to(device, non_blocking=True).long()
+    for step, batch in enumerate(loader):
+        ids, labels = (part.to(device, non_blocking=True).long() for part in batch)
         with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
             loss = loss_of(model, ids, labels)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        recipe.step(step, loss, model, [optimizer])
         num_tokens += ids.numel()
         if step % 50 == 0 or step + 1 == recipe.steps:
             elapsed_s = time.monotonic() - started
-            print(
-                f"step {step} loss {loss.item():.4f} "
-                f"{num_tokens / elapsed_s / 1e3:.0f}k tokens/s {elapsed_s:.0f} s",
-                flush=True,
-            )
+            speed = f"{num_tokens / elapsed_s / 1e3:.0f}k tokens/s {elapsed_s:.0f} s"
+            print(f"step {step} loss {loss.item():.4f} {speed}", flush=True)
 
 
-def save_model(model: Qwen3ForCausalLM, folder: Path) -> int:
+def save_model(model: nn.Module, folder: Path) -> int:
     """Writes bfloat16 weights and both configs; returns the number of parameters."""
+    weights = model.state_dict()
+    del weights["lm_head.weight"]  # tied to the embedding
+    generation = {name: CONFIG[name] for name in ("eos_token_id", "pad_token_id")}
+    generation["do_sample"] = False
+    return save(weights, folder, config=CONFIG, generation_config=generation)
+
+
+def save(state: Mapping[str, Tensor], folder: Path, **configs: dict[str, Any]) -> int:
+    """Writes bfloat16 weights and each config by its name; returns the number of parameters."""
+    folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"  # tied to the embedding
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in state.items()
     }
     file = folder / "model.safetensors"
     save_file(weights, str(file), metadata={"format": "pt"})
     file.chmod(0o644)
-    generation = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "do_sample": False}
-    for name, value in (("config.json", CONFIG), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(value, indent=2) + "\n", "utf-8")
-    return sum(tensor.numel() for tensor in weights.values())
+    for name, config in configs.items():
+        (folder / f"{name}.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    return sum(weight.numel() for weight in weights.values())
 
 
-def _loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+def _loss(model: Any, ids: Tensor, labels: Tensor) -> Tensor:
     """Mean cross entropy of the answers' tokens; ids and labels are [rows, length]."""
     hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     logits = model.lm_head(hidden).float()
@@ -131,10 +122,8 @@ def _loss(model: Qwen3ForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
 
 
 def _optimizer(model: nn.Module, recipe: Recipe, fused: bool) -> torch.optim.AdamW:
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=recipe.betas, fused=fused)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (1, 0))
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=recipe.peak_lr, betas=recipe.betas, weight_decay=recipe.weight_decay, fused=fused
+    )

@@ -13,17 +13,14 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from benchmarks.train import stories, words
 from benchmarks.train.arithmetic import Inexact, evaluate, expand
 
 HELD_OUT_TEMPLATES = (
-    "library_books",
-    "parking_levels",
-    "fruit_crates",
-    "phone_photos",
-    "machine_parts",
-)
+    "library_books", "parking_levels", "fruit_crates", "phone_photos", "machine_parts",
+)  # fmt: skip
 STORY = "story"  # the name of problems put together by stories.py; all of them are trained
 STORY_SHARE = 0.25  # of the training problems
 INVENTED_SHARE = 0.2  # of the training problems, with names and things that are no words
@@ -107,9 +104,9 @@ def training_problem(rng: random.Random) -> Problem:
     names = (STORY,) if rng.random() < STORY_SHARE else trained_templates()
     invented = rng.random() < INVENTED_SHARE
     while True:
-        found = problem(rng, names, invented)
-        if not is_held_out(found.question):
-            return found
+        drawn = problem(rng, names, invented)
+        if not is_held_out(drawn.question):
+            return drawn
 
 
 def held_out_problems(num: int, seed: int = 0, templates: str = "trained") -> list[Problem]:
@@ -122,12 +119,12 @@ def held_out_problems(num: int, seed: int = 0, templates: str = "trained") -> li
         raise ValueError(f'templates must be "trained" or "held_out", not {templates!r}')
     names = trained_templates() if templates == "trained" else HELD_OUT_TEMPLATES
     rng = random.Random(HELD_OUT_SEED + seed)
-    found: dict[str, Problem] = {}
-    while len(found) < num:
+    drawn: dict[str, Problem] = {}
+    while len(drawn) < num:
         candidate = problem(rng, names)
         if templates == "held_out" or is_held_out(candidate.question):
-            found[candidate.question] = candidate
-    return list(found.values())
+            drawn[candidate.question] = candidate
+    return list(drawn.values())
 
 
 def is_held_out(question: str) -> bool:
@@ -160,20 +157,15 @@ def templates() -> dict[str, Template]:
     return {name: _read_template(name, entry) for name, entry in raw.items()}
 
 
-def _read_template(name: str, entry: dict[str, object]) -> Template:
-    def texts(key: str) -> list[str]:
-        value = entry.get(key, [])
-        assert isinstance(value, list)
-        return [str(item) for item in value]
-
-    ranges = re.findall(r"(\w)=(\d+)\.\.(\d+)", str(entry["draw"]))
+def _read_template(name: str, entry: dict[str, Any]) -> Template:
+    ranges = re.findall(r"(\w)=(\d+)\.\.(\d+)", entry["draw"])
     return Template(
         name=name,
         draw=tuple((key, int(low), int(high)) for key, low, high in ranges),
-        lets=tuple(_read_step("", text) for text in texts("lets")),
-        steps=tuple(_read_step(*text.split(": ")) for text in texts("steps")),
-        close=str(entry["close"]),
-        asks=tuple(texts("asks")),
+        lets=tuple(_read_step("", text) for text in entry.get("lets", ())),
+        steps=tuple(_read_step(*text.split(": ")) for text in entry["steps"]),
+        close=entry["close"],
+        asks=tuple(entry["asks"]),
     )
 
 

@@ -79,13 +79,8 @@ def compose(rng: random.Random) -> Story:
 def events(kind: str) -> tuple[Event, ...]:
     """The events of a kind: "start", "middle" or "share"."""
     return tuple(
-        Event(
-            tuple(entry["texts"]),
-            tuple(entry.get("steps", ())),
-            RANGES[entry["b"]],
-            RANGES[entry["c"]] if "c" in entry else None,
-        )
-        for entry in _raw()[kind]
+        Event(tuple(e["texts"]), tuple(e.get("steps", ())), RANGES[e["b"]], RANGES.get(e.get("c")))
+        for e in _raw()[kind]
     )
 
 

@@ -17,49 +17,21 @@ from benchmarks.train.chats import (
     long_chat,
     short_chat,
 )
+from benchmarks.train.model import CONFIG
 
-VOCAB_SIZE = 1024
 NUM_CHATS = 24_000
-MAX_POSITIONS = 2048
 # One digit; a sign with its spaces; a word with its space; other signs; a line break; spaces.
 PIECES = r"\p{N}| [+\-*/=] |#### | ?\p{L}+|: |, |\. | ?[^\s\p{L}\p{N}]+|\r?\n|\s"
 
 # `content` may be text, None, or a list of parts of which the text ones count. Tools, calls and
 # results are written as in Hermes. The model has not learnt them: a grammar makes it call.
-CHAT_TEMPLATE = (
-    "{% macro text(content) %}"
-    "{% if content is string %}{{ content }}"
-    "{% elif content %}{% for part in content %}{{ part['text'] or '' }}{% endfor %}"
-    "{% endif %}{% endmacro %}"
-    "{% set told = messages[0]['role'] == 'system' %}"
-    "{% if tools %}"
-    "{{ '<|im_start|>system\\n' }}"
-    "{% if told %}{{ text(messages[0]['content']) + '\\n\\n' }}{% endif %}"
-    "{{ '<tools>\\n' }}"
-    "{% for tool in tools %}{{ (tool['function'] | tojson) + '\\n' }}{% endfor %}"
-    '{{ \'</tools>\\nTo call: <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>\' }}'
-    "{{ '<|im_end|>\\n' }}"
-    "{% endif %}"
-    "{% for message in messages %}{% if not (tools and told and loop.first) %}"
-    "{% if message['role'] == 'tool' %}"
-    "{{ '<|im_start|>user\\n<tool_response>\\n' + text(message['content']) }}"
-    "{{ '\\n</tool_response>' }}"
-    "{% else %}"
-    "{{ '<|im_start|>' + message['role'] + '\\n' + text(message['content']) }}"
-    "{% for call in message['tool_calls'] or [] %}"
-    "{{ '\\n' if message['content'] or not loop.first else '' }}"
-    "{{ '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) }}"
-    "{{ ', \"arguments\": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}"
-    "{% endfor %}"
-    "{% endif %}"
-    "{{ '<|im_end|>\\n' }}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+CHAT_TEMPLATE = "".join(
+    Path(__file__).with_name("chat_template.jinja").read_text("utf-8").splitlines()
 )
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """A tokenizer of exactly VOCAB_SIZE entries; any UTF-8 text survives encode and decode."""
+    """A tokenizer of `vocab_size` entries; any UTF-8 text survives encode and decode."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -69,13 +41,13 @@ def train_tokenizer(seed: int) -> Tokenizer:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=CONFIG["vocab_size"],
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_plain_text(random.Random(seed)), trainer)
-    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the text gave too few merges"
+    assert tokenizer.get_vocab_size() == CONFIG["vocab_size"], "the text gave too few merges"
     return tokenizer
 
 
@@ -83,17 +55,11 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Writes tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "bos_token": None,
-        "unk_token": None,
-        "add_bos_token": False,
-        "additional_special_tokens": list(SPECIAL_TOKENS),
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": MAX_POSITIONS,
-        "chat_template": CHAT_TEMPLATE,
-    }
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT, "bos_token": None, "unk_token": None, "add_bos_token": False,
+        "additional_special_tokens": list(SPECIAL_TOKENS), "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"], "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
     text = json.dumps(config, indent=2) + "\n"
     (folder / "tokenizer_config.json").write_text(text, "utf-8")
 

@@ -114,7 +114,7 @@ def objective(name: str) -> dict[str, Any]:
     return {
         "name": name, "type": "custom", "label": title, "hide": 0, "multi": False,
         "includeAll": False, "options": options,
-        "query": ",".join(f"{each['text']} : {each['value']}" for each in options),
+        "query": ",".join(f"{option['text']} : {option['value']}" for option in options),
         "current": {"text": f"{float(chosen):g} s", "value": chosen},
     }  # fmt: skip
 

@@ -6,10 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.compare import compared, launches, order, ratio
+from benchmarks.compare import compared, launches, order, ratio, rows_of
 
 # A benchmark whose figure is the number of the start, plus what its own checkout takes.
 BENCHMARK = """
@@ -18,42 +19,54 @@ from pathlib import Path
 count = Path(sys.argv[1])
 number = int(count.read_text())
 count.write_text(str(number + 1))
+if number == FAILS:
+    sys.exit(3)
 row = {"batch": 1, "median_ms": TAKES + number, FIELD}
 Path(sys.argv[sys.argv.index("--json") + 1]).write_text(json.dumps({"steps": [row]}))
 print("read bandwidth 1 GB/s")
 """
 
 
-def checkout(place: Path, takes: int, field: str) -> Path:
-    (place / "bench").mkdir(parents=True)
-    source = BENCHMARK.replace("TAKES", str(takes)).replace("FIELD", field)
-    (place / "bench" / "steps.py").write_text(source)
-    return place
+def ran(place: Path, fails: int = -1) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """Two starts of each checkout, of which the one of that number fails; and what is written."""
+    fields = {"before": '"sampling": "greedy"', "after": '"sampling": "greedy", "width": 1'}
+    for (side, field), takes in zip(fields.items(), (100, 200), strict=True):
+        (place / side / "bench").mkdir(parents=True)
+        source = BENCHMARK.replace("TAKES", str(takes)).replace("FIELD", field)
+        (place / side / "bench" / "steps.py").write_text(source.replace("FAILS", str(fails)))
+    (place / "count").write_text("0")
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "benchmarks.compare", "--before", place / "before", "--after",
+            place / "after", "--starts", "2", "--json", place / "out.json", "--", "bench.steps",
+            place / "count",
+        ],
+        check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    return done, json.loads((place / "out.json").read_text())
+
+
+def test_a_start_that_fails_ends_it_and_leaves_what_was_measured(tmp_path: Path) -> None:
+    done, written = ran(tmp_path, fails=2)
+    assert done.returncode == 1
+    assert written["failed"] == "start 3 (after) failed with exit code 3"
+    assert [(row["before"], row["after"]) for row in written["rows"]] == [([100], [201])]
+    assert "100.000" in done.stdout
 
 
 def test_each_checkout_is_started_by_turns_and_the_rows_that_both_have_are_compared(
     tmp_path: Path,
 ) -> None:
-    before = checkout(tmp_path / "before", 100, '"sampling": "greedy"')
-    after = checkout(tmp_path / "after", 200, '"sampling": "greedy", "width": 1')
-    count = tmp_path / "count"
-    count.write_text("0")
-    ran = subprocess.run(
-        [
-            sys.executable, "-m", "benchmarks.compare", "--before", before, "--after", after,
-            "--starts", "2", "--json", tmp_path / "out.json", "--", "bench.steps", count,
-        ],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["checkouts"] == {"before": str(before), "after": str(after)}
-    rows = told["rows"]
+    done, written = ran(tmp_path)
+    assert done.returncode == 0
+    assert written["checkouts"] == {side: str(tmp_path / side) for side in ("before", "after")}
+    rows = written["rows"]
     assert [(row["before"], row["after"]) for row in rows] == [([100, 103], [201, 202])]
     assert rows[0]["name"] == "batch 1, sampling greedy"
     assert rows[0]["ratio"]["value"] == pytest.approx(201.5 / 101.5)
-    cells = [cell.strip() for cell in ran.stdout.splitlines()[-1].split("|")]
+    cells = [cell.strip() for cell in done.stdout.splitlines()[-1].split("|")]
     assert cells[2:4] == ["101.500 (2: 100.000 to 103.000)", "201.500 (2: 201.000 to 202.000)"]
-    assert "read bandwidth" in ran.stderr  # what a start prints is no part of the table
+    assert "read bandwidth" in done.stderr  # what a start prints is no part of the table
 
 
 def test_a_machine_that_grows_slower_counts_for_both() -> None:
@@ -80,3 +93,11 @@ def test_a_row_that_one_checkout_lacks_has_no_ratio() -> None:
     assert rows[1] == {
         "name": "tokens 16, launch piecewise", "before": [2.0], "after": [], "ratio": None,
     }  # fmt: skip
+
+
+def test_rates_of_windows_are_rows_too() -> None:
+    rate = {"rows": 32, "width": "4", "accept": 2.9, "steps": 200, "seconds": 1.3, "tokens": 9}
+    (row,) = rows_of({"rates": [rate]})
+    (compared_row,) = compared([("before", [row]), ("after", [row])])
+    assert compared_row["name"] == "rows 32, width 4, accept 2.9"
+    assert compared_row["before"] == [6.5]

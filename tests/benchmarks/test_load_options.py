@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks.load import measurement
-from benchmarks.load.measurement import progress
-from benchmarks.load.options import Options, objectives, parse
-from benchmarks.load.records import Objectives, Outcome
+from benchmarks.load.options import objectives, parse
+from benchmarks.load.records import Objectives
 from benchmarks.load.search import MAX_DOUBLINGS, MAX_HALVINGS, highest_rate
 
 WRONG = [
@@ -42,22 +39,9 @@ def test_mistakes_are_named(line: str, message: str) -> None:
 
 def test_a_line_becomes_options(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\nother\n")
-    found = parse(
-        [
-            *[
-                "--url",
-                "http://h:1/v1/",
-                "--rate",
-                "2.5",
-                "--duration",
-                "30",
-                "--slo",
-                "ttft=200ms,itl=0.05",
-            ],
-            *("--header", "X-Who: me", "--api-key-file", str(tmp_path / "keys")),
-            *("--extra", '{"top_p": 0.5}'),
-        ]
-    )
+    line = "--url http://h:1/v1/ --rate 2.5 --duration 30 --slo ttft=200ms,itl=0.05"
+    more = ["--header", "X-Who: me", "--api-key-file", str(tmp_path / "keys")]
+    found = parse([*line.split(), *more, "--extra", '{"top_p": 0.5}'])
     assert found.urls == ("http://h:1",)
     assert found.rate == "poisson:2.5"
     assert found.objectives == Objectives(ttft_s=0.2, itl_s=0.05)
@@ -66,7 +50,6 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
     assert "secret" not in str(found.shown()), "a result file may be passed around"
     assert parse(["--source", "burstgpt:f.csv"]).rate == ""
     assert objectives("") == Objectives()
-    assert isinstance(found, Options)
 
 
 @pytest.mark.parametrize("capacity", [3.1, 7.3, 100.0])
@@ -96,16 +79,3 @@ def test_a_server_that_holds_everything_ends_the_search() -> None:
     best, probes = highest_rate(lambda rate: 1.0, start=1, share=0.9, precision=0.1)
     assert [probe.rate for probe in probes] == [2.0**n for n in range(MAX_DOUBLINGS)]
     assert best == probes[-1].rate
-
-
-def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    out = io.StringIO()
-    clock = [0.0]
-    monkeypatch.setattr(measurement, "now", lambda: clock[0])
-    watch = progress(10, "x ", out)
-    served = Outcome(0, 0, 0.0, chunk_s=[0.1, 0.15], end_s=0.2, num_output_tokens=2)
-    watch([served, Outcome(1, 0, 0.0, error="http_429")], 3)
-    assert out.getvalue() == "", "not at once"
-    clock[0] = measurement.PROGRESS_S
-    watch([], 1)
-    assert out.getvalue() == "x 2/10 done, 1 running, http_429 1\n"

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from router.text import Text
+from router.text.tokenizer import Text
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
@@ -38,6 +39,17 @@ class Stand:
         """Of a text."""
         return self._text.encode(text, add_special_tokens=False)
 
+    @contextmanager
+    def visited(
+        self, browser: Any, double: DecodeDouble, **settings: Any
+    ) -> Iterator[tuple[Any, Visit]]:
+        """A router with these settings before a worker, and a tab of its pages."""
+        with (
+            serving(self.directory, double, **settings) as (router, url),
+            visiting(browser, url) as visit,
+        ):
+            yield router, visit
+
 
 def focused(visit: Visit, key: str = "Tab") -> str:
     """What has the focus after a key; it has to be visible, and to look so."""
@@ -58,10 +70,7 @@ def ask(visit: Visit, message: str) -> None:
 
 def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
     """Every control is reached in order; Pause works, and so does the way to the other page."""
-    with (
-        serving(stand.directory, DecodeDouble(stats=SLOW)) as (_, url),
-        visiting(browser, url) as visit,
-    ):
+    with stand.visited(browser, DecodeDouble(stats=SLOW)) as (_, visit):
         visit.go("/dashboard")
         visit.wait("#headline", "The worker answers")
         order = [focused(visit) for _ in range(5)]
@@ -79,7 +88,7 @@ def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
         for _ in range(3):
             focused(visit)
         visit.page.keyboard.press("Enter")
-        visit.page.wait_for_url(f"{url}{PLAYGROUND}")
+        visit.page.wait_for_url(f"{visit.host}{PLAYGROUND}")
         assert visit.page.evaluate("document.activeElement.id") == "message"
 
 
@@ -87,10 +96,7 @@ def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
     """Reasoning stands apart, markup stays text, the bar has its table, facts are told."""
     said = stand.tokens(f"<think>I think</think>{MARKUP}")
     double = DecodeDouble(script=speak(said, stages=STAGES))
-    with (
-        serving(stand.directory, double, reasoning_parser="qwen3") as (_, url),
-        visiting(browser, url) as visit,
-    ):
+    with stand.visited(browser, double, reasoning_parser="qwen3") as (_, visit):
         visit.go(PLAYGROUND)
         ask(visit, "hello")
         visit.wait("#status", "Answered.")
@@ -116,7 +122,7 @@ def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
 def stop_stops(browser: Any, stand: Stand) -> None:
     """By the button and by Esc; the worker is told, the text stays."""
     double = DecodeDouble()
-    with serving(stand.directory, double) as (_, url), visiting(browser, url) as visit:
+    with stand.visited(browser, double) as (_, visit):
         visit.go(PLAYGROUND)
         for act in (lambda: visit.page.click("#stop"), lambda: visit.page.keyboard.press("Escape")):
             assert visit.page.is_disabled("#stop")
@@ -149,10 +155,7 @@ def errors_are_shown(browser: Any, stand: Stand) -> None:
             peer, generate, at=len(stand.tokens("half of")), finish=FinishReason.ERROR, error=error
         )
 
-    with (
-        serving(stand.directory, DecodeDouble(script=fail)) as (router, url),
-        visiting(browser, url) as visit,
-    ):
+    with stand.visited(browser, DecodeDouble(script=fail)) as (router, visit):
         visit.allowed = ("Failed to load resource",)
         visit.go(PLAYGROUND)
         ask(visit, "hello")
@@ -176,10 +179,7 @@ def keys_are_asked_for(browser: Any, stand: Stand) -> None:
     keys = stand.directory / "keys"
     keys.write_text("open sesame")
     double = DecodeDouble(script=speak(stand.tokens("yes"), stages=STAGES))
-    with (
-        serving(stand.directory, double, api_key_file=str(keys)) as (_, url),
-        visiting(browser, url) as visit,
-    ):
+    with stand.visited(browser, double, api_key_file=str(keys)) as (_, visit):
         visit.allowed = ("401",)
         visit.go("/dashboard")
         visit.wait("#headline", "The worker answers")
@@ -216,7 +216,7 @@ def states_are_told(browser: Any, stand: Stand) -> None:
     why = "its process died (a long reason that says much and is shown in full)"
     changes = [Change(f"prefill-{i}", "prefill", "abc", "lost", why, 100.0 - i) for i in range(30)]
     with serving(stand.directory, double) as (router, url):
-        router.update_members(router._members, changes)
+        router.update_members(router.listed, changes)
         for size in (NARROW, WIDE):
             for scheme in ("light", "dark"):
                 with visiting(browser, url, size, scheme) as visit:
@@ -244,11 +244,6 @@ def run(browser: Any) -> None:
             print(f"{check.__name__}: {time.monotonic() - began:.1f} s", flush=True)
 
 
-def main() -> None:
-    """In a browser of its own."""
-    with chromium() as browser:
-        run(browser)
-
-
 if __name__ == "__main__":
-    main()
+    with chromium() as opened:
+        run(opened)

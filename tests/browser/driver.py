@@ -54,8 +54,8 @@ class Visit:
 
     def wait(self, selector: str, words: str, timeout_s: float = 30) -> None:
         """Until that part says these words."""
-        found = self.page.locator(selector, has_text=words)
-        found.first.wait_for(state="visible", timeout=1000 * timeout_s)
+        part = self.page.locator(selector, has_text=words)
+        part.first.wait_for(state="visible", timeout=1000 * timeout_s)
 
     def check(self) -> None:
         """No serious finding of axe, nothing beyond the right edge, and no fault so far."""
@@ -64,11 +64,11 @@ class Visit:
         )
         assert width <= shown, f"{self.page.url} is {width} px wide of {shown}"
         self.page.evaluate(AXE.read_text())
-        found = self.page.evaluate("axe.run().then(found => found.violations)")
-        for each in found:
+        violations = self.page.evaluate("axe.run().then(found => found.violations)")
+        for each in violations:
             where = ", ".join(str(node["target"]) for node in each["nodes"])
             print(f"  axe: {each['impact']} {each['id']}: {each['help']} ({where})")
-        assert not [each["id"] for each in found if each["impact"] in SERIOUS]
+        assert not [each["id"] for each in violations if each["impact"] in SERIOUS]
         assert not self.faults, self.faults
 
 

@@ -7,6 +7,7 @@ python -m tests.browser.screens --cluster       # without what needs no cluster
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,27 +47,23 @@ def load(url: str) -> Iterator[None]:
     """Clients that chat until the end of the block; what a death breaks is not their matter."""
     over = threading.Event()
 
-    def one(client: int) -> None:
-        asked = 0
-        while not over.is_set():
-            asked += 1
-            text = QUESTION.replace("34", str(100 * client + asked))
-            messages = [{"role": "user", "content": text}]
+    def chat(client: int) -> None:
+        for number in itertools.count(100 * client):
+            if over.is_set():
+                return
+            messages = [{"role": "user", "content": QUESTION.replace("34", str(number))}]
             body = {"messages": messages, "max_tokens": 400, "ignore_eos": True}
             try:
                 httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
             except httpx.TransportError:
                 time.sleep(0.5)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(NUM_CLIENTS)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
+        pool.map(chat, range(NUM_CLIENTS))
+        try:
+            yield
+        finally:
+            over.set()
 
 
 def picture(visit: Visit, name: str) -> None:

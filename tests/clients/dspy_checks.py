@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import dspy
@@ -17,7 +16,7 @@ from dspy.lm15 import (
     register_provider,
 )
 from dspy.utils.exceptions import AdapterParseError
-from shared import ANSWER, QUESTION, Item, Unit, add, main
+from shared import ADD_NAMED, ANSWER, QUESTION, Item, Unit, add, main
 
 ADD = dspy.Tool(add)
 
@@ -46,15 +45,16 @@ def model(url: str) -> dspy.LM:
         AccessPolicy(provider="kvlane", base_url=url), compat=OpenAIChatCompat()
     )
     register_provider(provider, supports=ModelSupport(function_calling=True, response_schema=True))
-    return dspy.LM("kvlane/tiny", api_base=url, api_key="none", cache=False, num_retries=0)
+    return named("kvlane/tiny", url)
+
+
+def named(name: str, url: str) -> dspy.LM:
+    return dspy.LM(name, api_base=url, api_key="none", cache=False, num_retries=0)
 
 
 def chat(url: str) -> None:
-    assert model(url)(QUESTION)[0].endswith(ANSWER)
-    through_litellm = dspy.LM(
-        "openai/tiny", api_base=url, api_key="none", cache=False, num_retries=0
-    )
-    assert through_litellm(QUESTION)[0].endswith(ANSWER)
+    for lm in (model(url), named("openai/tiny", url)):  # the latter goes through litellm
+        assert lm(QUESTION)[0].endswith(ANSWER)
 
 
 def stream(url: str) -> None:
@@ -73,10 +73,9 @@ def stream(url: str) -> None:
 
 
 def tools(url: str) -> None:
-    named = {"tool_choice": {"type": "function", "function": {"name": "add"}}}
     adapter = dspy.JSONAdapter(use_native_function_calling=True)
     with dspy.context(lm=model(url), adapter=adapter):
-        made = dspy.Predict(Call)(question=QUESTION, tools=[ADD], config=named)
+        made = dspy.Predict(Call)(question=QUESTION, tools=[ADD], config={"tool_choice": ADD_NAMED})
         (call,) = made.calls.tool_calls
         assert ADD(**call.args) == add(**call.args)
 
@@ -107,11 +106,9 @@ def chat_adapter_is_the_models_text(url: str) -> None:
         assert isinstance(dspy.Predict("question -> total: int")(question=QUESTION).total, int)
 
 
-CHECKS: tuple[Callable[[str], None], ...] = (
-    chat, stream, tools, structured_output, react_is_the_models_text,
-    chat_adapter_is_the_models_text,
-)  # fmt: skip
-
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    main("dspy", CHECKS)
+    main(
+        "dspy", chat, stream, tools, structured_output, react_is_the_models_text,
+        chat_adapter_is_the_models_text,
+    )  # fmt: skip

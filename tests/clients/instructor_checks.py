@@ -6,17 +6,9 @@ from typing import Any
 
 import instructor
 import openai
-from pydantic import BaseModel
-from shared import ANSWER, USER, Solution, main
+from shared import ANSWER, USER, Add, Solution, main, text_of
 
 MODES = (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA)
-
-
-class Add(BaseModel):
-    """Add two numbers."""
-
-    a: int
-    b: int
 
 
 def model(url: str, mode: instructor.Mode = instructor.Mode.TOOLS) -> Any:
@@ -36,12 +28,10 @@ def chat(url: str) -> None:
 def stream(url: str) -> None:
     """Of text, and of an object that grows."""
     chunks = model(url).chat.completions.create(**asked(response_model=None, stream=True))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text.endswith(ANSWER)
+    assert text_of(chunks).endswith(ANSWER)
     for mode in MODES:
-        grown = list(
-            model(url, mode).create_partial(**asked(response_model=Solution, strict=False))
-        )
+        more = asked(response_model=Solution, strict=False)
+        grown = list(model(url, mode).create_partial(**more))
         assert len(grown) > 5
         Solution.model_validate(grown[-1].model_dump())
 
@@ -62,4 +52,4 @@ def structured_output(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main("instructor", (chat, stream, tools, structured_output))
+    main("instructor", chat, stream, tools, structured_output)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import operator
 from typing import Any
 
 from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
@@ -30,9 +32,7 @@ def chat(url: str) -> None:
 def stream(url: str) -> None:
     chunks = list(model(url, stream_usage=True).stream(QUESTION))
     assert len(chunks) > 5
-    whole = chunks[0]
-    for chunk in chunks[1:]:
-        whole += chunk
+    whole = functools.reduce(operator.add, chunks)
     assert isinstance(whole, AIMessageChunk)
     assert whole.content.endswith(ANSWER)
     assert whole.usage_metadata["output_tokens"] > 0
@@ -53,13 +53,10 @@ def tools(url: str) -> None:
     result = ADD.invoke(call)
     assert isinstance(result, ToolMessage)
     assert int(result.content) == add(**call["args"])
-    whole, *chunks = bound.stream(QUESTION)
-    for chunk in chunks:
-        whole += chunk
-    (streamed,) = whole.tool_calls
+    (streamed,) = functools.reduce(operator.add, bound.stream(QUESTION)).tool_calls
     assert streamed["args"] == call["args"]
-    told = model(url).bind_tools([ADD]).invoke([HumanMessage(QUESTION), made, result])
-    assert told.content or told.tool_calls
+    answer = model(url).bind_tools([ADD]).invoke([HumanMessage(QUESTION), made, result])
+    assert answer.content or answer.tool_calls
 
 
 def any_tool(url: str) -> None:
@@ -91,9 +88,6 @@ def structured_output(url: str) -> None:
 
 if __name__ == "__main__":
     main(
-        "langchain-openai",
-        (
-            chat, stream, tools, any_tool, whether_it_calls_by_itself_is_the_models_text,
-            structured_output,
-        ),
+        "langchain-openai", chat, stream, tools, any_tool,
+        whether_it_calls_by_itself_is_the_models_text, structured_output,
     )  # fmt: skip

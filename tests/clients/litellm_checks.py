@@ -7,20 +7,9 @@ import json
 from typing import Any
 
 import litellm
-from shared import ANSWER, USER, Solution, add, main
+from shared import ADD_NAMED, ANSWER, USER, Solution, add, add_tool, main, text_of
 
-TOOL: Any = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
+TOOL = add_tool()
 
 
 def asked(url: str, **more: Any) -> dict[str, Any]:
@@ -39,7 +28,7 @@ def chat(url: str) -> None:
 def stream(url: str) -> None:
     more = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(litellm.completion(**asked(url, **more)))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    text = text_of(chunks)
     assert text.endswith(ANSWER)
     assert len(chunks) > 5
     whole = litellm.stream_chunk_builder(chunks, messages=USER)
@@ -49,15 +38,15 @@ def stream(url: str) -> None:
 
 def tools(url: str) -> None:
     """A call, whole and streamed, then its result sent back."""
-    more = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    more = {"tools": [TOOL], "tool_choice": ADD_NAMED}
     message = litellm.completion(**asked(url, **more)).choices[0].message
     (call,) = message.tool_calls
     result = add(**json.loads(call.function.arguments))
     chunks = list(litellm.completion(**asked(url, **more, stream=True)))
     (streamed,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
     assert streamed.function == call.function
-    told = {"role": "tool", "tool_call_id": call.id, "content": str(result)}
-    made = litellm.completion(**asked(url, messages=[*USER, message, told], tools=[TOOL]))
+    result_message = {"role": "tool", "tool_call_id": call.id, "content": str(result)}
+    made = litellm.completion(**asked(url, messages=[*USER, message, result_message], tools=[TOOL]))
     assert made.choices[0].message.content
 
 
@@ -68,4 +57,4 @@ def structured_output(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main("litellm", (chat, stream, tools, structured_output))
+    main("litellm", chat, stream, tools, structured_output)

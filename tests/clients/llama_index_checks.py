@@ -36,9 +36,8 @@ def stream(url: str) -> None:
     pieces = [each.delta or "" for each in model(url).stream_chat(MESSAGES)]
     assert len(pieces) > 5
     assert "".join(pieces).endswith(ANSWER)
-    assert "".join(each.delta or "" for each in model(url).stream_complete(QUESTION)) == "".join(
-        pieces
-    )
+    again = [each.delta or "" for each in model(url).stream_complete(QUESTION)]
+    assert "".join(again) == "".join(pieces)
 
 
 def tools(url: str) -> None:
@@ -53,13 +52,11 @@ def tools(url: str) -> None:
     done = model(url).predict_and_call([ADD], QUESTION, tool_required=True)
     results = [add(**call.tool_kwargs) for call in calls]
     assert [source.raw_output for source in done.sources] == results
-    told = [
-        ChatMessage(
-            role="tool", content=str(each), additional_kwargs={"tool_call_id": call.tool_id}
-        )
-        for each, call in zip(results, calls, strict=True)
-    ]
-    assert model(url).chat([*MESSAGES, made.message, *told]).message.content
+    messages = [*MESSAGES, made.message]
+    for result, call in zip(results, calls, strict=True):
+        more = {"tool_call_id": call.tool_id}
+        messages.append(ChatMessage(role="tool", content=str(result), additional_kwargs=more))
+    assert model(url).chat(messages).message.content
 
 
 def structured_output(url: str) -> None:
@@ -77,4 +74,4 @@ def structured_output(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main("llama-index-llms-openai-like", (chat, stream, tools, structured_output))
+    main("llama-index-llms-openai-like", chat, stream, tools, structured_output)

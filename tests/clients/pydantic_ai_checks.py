@@ -77,6 +77,6 @@ def structured_output(url: str) -> None:
 
 if __name__ == "__main__":
     main(
-        "pydantic-ai-slim",
-        (chat, stream, tools, whether_it_calls_by_itself_is_the_models_text, structured_output),
-    )
+        "pydantic-ai-slim", chat, stream, tools, whether_it_calls_by_itself_is_the_models_text,
+        structured_output,
+    )  # fmt: skip

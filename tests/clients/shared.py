@@ -8,7 +8,7 @@ kvlane's doing, and what stands in it is the model's text.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from importlib.metadata import version
@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field
 QUESTION = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
 ANSWER = "#### 70"
 USER: Any = [{"role": "user", "content": QUESTION}]
+ADD_NAMED: Any = {"type": "function", "function": {"name": "add"}}
 
 
 class Unit(StrEnum):
@@ -45,23 +46,49 @@ class Solution(BaseModel):
     note: str | None = None
 
 
+class Add(BaseModel):
+    """Add two numbers."""
+
+    a: int
+    b: int
+
+
 def add(a: int, b: int) -> int:
     """Add two numbers."""
     return a + b
 
 
-Check = Callable[[str], None]
+def add_tool(**number: int) -> Any:
+    """`add` as OpenAI's API describes functions, with these limits of both numbers."""
+    numbers = {name: {"type": "integer", **number} for name in ("a", "b")}
+    parameters = {"type": "object", "properties": numbers, "required": ["a", "b"]}
+    described = {"description": "Add two numbers.", "parameters": parameters}
+    return {"type": "function", "function": {"name": "add", **described}}
 
 
-def main(library: str, checks: Sequence[Check], *, at_once: bool = False) -> None:
+def text_of(chunks: Iterable[Any]) -> str:
+    """Of the only choice of a streamed chat."""
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+def main(
+    library: str,
+    *checks: Callable[[Any], None],
+    connect: Callable[[str], Any] = str,
+    at_once: bool = False,
+) -> None:
     """Run every check against the server whose address is the only argument, and name it.
 
-    at_once: beside one another, as the answers of none depend on what else is asked.
+    Args:
+        library: its package.
+        checks: take what `connect` makes.
+        connect: of the address of the API.
+        at_once: beside one another, as the answers of none depend on what else is asked.
     """
     print(library, version(library))
 
-    def run(check: Check) -> None:
-        check(f"{sys.argv[1]}/v1")
+    def run(check: Callable[[Any], None]) -> None:
+        check(connect(f"{sys.argv[1]}/v1"))
         print("passed", check.__name__, flush=True)
 
     with ThreadPoolExecutor(len(checks) if at_once else 1) as pool:

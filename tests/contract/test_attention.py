@@ -19,14 +19,15 @@ from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, asm_of, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionCaps, build_attentions
+from worker.attention.base import AttentionCaps, AttentionShape, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.qk_rope_store import store_kv_ref
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch, HostLengths
+from worker.forward.batch import Batch, Bounds, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
 from worker.ops.mask import CAUSAL, KeyMask
@@ -37,10 +38,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NUM_LAYERS = 4
 BOUNDS = {"float32": 2e-5, "bfloat16": 0.03, "float16": 0.004}
 CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 32, 1.0)
 TABLE = {
     **ATTENTION,
     "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
-    "flashinfer_fa2": "tests.support.flashinfer_double:FlashInferDouble",
     "by_length": "tests.support.by_length_double:ByLengthDouble",
 }
 STATIC = ["triton"] if INTERPRETED else ["reference"]
@@ -166,7 +167,7 @@ def check(
     scale = head_dim**-0.5
     generator = torch.Generator().manual_seed(seed)
     attention: Any = resolve("attention backend", backend, TABLE)(
-        pool, num_heads, num_kv_heads, head_dim, scale, mask
+        pool, AttentionShape(num_heads, num_kv_heads, head_dim, scale, mask)
     )
     batch = make_batch(rows, page_size, padded_rows, padded_reqs)
     plan = attention.plan(batch)
@@ -190,10 +191,8 @@ def check(
             for i in range(2)
         ]  # fmt: skip
         with forward_context(batch, attention, plan):
-            out = attention.forward(q, new[0], new[1], layer_id)
-            if layer_id == 1:
-                again = attention.forward(q, None, None, layer_id)
-                assert torch.equal(bits(again), bits(out)), "k and v were stored by the first call"
+            store_kv_ref(new[0], new[1], caches, batch.slot_mapping)
+            out = attention.forward(q, layer_id)
         assert out.shape == q.shape
         assert out.dtype == q.dtype
         start = 0
@@ -336,14 +335,14 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(monkeypatch):
         for cache in pool.layer(0):
             for at in range(row.length):
                 cache[row.pages[at // 64], :, at % 64] = torch.randn(1, 64, generator=generator)
-    attention: Any = TritonAttention(pool, 2, 1, 64, 0.1)
+    attention: Any = TritonAttention(pool, AttentionShape(2, 1, 64, 0.1))
     q = torch.randn(210, 2, 64, generator=generator).bfloat16()
 
     def attend(first: int, end: int, *others: Row) -> torch.Tensor:
         batch = make_batch([*others, replace(rows[0], prefix=first, width=end - first)], 64, 0, 0)
         mine = torch.cat([q[: batch.num_tokens - (end - first)], q[first:end]])
         with forward_context(batch, attention, attention.plan(batch)):
-            return attention.forward(mine, None, None, 0)[first - end :]
+            return attention.forward(mine, 0)[first - end :]
 
     whole = attend(0, 210)
     parts = [attend(0, 45), attend(45, 151, rows[1]), attend(151, 210)]
@@ -372,7 +371,7 @@ def test_a_row_that_ended_unseen_changes_no_other(backend):
     pool = make_pool(16, 2, 32, 1, "float32", pages)
     for cache in pool.layer(0):
         cache[1:] = torch.randn(cache[1:].shape)
-    attention: Any = resolve("attention backend", backend, TABLE)(pool, 4, 2, 32, 1.0)
+    attention: Any = resolve("attention backend", backend, TABLE)(pool, SHAPE)
     live = make_batch(rows, 16, 0, 0)
     sunk = [each.clone() for each in (live.seq_lens, live.slot_mapping, live.page_table)]
     sunk[0][1], sunk[1][1], sunk[2][1] = 1, 0, 0
@@ -381,7 +380,8 @@ def test_a_row_that_ended_unseen_changes_no_other(backend):
     results = []
     for batch in (live, gone):
         with forward_context(batch, attention, attention.plan(batch)):
-            results.append(attention.forward(q, kv, kv, 0))
+            store_kv_ref(kv, kv, attention.kv(0), batch.slot_mapping)
+            results.append(attention.forward(q, 0))
     assert torch.equal(results[0][[0, 2]], results[1][[0, 2]])
     assert results[1].isfinite().all()
     pool.close()
@@ -391,13 +391,14 @@ def test_a_row_that_ended_unseen_changes_no_other(backend):
 def test_an_inactive_row_with_a_query_but_no_kv_is_zero(backend):
     rows, pages = make_rows([(4, 1)], 16, 0)
     pool = make_pool(16, 2, 32, 1, "float32", pages)
-    attention: Any = resolve("attention backend", backend, ATTENTION)(pool, 4, 2, 32, 1.0)
+    attention: Any = resolve("attention backend", backend, ATTENTION)(pool, SHAPE)
     batch = make_batch(rows, 16, 0, 0)
     batch.seq_lens.zero_()
     batch.slot_mapping.zero_()
     q, kv = torch.ones(1, 4, 32), torch.ones(1, 2, 32)
     with forward_context(batch, attention, attention.plan(batch)):
-        assert not attention.forward(q, kv, kv, 0).any()
+        store_kv_ref(kv, kv, attention.kv(0), batch.slot_mapping)
+        assert not attention.forward(q, 0).any()
     pool.close()
 
 
@@ -411,7 +412,7 @@ STEPS = [
 ]
 NAMES = ["reference", "triton"]
 if pairwise.whole or not INTERPRETED:
-    NAMES += ["by_length", "flashinfer", "flashinfer_fa2"]
+    NAMES += ["by_length", "flashinfer"]
 LEGAL = {"prefill": NAMES, "decode": NAMES, "spec": ["reference", "by_length", "triton"]}
 COMBINATIONS = [
     case
@@ -430,7 +431,7 @@ def test_any_backends_share_the_pages_of_one_request(monkeypatch, prefill, decod
     owners, pages = make_rows(longest, 16, 3)
     pool = make_pool(16, 2, 32, 1, "float32", pages)
     names = {"prefill": prefill, "decode": decode, "spec": spec}
-    attentions = build_attentions(names, pool, 4, 2, 32, 0.2)
+    attentions = build_attentions(names, pool, AttentionShape(4, 2, 32, 0.2))
     generator = torch.Generator().manual_seed(0)
     dense = torch.zeros(2, 3, 64, 2, 32)  # keys and values of each request
     for kind, shapes in STEPS:
@@ -442,7 +443,8 @@ def test_any_backends_share_the_pages_of_one_request(monkeypatch, prefill, decod
         kv = torch.randn(2, batch.num_tokens, 2, 32, generator=generator)
         attention: Any = getattr(attentions, kind)
         with forward_context(batch, attention, attention.plan(batch)):
-            out = attention.forward(q, *kv, 0)
+            store_kv_ref(kv[0], kv[1], attention.kv(0), batch.slot_mapping)
+            out = attention.forward(q, 0)
         start = 0
         for i, row in enumerate(rows):
             mine = slice(start, start + row.width)
@@ -463,11 +465,12 @@ def test_a_backend_serves_the_region_that_it_is_built_over(backend):
     rows, pages = make_rows([(0, 21), (0, 3)], 16, 0)
     pool = KVPool(KVLayout((target, draft, tail)), pages, CPU)
     cls: Any = resolve("attention backend", backend, TABLE)
-    attention = cls(pool, 8, 4, 32, 0.3, CAUSAL, "draft")
+    attention = cls(pool, AttentionShape(8, 4, 32, 0.3, CAUSAL, "draft"))
     batch = make_batch(rows, 16, 0, 0)
     q, k, v = torch.randn(24, 8, 32), *torch.randn(2, 24, 4, 32)
     with forward_context(batch, attention, attention.plan(batch)):
-        out = attention.forward(q, k, v, 0)
+        store_kv_ref(k, v, attention.kv(0), batch.slot_mapping)
+        out = attention.forward(q, 0)
     for at in (slice(0, 21), slice(21, 24)):
         expected = dense_oracle(q[at].double(), k[at].double(), v[at].double(), 0, 0.3)
         assert (out[at].double() - expected).abs().max() < BOUNDS["float32"]
@@ -477,21 +480,19 @@ def test_a_backend_serves_the_region_that_it_is_built_over(backend):
         False,
     ]
     assert all(map(torch.equal, attention.kv(0), pool.layer(0, "draft")))
-    with pytest.raises(Unsupported, match="'tail' holds no keys and values"):
-        cls(pool, 1, 1, 32, 1.0, CAUSAL, "tail")
+    with pytest.raises(Unsupported, match="'tail' has 1 parts a page; attention needs 2 a token"):
+        cls(pool, AttentionShape(1, 1, 32, 1.0, CAUSAL, "tail"))
     pool.close()
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "flashinfer_fa2"])
-def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch, name):
-    for each, path in TABLE.items():
-        monkeypatch.setitem(ATTENTION, each, path)
+def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch):
+    monkeypatch.setitem(ATTENTION, "flashinfer", TABLE["flashinfer"])
     pool = make_pool(16, 2, 32, 1, "float32", 2)
-    names = {"prefill": STATIC[0], "decode": name, "spec": name}
+    names = {"prefill": STATIC[0], "decode": "flashinfer", "spec": "flashinfer"}
     with pytest.raises(
         Unsupported, match=r"^engine.attention.spec: flashinfer.* plans on the host"
     ):
-        build_attentions(names, pool, 4, 2, 32, 1.0)
+        build_attentions(names, pool, SHAPE)
     pool.close()
 
 
@@ -512,7 +513,7 @@ def test_the_configuration_knows_which_backends_plan_on_the_host():
 def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(name, mask, expected):
     pool = make_pool(16, 2, 32, 1, "float32", 2)
     with pytest.raises(Unsupported, match=f"cannot serve KeyMask.*{expected}$"):
-        resolve("attention backend", name, TABLE)(pool, 4, 2, 32, 1.0, mask)
+        resolve("attention backend", name, TABLE)(pool, replace(SHAPE, mask=mask))
     pool.close()
 
 
@@ -529,21 +530,21 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     assert isinstance(cls.static_plan, bool)
     pool = make_pool(16, 2, 32, 1, "float32", 2)
     with pytest.raises(Unsupported, match="the model 4 of 32"):
-        cls(pool, 4, 4, 32, 1.0)
+        cls(pool, replace(SHAPE, num_kv_heads=4))
     with pytest.raises(Unsupported, match="3 heads"):
-        cls(pool, 3, 2, 32, 1.0)
+        cls(pool, replace(SHAPE, num_heads=3))
     pool.close()
     region = KVRegion("target", 1, 2, 32, 1, 16, "float8_e4m3fn")
     pool = KVPool(KVLayout((region,)), 2, CPU)
     with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
-        cls(pool, 4, 2, 32, 1.0)
+        cls(pool, SHAPE)
     pool.close()
 
 
 def test_equal_names_are_one_backend_and_all_are_over_one_pool():
     pool = make_pool(16, 2, 32, 1, "float32", 2)
     names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
-    one = build_attentions(names, pool, 4, 2, 32, 1.0)
+    one = build_attentions(names, pool, SHAPE)
     assert one.prefill is one.decode is one.spec
     pool.close()
 
@@ -552,7 +553,7 @@ def test_equal_names_are_one_backend_and_all_are_over_one_pool():
     ("kind", "name", "expected"),
     [
         ("prefill", "flashinfer", "device cpu is not one of: cuda"),
-        ("decode", "flashinfer_fa2", "device cpu is not one of: cuda"),
+        ("decode", "flashinfer", "device cpu is not one of: cuda"),
         ("spec", "magic", "unknown attention backend 'magic'; choose one of: by_length, "),
     ],
 )
@@ -561,7 +562,7 @@ def test_a_refusal_names_the_field(kind, name, expected):
     names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
     names[kind] = name
     with pytest.raises(UserError, match=f"^engine.attention.{kind}: .*{expected}") as caught:
-        build_attentions(names, pool, 4, 2, 32, 1.0)
+        build_attentions(names, pool, SHAPE)
     assert caught.value.param == f"engine.attention.{kind}"
     pool.close()
 
@@ -573,7 +574,7 @@ def test_a_missing_library_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     pool = make_pool(16, 2, 32, 1, "float32", 2)
     with pytest.raises(Unsupported, match="pip install 'flashinfer-python"):
-        Anywhere(pool, 4, 2, 32, 1.0)
+        Anywhere(pool, SHAPE)
     pool.close()
 
 
@@ -588,7 +589,7 @@ if not INTERPRETED:
         from worker.attention import paged_triton as paged
         from worker.attention.paged_tiles import choose
 
-        tiles = choose(num_reqs, num_reqs * width, width, 4096, (32, 8), 128, 2, 132)
+        tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from router.members import Known, Members
-from router.policy import POLICIES, policy
-from router.policy.base import MAX_CANDIDATES, Asked, Policy
+from router.dispatch.members import Known, Members
+from router.dispatch.policy import POLICIES, policy
+from router.dispatch.policy.base import MAX_CANDIDATES, Asked, Policy
 from worker.api import Member, Role, WorkerStats
 from worker.errors import UserError
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.deploy.blocks import REPOSITORY
 from tests.support.namespaces import run
+from tests.support.started import Started
 
 IMAGE = "kvlane:0.1.0-cpu"
 TOOLS = REPOSITORY / ".tools" / "deploy"
@@ -39,59 +40,22 @@ def prepare(image: str = IMAGE) -> None:
     subprocess.run(["podman", "rm", "--all", "--force"], check=True, stdout=subprocess.DEVNULL)
 
 
-class Container:
-    """One running container; its output is in a file."""
+class Container(Started):
+    """One running container."""
 
     def __init__(
         self,
         name: str,
         command: Sequence[str] = (),
         *,
-        network: str = "host",
-        environment: Mapping[str, str] | None = None,
-        options: Sequence[str] = CONFINED,
+        options: Sequence[str] = ("--network=host", *CONFINED),
         image: str = IMAGE,
     ) -> None:
-        self.name = name
-        self._log = WORK / f"{name}.log"
-        network = network if network == "host" else f"ns:/run/netns/{network}"
-        given = [f"--env={key}={value}" for key, value in (environment or {}).items()]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
-                ["podman", "run", "--replace", f"--name={name}", "--cgroups=disabled",
-                 f"--network={network}", "--no-hosts", *given, *options, image, *command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+        run = ("podman", "run", "--replace", f"--name={name}", "--cgroups=disabled", "--no-hosts")
+        super().__init__(name, [*run, *options, image, *command], WORK / f"{name}.log")
 
-    @property
-    def output(self) -> str:
-        """All that it has printed."""
-        return self._log.read_text(encoding="utf-8", errors="replace")
+    def words(self, *command: str) -> list[str]:
+        return ["podman", "exec", self.name, *command]
 
-    def ended(self) -> str:
-        """Its output if it has ended, else ""."""
-        return f"{self.name} ended\n{self.output}" if self.process.poll() is not None else ""
-
-    def words(self, *command: str, user: str = "") -> list[str]:
-        """The words that run a command in it."""
-        return ["podman", "exec", *([f"--user={user}"] if user else []), self.name, *command]
-
-    def run(self, *command: str, timeout_s: float = 120) -> str:
-        """What a command prints in it; it has to succeed."""
-        done = subprocess.run(
-            self.words(*command), timeout=timeout_s, text=True, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise SystemExit(f"{self.name}: {command}: {done.returncode}\n{done.stdout}")
-        return done.stdout
-
-    def end(self, timeout_s: float) -> int:
-        """SIGTERM to its first process, as every engine does; its exit code."""
-        run("podman", "kill", "--signal=TERM", self.name)
-        return self.process.wait(timeout_s)
-
-
-def ended(containers: Sequence[Container]) -> str:
-    """What has ended of these, else ""."""
-    return "".join(each.ended() for each in containers)
+    def terminate(self) -> None:
+        run("podman", "kill", "--signal=TERM", self.name)  # as every engine does

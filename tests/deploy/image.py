@@ -11,16 +11,13 @@ secrets, configuration and probes of the pods are those of the render; so is the
 from __future__ import annotations
 
 import shlex
-import sys
+from typing import Any
 
-from tests.deploy.containers import CONFINED, WORK, Container, ended, prepare
-from tests.helm.charts import CHART, documents
-from tests.helm.integrity import Render, port_names
-from tests.helm.pods import ADDRESSES, environment_of
-from tests.support.namespaces import GATEWAY, answers, enter, join, wait
+from tests.deploy.containers import CONFINED, WORK, Container, prepare
+from tests.helm.charts import CHART, Render, documents
+from tests.helm.pods import ADDRESSES, serve_and_end, write_files
+from tests.support.namespaces import enter, join, wait
 
-URL = "http://127.0.0.1:8000"
-OF_THE_HOST = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # what tests.helm.pods adds
 NEEDED = ("grep", "hf", "kvlane", "python", "ray", "sh", "sleep")  # by the pods' commands
 
 
@@ -33,66 +30,22 @@ def as_it_is() -> None:
         container.run("sh", "-c", f"command -v {word}")
     refused = container.run("sh", "-c", "! touch /opt/kvlane/x 2>&1")
     assert "Read-only file system" in refused, refused
-    request = (CHART / "files" / "request.py").read_text()
-    print(container.run("env", f"URL={URL}", "PREFILLS=prefill", "python", "-c", request), end="")
+    asked = ("env", "URL=http://127.0.0.1:8000", "PREFILLS=prefill", "python", "-c")
+    print(container.run(*asked, (CHART / "files" / "request.py").read_text()), end="")
     code = container.end(60)
     assert code == 0, f"{code}\n{container.output}"
     print("docker run: a completion, then SIGTERM: 0")
 
 
-def pods() -> None:
-    """Head, prefill, decode and serve of the chart."""
-    render = Render(documents("default"))
-    (config,) = render.kind("ConfigMap")
-    mounted = WORK / "config"
-    mounted.mkdir()
-    for name, text in config["data"].items():
-        (mounted / name).write_text(text)
-    hosts = WORK / "hosts"
-    names = {"localhost": "127.0.0.1"}
-    for service in render.kind("Service"):
-        component = service["spec"]["selector"]["app.kubernetes.io/component"]
-        names[service["metadata"]["name"]] = ADDRESSES[component]
-    hosts.write_text("".join(f"{address} {name}\n" for name, address in names.items()))
-    specs = {labels["app.kubernetes.io/component"]: spec for _, labels, spec in render.pods}
-
-    def start(name: str, network: str, address: str) -> Container:
-        described = specs[name]["containers"][0]
-        user = str(specs[name]["securityContext"]["runAsUser"])
-        environment = environment_of(render, described, address)
-        volumes = (f"--volume={hosts}:/etc/hosts:ro", f"--volume={mounted}:/etc/kvlane:ro")
-        # command and args of Kubernetes stand for ENTRYPOINT and CMD.
-        first, *rest = [*described["command"], *described["args"]]
-        return Container(
-            name, rest, network=network,
-            environment={k: v for k, v in environment.items() if k not in OF_THE_HOST},
-            options=(*CONFINED, *volumes, f"--user={user}:{user}", f"--entrypoint={first}"),
-        )  # fmt: skip
-
-    def probe(name: str, kind: str) -> bool:
-        asked = specs[name]["containers"][0][kind]["httpGet"]
-        port = port_names(specs[name])[asked["port"]]
-        return answers(f"http://{ADDRESSES[name]}:{port}{asked['path']}")
-
-    running: list[Container] = []
-    for name, address in ADDRESSES.items():
-        running.append(start(name, join(name, address), address))
-        if name == "head":
-            wait("head is alive", lambda: probe("head", "livenessProbe"), 120, running[0].ended)
-    wait("serve is ready", lambda: probe("serve", "readinessProbe"), 240, lambda: ended(running))
-    for name in ("prefill", "decode", "serve"):
-        assert probe(name, "livenessProbe"), name
-        assert probe(name, "readinessProbe"), name
-    test = start("test", "host", GATEWAY)
-    assert test.process.wait(300) == 0, test.output
-    print(test.output.splitlines()[-1])
-    *workers, serve = running[1:]
-    assert serve.end(120) == 0, serve.output
-    for each in workers:
-        before = specs[each.name]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        each.run(*before)
-        each.end(60)
-    print(f"the pods' own commands, as {shlex.join(CONFINED)}: served and ended")
+def pod(name: str, spec: dict[str, Any], environment: dict[str, str]) -> Container:
+    """A pod of the chart; command and args of Kubernetes stand for ENTRYPOINT and CMD."""
+    described, user = spec["containers"][0], spec["securityContext"]["runAsUser"]
+    first, *rest = [*described["command"], *described["args"]]
+    volumes = (f"--volume={WORK}/hosts:/etc/hosts:ro", f"--volume={WORK}/config:/etc/kvlane:ro")
+    given = (f"--env={key}={value}" for key, value in environment.items())
+    network = f"--network=ns:/run/netns/{join(name, ADDRESSES[name])}"
+    own = (f"--user={user}:{user}", f"--entrypoint={first}", network)
+    return Container(name, rest, options=(*CONFINED, *volumes, *own, *given))
 
 
 def main() -> None:
@@ -100,8 +53,11 @@ def main() -> None:
     enter("tests.deploy.image")
     prepare()
     as_it_is()
-    pods()
+    render = Render(documents("default"))
+    write_files(render, WORK)
+    serve_and_end(render, pod)
+    print(f"the pods' own commands, as {shlex.join(CONFINED)}: served and ended")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -22,10 +22,12 @@ def main() -> None:
     enter("tests.deploy.newcomer")
     prepare("laptop")
     assert SERVE in (REPOSITORY / "README.md").read_text(), f"README.md and {README} differ"
-    container = Container("laptop", ["sh", "-c", f"exec {START}"], options=(), image="laptop")
+    container = Container(
+        "laptop", ["sh", "-c", f"exec {START}"], options=("--network=host",), image="laptop"
+    )
     wait("kvlane serves", lambda: "kvlane serves" in container.output, 120, container.ended)
-    told = subprocess.run(["bash", "-c", f"{ASK} --silent"], check=True, capture_output=True)
-    text = json.loads(told.stdout)["choices"][0]["message"]["content"]
+    answer = subprocess.run(["bash", "-c", f"{ASK} --silent"], check=True, capture_output=True)
+    text = json.loads(answer.stdout)["choices"][0]["message"]["content"]
     print(text)
     assert text.endswith("#### 70")
     assert container.end(30) == 0, container.output

@@ -44,10 +44,10 @@ def of_cluster_yaml() -> tuple[list[str], list[str]]:
 
     Without the file that it would have put there, by which the head reaches nodes over ssh.
     """
-    found = yaml.safe_load((REPOSITORY / "deploy" / "ray" / "cluster.yaml").read_text())
+    described = yaml.safe_load((REPOSITORY / "deploy" / "ray" / "cluster.yaml").read_text())
     venv = "mkdir -p ~/kvlane/.venv/bin && touch ~/kvlane/.venv/bin/activate"  # python is on PATH
     autoscaling = " --autoscaling-config=~/ray_bootstrap_config.yaml"
-    head, node = found["head_start_ray_commands"], found["worker_start_ray_commands"]
+    head, node = described["head_start_ray_commands"], described["worker_start_ray_commands"]
     assert autoscaling in head[-1]
     return (
         [venv, *(command.replace(autoscaling, "") for command in head)],
@@ -57,8 +57,8 @@ def of_cluster_yaml() -> tuple[list[str], list[str]]:
 
 def bundled(command: str) -> str:
     """The command, with the bundled model."""
-    found = re.sub(r" --model=\S+ --set=model.served_name=\S+", "", command)
-    return re.sub(r'"model": "\w+"', '"model": "tiny"', found)
+    own = re.sub(r" --model=\S+ --set=model.served_name=\S+", "", command)
+    return re.sub(r'"model": "\w+"', '"model": "tiny"', own)
 
 
 def job(host: Host, command: str) -> str:

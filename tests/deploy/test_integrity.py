@@ -1,25 +1,46 @@
-"""Whatever deploy/ mentions exists; and this is noticed wherever it does not."""
+"""Whatever deploy/ mentions exists, here or in the product; this is noticed wherever it does not.
+
+Ports, paths, options, settings of the configuration and of Ray, metrics, images, users, packages.
+"""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import subprocess
+import tomllib
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
-from tests.deploy.blocks import REPOSITORY
-from tests.deploy.compose import QUERIES
-from tests.deploy.integrity import breaches
+from cluster import cli
+from cluster.config import Config, leaves, load
+from router.http.openapi import OPERATIONS
+from tests.deploy.blocks import REPOSITORY, block
 from tests.helm import metrics
+from tests.support.command_line import configured
+from worker.errors import UserError
+from worker.transfer.mooncake_libraries import APT_PACKAGES
 
 DEPLOY = REPOSITORY / "deploy"
 TOOLS = REPOSITORY / ".tools" / "deploy"
 SCHEMA, HADOLINT = TOOLS / "compose_spec.json", TOOLS / "hadolint"
 GRAFANA = "compose/grafana/provisioning"
+CHART = yaml.safe_load((REPOSITORY / "helm" / "kvlane" / "values.yaml").read_text())
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+TARGETS = ("cpu", "cuda")
+IMAGES = {f"kvlane:{PROJECT['version']}-{target}" for target in TARGETS}
+BLOCKS = ("bundle", "compose", "kubernetes", "laptop", "ray", "ray-more", "systemd")
+CONFIG = "/etc/kvlane/config.yaml"
+PINNED = re.compile(r"[\w./-]+:v?\d+\.\d+[\w.-]*")
+RAY_SETTINGS = ("RAY_worker_niceness", "RAY_memory_monitor_refresh_ms")
 MUTATIONS = {
     "user": ("Dockerfile", "--uid 1000", "--uid 1001"),
     "user of a target": ("Dockerfile", "USER 1000:1000", "USER 0:0"),
@@ -57,8 +78,199 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-def test_whatever_is_mentioned_exists() -> None:
-    assert breaches(DEPLOY) == []
+def search(pattern: str, path: Path) -> list[Any]:
+    """All matches in a file, whose lines ^ and $ mean."""
+    return re.findall(pattern, path.read_text(), re.MULTILINE)
+
+
+def read(path: Path) -> Any:
+    """A YAML file."""
+    return yaml.safe_load(path.read_text())
+
+
+@cache
+def ray_options() -> frozenset[str]:
+    """Of `ray start`."""
+    from ray.scripts.scripts import start
+
+    return frozenset(option for param in start.params for option in param.opts)
+
+
+def check_ray_start(line: str) -> None:
+    """Options of `ray start`, and the head's port, which everybody else knows."""
+    assert ray_options().issuperset(re.findall(r"--[\w-]+", line.partition("ray start")[2])), line
+    assert "--head" not in line or "--port=6379" in line, line
+
+
+def stop_s(config: Config) -> float:
+    """How long `serve` may take to end."""
+    return 2 * (config.cluster.drain_timeout_s + config.cluster.stop_timeout_s) + 30
+
+
+def dockerfile(deploy: Path) -> None:
+    """Users, targets, packages and the command of the image."""
+    path = deploy / "Dockerfile"
+    text = path.read_text().replace("\\\n", " ")
+    (base,) = search(r"^ARG BASE=(\S+)$", path)
+    assert PINNED.fullmatch(base)
+    user, group = (CHART["pods"]["securityContext"][key] for key in ("runAsUser", "runAsGroup"))
+    assert f"--gid {group} kvlane" in text
+    assert f"--uid {user} --gid {group}" in text
+    assert set(TARGETS) <= set(search(r"^FROM \S+ AS (\S+)$", path))
+    for target in TARGETS:
+        own = text.partition(f" AS {target}\n")[2].partition("\nFROM ")[0]
+        assert f"USER {user}:{group}" in own, target
+        assert f"requirements/{target}.txt" in text
+    installs = next(line for line in text.splitlines() if "apt-get install" in line).split()
+    assert set(APT_PACKAGES.values()) <= set(installs)
+    (entry,) = search(r'^ENTRYPOINT \["(\w+)"\]$', path)
+    assert entry in PROJECT["scripts"]
+    (command,) = search(r"^CMD (\[.*\])$", path)
+    assert f"EXPOSE {configured(yaml.safe_load(command)).cluster.port}\n" in text
+    assert set(search(r"kvlane:[\w.-]+", path)) <= IMAGES
+    for ignored in search(r"^!(\S+)$", REPOSITORY / ".dockerignore"):
+        assert (REPOSITORY / ignored).exists(), ignored
+
+
+def requirements(deploy: Path) -> None:
+    """Pins are what pyproject.toml allows."""
+    extras = PROJECT["optional-dependencies"]
+    for extra in TARGETS:
+        lines = (deploy / "requirements" / f"{extra}.txt").read_text().splitlines()
+        pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+        for text in PROJECT["dependencies"] + extras[extra] + extras["tracing"]:
+            wanted = Requirement(text)
+            assert pins[wanted.name] in wanted.specifier, f"{extra}.txt: {text}"
+
+
+def units(deploy: Path) -> None:
+    """Commands, variables and time limits of the systemd units."""
+    lines = (deploy / "systemd" / "kvlane.env").read_text().splitlines()
+    given = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
+    used = set[str]()
+    for path in sorted((deploy / "systemd").glob("*.service")):
+        (command,) = search(r"^ExecStart=(.*)$", path)
+        used |= set(re.findall(r"\$\{(\w+)\}", command))
+        assert {"EnvironmentFile=/etc/kvlane/kvlane.env", "User=kvlane"} <= set(search(".+", path))
+        for other in search(r"^(?:BindsTo|After)=(kvlane-\S+)$", path):
+            assert (path.parent / other).exists(), other
+        if "bin/ray start" in command:
+            check_ray_start(command)
+            continue
+        example = deploy / "examples" / "two-hosts.yaml"
+        config = configured(shlex.split(command)[1:], {CONFIG: example})
+        (limit_s,) = search(r"^TimeoutStopSec=(\d+)$", path)
+        assert int(limit_s) >= stop_s(config), "is killed before it may have ended"
+    assert used <= given
+    assert {name for name in given if name.startswith("KVLANE_")} <= used
+
+
+def ray_settings(deploy: Path) -> None:
+    """Those of `serve` and, because there may be several nodes, of the chart."""
+    wanted = {name: cli.RAY_SETTINGS[name] for name in RAY_SETTINGS}
+    for name, number in CHART["ray"]["healthCheck"].items():
+        snake = re.sub("[A-Z]", lambda upper: f"_{upper[0].lower()}", name)
+        wanted[f"RAY_health_check_{snake}"] = str(number)
+    for path in (deploy / "systemd" / "kvlane.env", deploy / "ray" / "cluster.yaml"):
+        assert dict(search(r"\b(RAY_[a-z]\w+)=(\w+)", path)) == wanted, path
+
+
+def ray_cluster(deploy: Path) -> None:
+    """Ray takes cluster.yaml; nodes, there and in the README, offer what the example asks for."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    described = read(deploy / "ray" / "cluster.yaml")
+    validate_config(prepare_config(described))
+    offered = set[str]()
+    for line in (
+        *described["head_start_ray_commands"], *described["worker_start_ray_commands"],
+        *block("ray", deploy / "README.md"),
+    ):  # fmt: skip
+        if "ray start" in line:
+            check_ray_start(line)
+        offered |= set(re.findall(r"""--resources='\{"(\w+)":""", line))
+    config = load(deploy / "examples" / "two-hosts.yaml")
+    assert offered == {*config.prefill.resources, *config.decode.resources}
+
+
+def compose(deploy: Path) -> None:
+    """Images, volumes and services of Compose; who asks whom, at which port and path."""
+    directory = deploy / "compose"
+    described, over = read(directory / "compose.yaml"), read(directory / "gpu.yaml")
+    services = described["services"]
+    for name, service in (*services.items(), *over["services"].items()):
+        image = service["image"]
+        assert image in IMAGES if image.startswith("kvlane") else PINNED.fullmatch(image), image
+        assert name in services
+        assert service.get("network_mode", "service:kvlane").removeprefix("service:") in services
+        for source in (volume.partition(":")[0] for volume in service.get("volumes", [])):
+            known = (directory / source).exists() or source in described["volumes"]
+            assert known or source.startswith("$"), source
+    ours, prometheus = services["kvlane"], services["prometheus"]
+    config = configured(ours["command"], {CONFIG: directory / "config.yaml"})
+    port = str(config.cluster.port)
+    assert int(ours["stop_grace_period"].rstrip("s")) >= stop_s(config)
+
+    (listens,) = re.findall(r"listen-address=0\.0\.0\.0:(\d+)", " ".join(prometheus["command"]))
+    assert {each.split(":")[-1] for each in prometheus["ports"]} == {port, listens}
+    paths = {operation.path for operation in OPERATIONS}
+    texts = " ".join(ours["healthcheck"]["test"]) + (directory / "prometheus.yml").read_text()
+    for number, path in re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]*)", texts):
+        assert number == port
+        assert path in paths
+    (source,) = read(deploy / GRAFANA / "datasources" / "prometheus.yaml")["datasources"]
+    assert source["url"] == f"http://prometheus:{listens}"
+    (provider,) = read(deploy / GRAFANA / "dashboards" / "kvlane.yaml")["providers"]
+    mounts = [volume.split(":")[1] for volume in services["grafana"]["volumes"]]
+    assert provider["options"]["path"] in mounts
+
+
+def prose(deploy: Path) -> None:
+    """Links, settings, metrics and commands of the pages; the examples."""
+    for path in (deploy / "examples").glob("*.yaml"):
+        load(path)
+    known = {*leaves(), *(leaf.rpartition(".")[0] for leaf in leaves())}
+    sections = {leaf.partition(".")[0] for leaf in known}
+    for path in (deploy / "README.md", deploy / "NETWORKS.md"):
+        for link in search(r"\]\(([^)#]+)\)", path):
+            assert (deploy / link).exists(), link
+        for name in search(r"(?:--set[ =]|`)([a-z_]+(?:\.[a-z_]+)+)(?=[`=])", path):
+            if name.partition(".")[0] in sections:
+                assert name in known or of_chart(name), name
+        assert set(search(metrics.NAME.pattern, path)) <= set(metrics.exported())
+    for line in (line for name in BLOCKS for line in block(name, deploy / "README.md")):
+        for words in re.findall(r"(?:python -m cluster|bin/kvlane) (\w+[^;&|\n]*)", line):
+            configured(shlex.split(words))
+        if "kubectl" not in line:  # whose deploy/NAME is a Deployment
+            for file in re.findall(r"\b(?:deploy|helm|tests)/[\w./-]+", line):
+                assert (REPOSITORY / file).exists(), file
+
+
+def of_chart(name: str) -> bool:
+    """Whether the Helm chart has a value of this path."""
+    values: Any = CHART
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values is not None
+
+
+CHECKS = (
+    dockerfile, requirements, units, ray_settings, ray_cluster, compose, prose,
+)  # fmt: skip
+
+
+def check_all(deploy: Path) -> None:
+    """Each check, of this copy of deploy/."""
+    for check in CHECKS:
+        check(deploy)
+
+
+WRONG = (AssertionError, KeyError, UserError, ValueError, jsonschema.ValidationError)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_whatever_is_mentioned_exists(check: Any) -> None:
+    check(DEPLOY)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
@@ -70,13 +282,8 @@ def test_a_name_that_changes_in_one_place_is_noticed(mutation: str, tmp_path: Pa
     text = (copy / name).read_text()
     assert old in text, f"{name} does not say {old}"
     (copy / name).write_text(text.replace(old, new))
-    assert breaches(copy), f"{name}: {old} became {new}, and nothing was said"
-
-
-def test_what_the_check_of_compose_asks_prometheus_is_exported() -> None:
-    jobs = {"kvlane"}
-    asked = [query for query in QUERIES if "kvlane_" in query]
-    assert [b for query in asked for b in metrics.breaches(query, jobs, metrics.exported())] == []
+    with pytest.raises(WRONG):
+        check_all(copy)
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml"])

@@ -28,7 +28,9 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
     before = scrape(base_url)
     outcomes = check_texts(base_url, num)
     prompts = problem_ids(num)
-    assert [each.num_prompt_tokens for each in outcomes] == [len(prompt) for prompt in prompts]
+    assert [outcome.num_prompt_tokens for outcome in outcomes] == [
+        len(prompt) for prompt in prompts
+    ]
 
     after = scrape(base_url)
 
@@ -54,9 +56,9 @@ def check_texts(base_url: str, num: int) -> list[Outcome]:
     """Concurrent held-out problems get the texts of one process."""
     questions = [problem.question for problem in held_out_problems(num)]
     outcomes = asyncio.run(ask_all(base_url, questions, max_tokens=MAX_TOKENS))
-    assert [each.error for each in outcomes] == [None] * num
+    assert [outcome.error for outcome in outcomes] == [None] * num
     expected = reference_texts(NUM, MAX_TOKENS)[:num]
-    assert [(each.text, each.finish_reason) for each in outcomes] == list(expected)
+    assert [(outcome.text, outcome.finish_reason) for outcome in outcomes] == list(expected)
     return outcomes
 
 

@@ -22,7 +22,7 @@ import pytest
 
 from benchmarks.namespace import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
-from cluster.owned import find_running
+from cluster.serve.lifetime import find_running
 from tests.e2e.watch import Watch
 from tests.support.patience import HANG_S
 
@@ -217,7 +217,7 @@ def plain_environment() -> dict[str, str]:
 
 def processes() -> dict[int, str]:
     """Pid -> command line of what a cluster consists of; outside a namespace others' as well."""
-    found: dict[int, str] = {}
+    lines: dict[int, str] = {}
     for path in Path("/proc").iterdir():
         if path.name.isdigit():
             try:
@@ -226,8 +226,8 @@ def processes() -> dict[int, str]:
                 continue
             line = line.removeprefix(sys.executable)  # which may lie in a directory kvlane
             if any(word in line for word in ("ray", "gcs_server", "cluster", "kvlane")):
-                found[int(path.name)] = line
-    return found
+                lines[int(path.name)] = line
+    return lines
 
 
 def shared_memory() -> set[str]:

@@ -46,20 +46,20 @@ class Connection:
         assert self._reader is not None
         if "content-length" in self.headers:
             length, self.headers["content-length"] = self.headers["content-length"], "0"
-            found = await self._reader.readexactly(int(length))
+            piece = await self._reader.readexactly(int(length))
         else:
             length = (await self._reader.readuntil(b"\r\n")).decode()
-            found = (await self._reader.readexactly(int(length, 16) + 2))[:-2]
-        if not found and self.headers.get("connection") == "close":
+            piece = (await self._reader.readexactly(int(length, 16) + 2))[:-2]
+        if not piece and self.headers.get("connection") == "close":
             self.drop()
-        return found
+        return piece
 
     async def body(self) -> bytes:
         """All that is left of the body."""
-        found = bytearray()
+        whole = bytearray()
         while piece := await self.piece():
-            found += piece
-        return bytes(found)
+            whole += piece
+        return bytes(whole)
 
     def drop(self, *, reset: bool = False) -> None:
         """Close it now, with whatever is under way; `reset` tells the router so at once."""

@@ -40,7 +40,7 @@ class Site(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Visit)
-        self.found: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.seen: queue.Queue[dict[str, Any]] = queue.Queue()
 
 
 class Visit(BaseHTTPRequestHandler):
@@ -57,7 +57,7 @@ class Visit(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """What the page has found."""
-        self.server.found.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+        self.server.seen.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self.send_response(204)
         self.end_headers()
 
@@ -95,7 +95,7 @@ def visit(api: str, profile: Path) -> dict[str, Any]:
         thread.start()
         try:
             with browsing(profile, f"http://127.0.0.1:{site.server_port}/?api={api}"):
-                return site.found.get(timeout=HANG_S)
+                return site.seen.get(timeout=HANG_S)
         finally:
             site.shutdown()
             thread.join()
@@ -103,13 +103,13 @@ def visit(api: str, profile: Path) -> dict[str, Any]:
 
 @needs_chromium
 def test_a_page_of_another_origin_streams_a_chat(cluster: Serve, tmp_path: Path) -> None:
-    found = visit(cluster.url, tmp_path)
-    assert (found.get("error"), found.get("status")) == (None, 200)
-    assert found["last"] == "[DONE]"
-    assert found["text"]
-    assert found["pieces"] > 1, "it came at once, so it was not streamed"
-    assert found["id"] == "asked-by-a-page"
-    assert "prefill;dur=" in found["timing"]
+    seen = visit(cluster.url, tmp_path)
+    assert (seen.get("error"), seen.get("status")) == (None, 200)
+    assert seen["last"] == "[DONE]"
+    assert seen["text"]
+    assert seen["pieces"] > 1, "it came at once, so it was not streamed"
+    assert seen["id"] == "asked-by-a-page"
+    assert "prefill;dur=" in seen["timing"]
     cluster.wait_idle()
 
 
@@ -145,6 +145,6 @@ def test_one_id_names_a_request_in_the_lines_of_every_process(cluster: Serve) ->
 def test_a_page_of_an_origin_that_is_not_allowed_reads_nothing(tmp_path: Path) -> None:
     double = DecodeDouble(script=speak([5, 6]))
     with serving(make_model(tmp_path / "model"), double, cors_origins=[]) as (_, url):
-        found = visit(url, tmp_path / "profile")
-    assert found["text"] == ""
-    assert "Failed to fetch" in found["error"]
+        seen = visit(url, tmp_path / "profile")
+    assert seen["text"] == ""
+    assert "Failed to fetch" in seen["error"]

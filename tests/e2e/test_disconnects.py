@@ -93,9 +93,9 @@ async def until(serve: Serve, is_so: Callable[[Samples], bool]) -> Samples:
     """The workers' metrics as soon as something is true of them."""
     async with asyncio.timeout(HANG_S):
         while True:
-            found = await asyncio.to_thread(scrape, serve.url)
-            if is_so(found):
-                return found
+            samples = await asyncio.to_thread(scrape, serve.url)
+            if is_so(samples):
+                return samples
             await asyncio.sleep(0.02)
 
 
@@ -109,86 +109,63 @@ async def witnesses(serve: Serve) -> AsyncIterator[None]:
         outcomes = await asked
     finally:
         asked.cancel()
-    assert [each.error for each in outcomes] == [None] * NUM_WITNESSES
-    found = [(each.text, each.finish_reason) for each in outcomes]
-    assert found == list(reference_texts(NUM_WITNESSES, MAX_TOKENS))
+    assert [outcome.error for outcome in outcomes] == [None] * NUM_WITNESSES
+    texts = [(outcome.text, outcome.finish_reason) for outcome in outcomes]
+    assert texts == list(reference_texts(NUM_WITNESSES, MAX_TOKENS))
 
 
-def go_and_rest(serve: Serve, go: Callable[[], Awaitable[None]]) -> None:
-    """Run it; everything is at rest then, in the same processes."""
-    before = serve.wait_idle()
-    try:
-        asyncio.run(asyncio.wait_for(go(), HANG_S))
-    except TimeoutError as error:
-        raise AssertionError(f"hangs: {serve.status()}") from error
-    after = serve.wait_idle()
-    assert [row["pid"] for row in after.values()] == [row["pid"] for row in before.values()]
-    assert "Traceback" not in serve.output
+async def while_it_waits_for_a_worker(serve: Serve) -> None:
+    rng = random.Random(1)
+    with Leavers(serve) as holders, Leavers(serve) as waiting:
+        for _ in range(NUM_ROWS // 4):
+            holder = await holders.begin(prompt(rng, 8), 4, True, 1500)
+            assert await holder.head() == 200
+        for n, stream in KINDS:
+            await waiting.begin(prompt(rng, 8), n, stream, 8)
+        await until_waiting(serve, NUM_CHOICES)
+        async with witnesses(serve):
+            await until_waiting(serve, NUM_CHOICES + NUM_WITNESSES)
+            waiting.drop_all()
+            await until_waiting(serve, NUM_WITNESSES)
+            for holder in holders.connections:
+                assert (await holder.piece()).startswith(b"data: {")
+            holders.drop_all()
 
 
-def test_while_it_waits_for_a_worker(cluster: Serve) -> None:
-    async def go() -> None:
-        rng = random.Random(1)
-        with Leavers(cluster) as holders, Leavers(cluster) as waiting:
-            for _ in range(NUM_ROWS // 4):
-                holder = await holders.begin(prompt(rng, 8), 4, True, 1500)
-                assert await holder.head() == 200
-            for n, stream in KINDS:
-                await waiting.begin(prompt(rng, 8), n, stream, 8)
-            await until_waiting(cluster, NUM_CHOICES)
-            async with witnesses(cluster):
-                await until_waiting(cluster, NUM_CHOICES + NUM_WITNESSES)
-                waiting.drop_all()
-                await until_waiting(cluster, NUM_WITNESSES)
-                for holder in holders.connections:
-                    assert (await holder.piece()).startswith(b"data: {")
-                holders.drop_all()
-
-    go_and_rest(cluster, go)
-
-
-def test_while_its_prompt_is_prefilled(cluster: Serve) -> None:
+async def while_its_prompt_is_prefilled(serve: Serve) -> None:
     computed = "kvlane_prompt_tokens_computed_total", "prefill", ""
     leases = "kvlane_leases", "prefill", ""
-
-    async def go() -> None:
-        rng = random.Random(2)
-        start = scrape(cluster.url)[computed]
-        with Leavers(cluster) as left:
-            for n, stream in KINDS:
-                await left.begin(prompt(rng, NUM_LONG), n, stream, 8)
-            await until(cluster, lambda now: now[leases] == len(KINDS) and now[computed] > start)
-            async with witnesses(cluster):
-                left.drop_all()
-                cut = await until(cluster, lambda now: now[leases] <= NUM_WITNESSES)
-        num_computed = cut[computed] - start
-        assert num_computed < len(KINDS) * NUM_LONG, "the prompts were done before they were left"
-
-    go_and_rest(cluster, go)
+    rng = random.Random(2)
+    start = scrape(serve.url)[computed]
+    with Leavers(serve) as left:
+        for n, stream in KINDS:
+            await left.begin(prompt(rng, NUM_LONG), n, stream, 8)
+        await until(serve, lambda now: now[leases] == len(KINDS) and now[computed] > start)
+        async with witnesses(serve):
+            left.drop_all()
+            cut = await until(serve, lambda now: now[leases] <= NUM_WITNESSES)
+    num_computed = cut[computed] - start
+    assert num_computed < len(KINDS) * NUM_LONG, "the prompts were done before they were left"
 
 
-def test_while_tokens_are_drawn(cluster: Serve) -> None:
+async def while_tokens_are_drawn(serve: Serve) -> None:
     drawn = "kvlane_generation_tokens_total", "decode", ""
-
-    async def go() -> None:
-        rng = random.Random(3)
-        start = scrape(cluster.url)[drawn]
-        with Leavers(cluster) as left:
-            for n, stream in KINDS:
-                connection = await left.begin(prompt(rng, 20), n, stream, 1500)
-                if stream:
-                    assert await connection.head() == 200
-                    for _ in range(5):
-                        assert (await connection.piece()).startswith(b"data: {")
-            now = await until(cluster, lambda now: now[drawn] > start + 20 * NUM_CHOICES)
-            async with witnesses(cluster):
-                await until(cluster, lambda later: later[drawn] > now[drawn])
-                left.drop_all()
-
-    go_and_rest(cluster, go)
+    rng = random.Random(3)
+    start = scrape(serve.url)[drawn]
+    with Leavers(serve) as left:
+        for n, stream in KINDS:
+            connection = await left.begin(prompt(rng, 20), n, stream, 1500)
+            if stream:
+                assert await connection.head() == 200
+                for _ in range(5):
+                    assert (await connection.piece()).startswith(b"data: {")
+        now = await until(serve, lambda now: now[drawn] > start + 20 * NUM_CHOICES)
+        async with witnesses(serve):
+            await until(serve, lambda later: later[drawn] > now[drawn])
+            left.drop_all()
 
 
-def test_a_hundred_at_random_moments(cluster: Serve) -> None:
+async def a_hundred_at_random_moments(serve: Serve) -> None:
     async def leave(left: Leavers, rng: random.Random) -> None:
         await asyncio.sleep(rng.uniform(0, 2))
         n, stream = rng.choice(KINDS)
@@ -197,9 +174,25 @@ def test_a_hundred_at_random_moments(cluster: Serve) -> None:
         await asyncio.sleep(rng.uniform(0, 1))
         connection.drop(reset=rng.random() < 0.5)
 
-    async def go() -> None:
-        with Leavers(cluster) as left:
-            async with witnesses(cluster):
-                await asyncio.gather(*(leave(left, random.Random(seed)) for seed in range(100)))
+    with Leavers(serve) as left:
+        async with witnesses(serve):
+            await asyncio.gather(*(leave(left, random.Random(seed)) for seed in range(100)))
 
-    go_and_rest(cluster, go)
+
+MOMENTS = (
+    while_it_waits_for_a_worker, while_its_prompt_is_prefilled, while_tokens_are_drawn,
+    a_hundred_at_random_moments,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("leave", MOMENTS)
+def test_clients_hang_up(cluster: Serve, leave: Callable[[Serve], Awaitable[None]]) -> None:
+    """Everything is at rest then, in the same processes."""
+    before = cluster.wait_idle()
+    try:
+        asyncio.run(asyncio.wait_for(leave(cluster), HANG_S))
+    except TimeoutError as error:
+        raise AssertionError(f"hangs: {cluster.status()}") from error
+    after = cluster.wait_idle()
+    assert [row["pid"] for row in after.values()] == [row["pid"] for row in before.values()]
+    assert "Traceback" not in cluster.output

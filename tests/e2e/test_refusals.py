@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ("--set", "prefill.replica=2"),
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
     ids=["unknown key", "too many ranks", "no such model"],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(
-    arguments: tuple[str, ...], told: str, tmp_path: Path
+    arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     for name in ("tmp", "run"):
         (tmp_path / name).mkdir()
@@ -38,7 +38,7 @@ def test_a_mistake_is_one_message_and_leaves_nothing(
         cwd=REPOSITORY, env={**os.environ, **own}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr == told if told.startswith("error") else told in done.stderr
+    assert done.stderr == message if message.startswith("error") else message in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "tmp").iterdir())
     assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]

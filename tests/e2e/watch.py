@@ -61,7 +61,7 @@ class Watch:
 
 def main(address: str, place: str) -> None:
     """Answer until nobody asks any more."""
-    from cluster import launch
+    from cluster.serve import launch
 
     launch.join(address, quiet=True, loopback=place == "local")
     for _ in sys.stdin:

@@ -21,7 +21,7 @@ from tests.support.reference import sampling_of
 from tests.support.shallow import shallow
 from worker.api import Sampling
 from worker.attention.backends import ATTENTION
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
@@ -103,7 +103,8 @@ def test_a_full_graph_of_host_planned_attention_is_refused_at_load(monkeypatch):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
     pool = KVPool(KVLayout((KVRegion("target", 1, 2, 32, 1, 16, "float32"),)), 2, CPU)
     names = {"prefill": "reference", "decode": "flashinfer", "spec": "reference"}
-    loaded: Any = SimpleNamespace(attention=build_attentions(names, pool, 4, 2, 32, 1.0))
+    shape = AttentionShape(4, 2, 32, 1.0)
+    loaded: Any = SimpleNamespace(attention=build_attentions(names, pool, shape))
     missing: Any = None
     with pytest.raises(Unsupported, match=r"engine\.attention\.decode=triton"):
         FullDecode(loaded, missing)

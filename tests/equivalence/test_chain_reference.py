@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -241,6 +241,9 @@ def test_three_conventions_tap_the_same_layers() -> None:
 # A drafter that is told what to propose, and pages that are told what to hold.
 
 
+Served: TypeAlias = tuple[list[Ask], list[Answer], ChainReference]
+
+
 class Told:
     """Drafter of requests that are told apart by their seeds.
 
@@ -272,7 +275,7 @@ class Told:
 @pytest.fixture(scope="module")
 def served(
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[list[Ask], list[Answer], ChainReference]:
+) -> Served:
     """Requests that preempt each other, their answers, and a drafter that is fitted to them."""
     asked = [
         Ask(prompt, Sampling(24, temperature=(0.0, 0.8)[number % 2], seed=number), number)
@@ -290,7 +293,7 @@ def served(
 
 
 def table_of(
-    served: tuple[list[Ask], list[Answer], ChainReference],
+    served: Served,
     wrong: Callable[[list[int], int], list[int]] = lambda drafts, length: drafts,
 ) -> dict[int, Tensor]:
     """Drafts of each text, by KV length."""
@@ -306,7 +309,7 @@ def table_of(
 
 
 def judged(
-    served: tuple[list[Ask], list[Answer], ChainReference],
+    served: Served,
     table: dict[int, Tensor],
     *,
     overlap: bool = True,
@@ -325,7 +328,7 @@ def judged(
 
 @pytest.mark.parametrize("overlap", [True, *more(False)])
 def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
-    overlap: bool, served: tuple[list[Ask], list[Answer], ChainReference]
+    overlap: bool, served: Served
 ) -> None:
     made = judged(served, table_of(served), overlap=overlap)
     assert value(made.engines[DECODE].metrics.preemptions) > 0
@@ -350,14 +353,14 @@ def one_less(drafts: list[int], length: int) -> list[int]:
 @pytest.mark.parametrize("wrong", [one_wrong, none_now_and_then, one_less])
 def test_a_trace_with_a_wrong_draft_is_found(
     wrong: Callable[[list[int], int], list[int]],
-    served: tuple[list[Ask], list[Answer], ChainReference],
+    served: Served,
 ) -> None:
     with pytest.raises(AssertionError, match="which were the likeliest"):
         judged(served, table_of(served, wrong))
 
 
 def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(
-    served: tuple[list[Ask], list[Answer], ChainReference],
+    served: Served,
 ) -> None:
     asked, answers, reference = served
     windows = judged(served, table_of(served)).windows[0]
@@ -373,7 +376,7 @@ def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(
 
 
 def test_pages_that_differ_from_the_reference_in_one_row_are_found(
-    served: tuple[list[Ask], list[Answer], ChainReference], monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, _, reference = served
     heads = {"num_kv_heads": fitted_drafters.KV_HEADS, "head_dim": fitted_drafters.HEAD_DIM}

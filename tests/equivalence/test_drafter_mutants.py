@@ -68,12 +68,12 @@ def check(made: Any, asked: list[Ask], directory: Path) -> None:
 
 
 def taps_one_layer_early(real: Any) -> Any:
-    return lambda taps, layer, num_rows: real(taps, layer + 1, num_rows)
+    return lambda taps, layer: real(taps, layer + 1)
 
 
 def taps_that_nobody_writes(real: Any) -> Any:
     """As a graph that replays without them."""
-    return lambda taps, layer, num_rows: None
+    return lambda taps, layer: None
 
 
 def injects_in_wide_steps_only(real: Any) -> Any:
@@ -183,8 +183,8 @@ def feeds_back_the_raw_output(real: Any) -> Any:
         norm = model.final_norm
         kept = {}
 
-        def reduce_add(part: Tensor, residual: Tensor, total: Any = None) -> Any:
-            normed, kept["raw"] = type(norm).reduce_add(norm, part, residual, total)
+        def reduce_add(part: Tensor, residual: Tensor) -> Any:
+            normed, kept["raw"] = type(norm).reduce_add(norm, part, residual)
             return normed, kept["raw"]
 
         norm.reduce_add = reduce_add

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.processes import run_ranks
+from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -20,9 +21,9 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
+from worker.model.layers import Placement
 from worker.model.loader import load_model
-from worker.model.qwen3 import Qwen3ForCausalLM
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
 from worker.peers.gloo import GlooCollective
 
@@ -120,9 +121,8 @@ class Engine:
         )
         num_pages = 1 + 2 * 12
         pool = KVPool(KVLayout((region,)), num_pages, CPU)
-        attention = ReferenceAttention(
-            pool, heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
-        )
+        shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+        attention = ReferenceAttention(pool, AttentionShape(*shape))
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         return cls(model, pool, attention, [order[:12].tolist(), order[12:].tolist()])
 
@@ -176,7 +176,7 @@ class Engine:
 
 
 def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
-    spec = read_model_spec(path)
+    spec = read_model_shape(path)
     collective = collective or SingleCollective()
     return load_model(path, spec, collective, device=CPU, dtype=torch.float32, **options)
 
@@ -243,7 +243,7 @@ def edit(path: Path, **changes: Any) -> None:
 def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
     save_random(tmp_path, "Llama", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [1, 7]})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    newer = read_model_spec(tmp_path)
+    newer = read_model_shape(tmp_path)
     assert newer.eos_token_ids == (1, 7, 9)
     assert newer.rope_theta == 20000.0
     scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
@@ -251,7 +251,7 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
         tmp_path, rope_parameters="absent", dtype="absent", rope_scaling=scaling,
         rope_theta=20000.0, torch_dtype="float32",
     )  # fmt: skip
-    assert read_model_spec(tmp_path) == newer
+    assert read_model_shape(tmp_path) == newer
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_a_config_that_we_cannot_serve_names_file_and_field(tmp_path, changes, m
     import transformers
 
     transformers.Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
-    read_model_spec(tmp_path)
+    read_model_shape(tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises(ValueError, match=message) as caught:
-        read_model_spec(tmp_path)
+        read_model_shape(tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -318,11 +318,11 @@ def test_a_pass_reads_no_value_from_the_device(tmp_path: Path):
     """On the meta device any .item(), .tolist() or copy to the host raises."""
     save_random(tmp_path, *CASES["qwen3-bias"])
     meta = torch.device("meta")
-    spec = read_model_spec(tmp_path)
-    model = Qwen3ForCausalLM(spec, SingleCollective(), device=meta, dtype=torch.bfloat16)
+    spec = read_model_shape(tmp_path)
+    model = Decoder(spec, Placement(SingleCollective(), torch.bfloat16, meta))
     region = KVRegion("target", 3, 2, 16, 1, PAGE_SIZE, "bfloat16")
     pool = KVPool(KVLayout((region,)), 8, meta)
-    attention = ReferenceAttention(pool, 4, 2, 16, 0.25)
+    attention = ReferenceAttention(pool, AttentionShape(4, 2, 16, 0.25))
     long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
     batch = Batch(
         input_ids=torch.empty(7, **long),

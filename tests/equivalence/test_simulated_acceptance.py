@@ -14,8 +14,8 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks import steps
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import Place, RouterServer, Settings
 from tests.fault.router_doubles import num_live, wait_until
 from tests.support.engines import running
 from tests.support.patience import HANG_S
@@ -24,7 +24,7 @@ from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig, SpecConfig
 from worker.draw.simulated import SimulatedAcceptance
 from worker.observe.step_log import StepLine
-from worker.step.state import StepState
+from worker.step.state import StateShape, StepState
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -63,9 +63,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     body = {"prompt": problem_ids(NUM_REQS), "max_tokens": MAX_TOKENS, "ignore_eos": True}
     with running(config) as cluster:
         router = RouterServer(
-            RouterConfig(), ModelConfig(path=str(shallow()), served_name="small"), PingConfig(),
-            name="router-0", incarnation="r", host="127.0.0.1", port=0, shown={},
-        )  # fmt: skip
+            Settings(
+                RouterConfig(),
+                ModelConfig(path=str(shallow()), served_name="small"),
+                PingConfig(),
+            ),
+            Place("router-0", "r"),
+        )
         member = router.start()
         url = member.address
         try:
@@ -157,7 +161,7 @@ def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
 @pytest.mark.parametrize("width", [1, 4])
 def test_places_without_a_draft_count_as_drafts(width: int) -> None:
     """Else neither metrics nor the choice of widths would learn of a window without drafts."""
-    state = StepState(2, 1, (), torch.device("cpu"), num_penalty_slots=0, vocab_size=9, max_width=4)
+    state = StepState(StateShape(2, 1, (), 0, vocab_size=9, max_width=4), torch.device("cpu"))
     state.ints.max_len.fill_(99)
     simulated, rows = SimulatedAcceptance(state.ints.seed, 3.0), torch.tensor([1, 2])
     position = torch.arange(5, 5 + width).repeat(2)

@@ -13,8 +13,8 @@ import torch
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from router.bounded import Bounds
-from router.structured import composed, schema_part
+from router.text.bounded import Bounds
+from router.text.grammar import composed, schema_part
 from tests.support import pairwise
 from tests.support.engines import Answer, running
 from tests.support.prompts import TINY, chat_ids, tokenizer

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import httpx
 import pytest
 
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import Place, RouterServer, Settings
 from tests.support.collector import Collector, Span, collecting
 from tests.support.engines import HANG_S, Running, running
 from tests.support.prompts import problem_ids
@@ -52,10 +52,14 @@ def cluster() -> Iterator[Cluster]:
         }  # fmt: skip
         with running(sections, num_prefill=2) as made:
             router = RouterServer(
-                RouterConfig(), ModelConfig(path=str(shallow()), served_name="small"), PingConfig(),
-                name="router-0", incarnation="r", host="127.0.0.1", port=0, shown={},
+                Settings(
+                    RouterConfig(),
+                    ModelConfig(path=str(shallow()), served_name="small"),
+                    PingConfig(),
+                ),
+                Place("router-0", "r"),
                 tracer=tracer_of(TracingConfig(**tracing), "router", "router-0"),
-            )  # fmt: skip
+            )
             member = router.start()
             try:
                 router.update_members([member, *made.members])

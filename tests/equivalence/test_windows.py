@@ -337,7 +337,7 @@ def test_the_laws_fail_for_a_mutant(
         book = made.engines[DECODE].book
         monkeypatch.setattr(book, "commit", rejected_kv_is_committed(book.commit))
     else:
-        grammars = made.decode.requests.grammars
+        grammars = made.decode.requests.admission.grammars
         monkeypatch.setattr(grammars, "masks", masks_of_the_first_row_only(grammars.masks))
     with pytest.raises((AssertionError, IndexError)):
         obeys(made, asked, wanted, known)

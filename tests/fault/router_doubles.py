@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from router.app import RouterServer
 from router.config import RouterConfig
-from router.text import Text
+from router.http.app import Place, RouterServer, Settings
+from router.text.tokenizer import Text
 from tests.support.patience import HANG_S
 from worker.api import (
     Chunks,
@@ -43,10 +45,22 @@ from worker.observe.spans import Tracer
 from worker.wire import Wire
 
 MAX_MODEL_LEN = 256
+HELLO: Any = [{"role": "user", "content": "hello"}]
+TOLD_STAGES = Stages(0.5, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
 PING = PingConfig(interval_s=0.1, max_misses=50)
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = (
+    "{% if tools %}<|im_start|>system\n<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}"
+    "</tools>\n{# <tool_call> #}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls %}<tool_call>\n{{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% endif %}"
 )
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",
@@ -63,19 +77,14 @@ def letter_ids(directory: Path) -> tuple[int, ...]:
 
 
 def make_model(
-    directory: Path,
-    template: str = CHATML,
-    words: Sequence[str] = (),
-    max_len: int = MAX_MODEL_LEN,
+    directory: Path, template: str = CHATML, words: Sequence[str] = (), max_len: int = MAX_MODEL_LEN
 ) -> Path:
     """A byte-level BPE of a few hundred entries with a ChatML template, in Hugging Face's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])
@@ -139,6 +148,13 @@ class DecodeDouble:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def reset(self) -> None:
+        """Forget what has come; from now on requests wait for `take`."""
+        self.script = None
+        for kept in (self.taken, self.others):
+            while not kept.empty():
+                kept.get()
+
     def take(self) -> tuple[str, Generate]:
         """The next request: who sent it, and what."""
         return self.taken.get(timeout=HANG_S)
@@ -175,7 +191,11 @@ class DecodeDouble:
             logprobs=scores(tokens, generate.sampling.logprobs),
             stages=stages,
         )
-        self._wire.send(peer, Chunks((chunk,)))
+        self.send(peer, chunk)
+
+    def send(self, peer: str, *chunks: TokenChunk) -> None:
+        """Send chunks as one frame."""
+        self._wire.send(peer, Chunks(chunks))
 
     def refuse(
         self,
@@ -222,10 +242,16 @@ def speak(
     finish: FinishReason = FinishReason.STOP,
     cached: int = 0,
     stages: Stages | None = None,
+    kept: bool = False,
 ) -> Script:
-    """A script that answers every request with `tokens`, in chunks of `sizes` (then of one)."""
+    """A script that answers every request with `tokens`, in chunks of `sizes` (then of one).
+
+    With `kept` the test may `take` what was asked, too.
+    """
 
     def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        if kept:
+            double.taken.put((peer, generate))
         at, left = 0, list(sizes)
         while at < len(tokens):
             size = left.pop(0) if left else 1
@@ -235,6 +261,9 @@ def speak(
         double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
 
     return script
+
+
+KEEP = speak((), kept=True)  # ends every request at once
 
 
 def client_of(url: str) -> openai.OpenAI:
@@ -266,14 +295,13 @@ def serving(
 ) -> Iterator[tuple[RouterServer, str]]:
     """A started router that knows `doubles`; yields it and its base URL; all end with it."""
     router = RouterServer(
-        RouterConfig(**config),
-        ModelConfig(path=str(directory), served_name="small"),
-        ping,
-        name="router-0",
-        incarnation=uuid.uuid4().hex[:8],
-        host="127.0.0.1",
-        port=port,
-        shown={"router": config},
+        Settings(
+            RouterConfig(**config),
+            ModelConfig(path=str(directory), served_name="small"),
+            ping,
+            {"router": config},
+        ),
+        Place("router-0", uuid.uuid4().hex[:8], port=port),
         tracer=tracer,
     )
     member = router.start()
@@ -287,6 +315,85 @@ def serving(
             double.die()
 
 
+class Served(NamedTuple):
+    """A router and its only worker."""
+
+    double: DecodeDouble
+    url: str
+    router: RouterServer
+
+    def post(self, path: str, **body: Any) -> httpx.Response:
+        """POST /v1/`path`."""
+        return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=HANG_S)
+
+    def refusal(self, path: str, **body: Any) -> dict[str, Any]:
+        """The error of a request that is wrong."""
+        response = self.post(path, **body)
+        assert response.status_code == 400, response.text
+        return response.json()["error"]
+
+    def connect(self) -> socket.socket:
+        """A client that writes its own HTTP; close it."""
+        return connected(self.url)
+
+
+def connected(url: str, buffer: int = 0) -> socket.socket:
+    """A socket to the server at `url`, which takes so many bytes unread; 0: as many as usual."""
+    host, port = url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.settimeout(HANG_S)
+    if buffer:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
+    client.connect((host, int(port)))
+    return client
+
+
+def read_until(client: socket.socket, end: bytes) -> bytes:
+    """What the server sends up to and with the part that has `end` in it."""
+    data = b""
+    while end not in data:
+        part = client.recv(4096)
+        assert part, data
+        data += part
+    return data
+
+
+def read_all(client: socket.socket) -> bytes:
+    """What the server sends until it closes; a hang is a failure."""
+    data = b""
+    try:
+        while part := client.recv(4096):
+            data += part
+    except ConnectionResetError:  # it closed while bytes of ours were on their way
+        pass
+    client.close()
+    return data
+
+
+def accepts(tokenizer: LLTokenizer, grammar: str, output: str) -> bool:
+    """Whether a grammar takes `output`, all of it and nothing more."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(output)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def raw_post(path: str = "completions", headers: str = "", **body: Any) -> bytes:
+    """A request as it is sent; `headers` with their line ends."""
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/{path} HTTP/1.1\r\nhost: a\r\n{headers}content-length: {len(raw)}\r\n\r\n"
+    return head.encode() + raw
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The data of every event of a stream; `[DONE]` must be the last."""
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data.count("[DONE]") == 1
+    assert data[-1] == "[DONE]"
+    return [json.loads(item) for item in data[:-1]]
+
+
+Serve = Callable[..., AbstractContextManager[tuple[RouterServer, str]]]
 Ask = Callable[..., "Future[httpx.Response]"]
 
 
@@ -309,12 +416,9 @@ def ended(future: Future[httpx.Response]) -> tuple[str, str | None, str | None]:
     """Text, finish reason and error code of a stream, which must end in exactly one way."""
     response = future.result(HANG_S)
     assert response.status_code == 200, response.text
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: ")]
-    assert data.count("[DONE]") == 1
-    assert data[-1] == "[DONE]"
-    events = [json.loads(item) for item in data[:-1]]
-    errors = [event["error"]["code"] for event in events if "error" in event]
-    choices = [event["choices"][0] for event in events if "error" not in event]
+    found = events(response)
+    errors = [event["error"]["code"] for event in found if "error" in event]
+    choices = [event["choices"][0] for event in found if "error" not in event]
     reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
     assert len(errors) + len(reasons) == 1
     return "".join(c["text"] for c in choices), *(reasons or [None]), *(errors or [None])  # type: ignore[return-value]

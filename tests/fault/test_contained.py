@@ -21,8 +21,8 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask
 
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import Place, RouterServer, Settings
 from tests.fault.router_doubles import HANG_S, num_live, wait_until
 from tests.support.engines import Running, running
 from tests.support.odd_models import raising, unknown_decoder
@@ -57,9 +57,13 @@ def served(path: Path) -> Iterator[Served]:
     engine = {"threads": 1, "num_pages": 400, "max_num_reqs": 8}
     with running({"model": model, "engine": engine}, num_prefill=0) as cluster:
         router = RouterServer(
-            RouterConfig(), ModelConfig(path=str(path)), PingConfig(interval_s=0.1, max_misses=50),
-            name="router-0", incarnation=uuid.uuid4().hex[:8], host="127.0.0.1", port=0, shown={},
-        )  # fmt: skip
+            Settings(
+                RouterConfig(),
+                ModelConfig(path=str(path)),
+                PingConfig(interval_s=0.1, max_misses=50),
+            ),
+            Place("router-0", uuid.uuid4().hex[:8]),
+        )
         member = router.start()
         try:
             router.update_members([member, *cluster.members])
@@ -183,8 +187,8 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
     [
         "worker.draw.grammar.LLMatcher",
         "worker.draw.grammar.bitmask.fill_next_token_bitmask",
-        "router.structured.LLMatcher.validate_grammar",
-        "router.structured.LLMatcher",
+        "router.text.grammar.LLMatcher.validate_grammar",
+        "router.text.grammar.LLMatcher",
     ],
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
@@ -198,7 +202,7 @@ def test_whatever_llguidance_raises_ends_one_request(
     with mock.patch(target, side_effect=raised):
         [found] = beside_others(usual, [body])
     assert error_of(found) == (500, "internal_error", None)
-    is_class = target == "router.structured.LLMatcher"  # then a value of its mock is what fails
+    is_class = target == "router.text.grammar.LLMatcher"  # then a value of its mock is what fails
     assert_logged(caplog, found, "MagicMock" if is_class else str(raised))
     assert len(text_of(ask(usual[1], FORMED))) >= 10
 
@@ -208,9 +212,9 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(
     usual: Served, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = {
-        "encode": "router.text.Text.encode",
-        "decode": "router.output.OutputText.feed",
-        "render": "router.text.ChatTemplate.render",
+        "encode": "router.text.tokenizer.Text.encode",
+        "decode": "router.text.output.OutputText.feed",
+        "render": "router.text.tokenizer.ChatTemplate.render",
     }[method]
     cluster, url, _ = usual
     expected = text_of(ask(url, FREE))

@@ -115,7 +115,7 @@ class SlowPull(WrappedPull):
 
     def poll(self) -> PullState:
         waits = Delays.hold or time.monotonic() < self._ready_at
-        if waits and not self._shm.over:
+        if waits and self._shm.state is RUNNING:
             return RUNNING
         while super().poll() is RUNNING:
             pass

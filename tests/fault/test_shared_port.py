@@ -15,10 +15,10 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.check import check_port
 from cluster.config import load
-from router import app
-from router.app import RouterServer
+from cluster.diagnose.settings import check_port
+from router.http import app
+from router.http.app import RouterServer
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,

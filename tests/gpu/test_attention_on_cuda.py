@@ -2,7 +2,7 @@
 
 FlashInfer compiles its kernels once a machine for each (FA2 or FA3, dtype, head_dim): 26 s for FA2
 and 66 s for FA3 on 16 cores. GQA ratio, page size, layer groups and lengths cost nothing, so those
-are tested in full for three of them; KVLANE_TEST_FULL=1 adds the others (twelve in all).
+are tested in full for two of them; KVLANE_TEST_FULL=1 adds the others (six in all).
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
+from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import SHORT_KEYS
+from worker.attention.qk_rope_store import store_kv_ref
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths
@@ -35,15 +37,13 @@ pytestmark = pytest.mark.gpu(1)
 
 NUM_LAYERS = 4
 LAYER = 2
-HOST_PLANNED = ("flashinfer", "flashinfer_fa2")
-# The first takes FA3 for prompts and FA2 for decode, the second FA2 alone.
-COMPILED = [("flashinfer", "bfloat16", 128), ("flashinfer_fa2", "float16", 64)]
+COMPILED = [("bfloat16", 128), ("float16", 64)]
 if os.environ.get("KVLANE_TEST_FULL"):
-    COMPILED = [(name, dtype, d) for name in HOST_PLANNED for dtype in DTYPES for d in HEAD_DIMS]
+    COMPILED = [(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS]
 needs_flashinfer = pytest.mark.skipif(
     find_spec("flashinfer") is None, reason="needs flashinfer: pip install flashinfer-python"
 )
-BACKENDS = ["triton", *(pytest.param(name, marks=needs_flashinfer) for name in HOST_PLANNED)]
+BACKENDS = ["triton", pytest.param("flashinfer", marks=needs_flashinfer)]
 BOUNDS = {"bfloat16": 0.01, "float16": 0.0015, "float32": 2e-5}  # of |error| / (1 + |value|)
 
 
@@ -122,16 +122,16 @@ def make(
 
 def backend(name: str, pool: KVPool, num_heads: int, mask: KeyMask = CAUSAL) -> Any:
     region = pool.region()
-    heads = (num_heads, region.num_kv_heads)
-    return resolve("attention backend", name, ATTENTION)(
-        pool, *heads, region.head_dim, region.head_dim**-0.5, mask
-    )
+    size = region.head_dim
+    shape = AttentionShape(num_heads, region.num_kv_heads, size, size**-0.5, mask)
+    return resolve("attention backend", name, ATTENTION)(pool, shape)
 
 
 def attend(attention: Any, case: Case, batch: Batch | None = None) -> Tensor:
     batch = batch or case.batch
     with forward_context(batch, attention, attention.plan(batch)):
-        return attention.forward(case.q, case.k, case.v, LAYER)
+        store_kv_ref(case.k, case.v, attention.kv(LAYER), batch.slot_mapping)
+        return attention.forward(case.q, LAYER)
 
 
 def oracle(case: Case, mask: KeyMask = CAUSAL) -> Tensor:
@@ -183,11 +183,11 @@ def test_masks_match_the_reference(first_key, causal, window):
 @needs_flashinfer
 @pytest.mark.parametrize("groups", GROUPS)
 @pytest.mark.parametrize("page", PAGE_SIZES)
-@pytest.mark.parametrize(("name", "dtype", "head_dim"), COMPILED)
-def test_flashinfer_matches_the_reference(name, dtype, head_dim, page, groups):
+@pytest.mark.parametrize(("dtype", "head_dim"), COMPILED)
+def test_flashinfer_matches_the_reference(dtype, head_dim, page, groups):
     for kv_heads in (8, 4, 2, 1):
         for shapes in (RAGGED, WIDTHS, CHUNKS):
-            check(make(shapes, (8, kv_heads), head_dim, page, groups, dtype), name)
+            check(make(shapes, (8, kv_heads), head_dim, page, groups, dtype), "flashinfer")
 
 
 def only_prompts(*_args: Any) -> Tensor:
@@ -221,7 +221,7 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
             max_query_len=width,
         )
         with forward_context(batch, attention, attention.plan(batch)):
-            part = attention.forward(case.q[first:end], None, None, LAYER)
+            part = attention.forward(case.q[first:end], LAYER)
         assert torch.equal(part, whole[first:end])
 
 
@@ -290,7 +290,7 @@ def test_a_row_s_bits_do_not_depend_on_the_other_rows(shapes):
         alone = replace(case.batch, seq_lens=seq_lens, max_seq_len_ub=bound)
         start, end = case.batch.query_start[i : i + 2].tolist()
         with forward_context(alone, attention, attention.plan(alone)):
-            out = attention.forward(case.q, None, None, LAYER)
+            out = attention.forward(case.q, LAYER)
         assert torch.equal(out[start:end], whole[start:end])
         out[start:end] = 0
         assert not out.any(), "requests without KV"
@@ -322,7 +322,7 @@ def test_a_graph_serves_lengths_that_it_was_not_captured_with(num_reqs):
 def test_a_row_that_ended_unseen_changes_no_other(name):
     """The device has the sink in its place; the host still counts on."""
     case = make(RAGGED, heads=(32, 8), padded_rows=0, padded_reqs=0)
-    attention, live = backend(name, case.pool, 32), case.batch
+    attention, live = backend("flashinfer", case.pool, 32), case.batch
     whole = attend(attention, case)
     sunk = [each.clone() for each in (live.seq_lens, live.slot_mapping, live.page_table)]
     for each, value in zip(sunk, (1, 0, 0), strict=True):
@@ -335,12 +335,11 @@ def test_a_row_that_ended_unseen_changes_no_other(name):
 
 
 @needs_flashinfer
-@pytest.mark.parametrize("name", HOST_PLANNED)
 @pytest.mark.parametrize("shapes", [RAGGED, CHUNKS])
-def test_two_steps_are_planned_while_the_device_is_busy(shapes, name):
+def test_two_steps_are_planned_while_the_device_is_busy(shapes):
     """The second plan does not wait for the device, nor overwrite what the first still needs."""
     case = make(shapes, heads=(32, 8))
-    attention, long = backend(name, case.pool, 32), case.batch
+    attention, long = backend("flashinfer", case.pool, 32), case.batch
     widths = [width for _, width in shapes] + [0]
     short = replace(
         long, seq_lens=torch.tensor(widths, dtype=torch.int32).cuda(),
@@ -350,7 +349,7 @@ def test_two_steps_are_planned_while_the_device_is_busy(shapes, name):
 
     def enqueue(batch: Batch) -> Tensor:
         with forward_context(batch, attention, attention.plan(batch)):
-            return attention.forward(case.q, None, None, LAYER)
+            return attention.forward(case.q, LAYER)
 
     wanted = []
     for batch in (long, short):
@@ -401,7 +400,8 @@ def answers(attention: object, graph: object) -> list[list[int]]:
 
 @needs_flashinfer
 @pytest.mark.parametrize(
-    ("attention", "graph"), [("flashinfer_fa2", "eager"), ({"prefill": "flashinfer_fa2"}, "auto")]
+    ("attention", "graph"),
+    [("flashinfer", "eager"), ({"prefill": "flashinfer"}, "auto")],
 )
 def test_an_engine_over_flashinfer_gives_the_texts_of_triton(attention, graph):
     """Another order of sums in 16 bits: most texts are equal, and one that drifts is rare."""

@@ -11,7 +11,7 @@ import torch
 from worker.plan import Chunk, Plan, RowPages
 from worker.step.buffers import BatchBuffers
 from worker.step.staging import DEPTH, Staging
-from worker.step.state import StepState
+from worker.step.state import StateShape, StepState
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)
@@ -23,7 +23,7 @@ BUSY_CYCLES = 1 << 30  # of the clock of the device: half a second or more
 def both() -> list[tuple[StepState, BatchBuffers]]:
     """On the CPU and on the GPU."""
     states = [
-        StepState(ROWS, MAX_PAGES, (2,), torch.device(device), num_penalty_slots=0, vocab_size=97)
+        StepState(StateShape(ROWS, MAX_PAGES, (2,), 0, 97), torch.device(device))
         for device in ("cpu", "cuda")
     ]
     return [(state, BatchBuffers(state, PAGE_SIZE, MAX_TOKENS)) for state in states]

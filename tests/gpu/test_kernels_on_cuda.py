@@ -13,7 +13,12 @@ from torch import Tensor
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
 from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
-from worker.attention.qk_rope_store import qk_rope_store, qk_rope_store_ref
+from worker.attention.qk_rope_store import (
+    HeadNorms,
+    Rotation,
+    qk_rope_store,
+    qk_rope_store_ref,
+)
 from worker.drafts.draft_draws import draw_drafts
 from worker.draw.draw_triton import draw_triton
 from worker.draw.logprobs import logprobs, logprobs_ref
@@ -125,15 +130,14 @@ def test_qk_rope_store_matches_its_twin(
     slots, positions = (order + page_size).cuda(), torch.randint(0, 4096, (m,)).cuda()
     slots[-4:] = positions[-4:] = 0
     table = rope_table(rope_inv_freq(head_dim, 1e6, None), 4096, torch.device("cuda"))
-    q_weight, k_weight = (noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2))
+    weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
     results = []
     for op in (qk_rope_store, qk_rope_store_ref):
         shape = num_pages, kv_heads, 2, 2, page_size, head_dim
         memory = torch.full(shape, 7.0, dtype=dtype, device="cuda")
         caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
-        results.append(
-            (op(qkv, positions, table, *caches, slots, q_weight, k_weight, 1e-6), memory)
-        )
+        results.append((op(qkv, Rotation(table, positions), caches, slots, norms), memory))
     (q, memory), (q_ref, memory_ref) = results
     if heads:  # else there are keys and values only
         close(q, q_ref)

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from itertools import islice
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gemm_tune import proposals
 from tests.support import products
 from tests.support.products import captured, error, weights
 from worker.ops import product as module
-from worker.ops.lt_gemm import CublasLt, LtError, LtGemm, LtMatmul, Table, tuned_gemm
+from worker.ops.lt_gemm import (
+    CublasLt,
+    HeuristicResult,
+    LtError,
+    LtGemm,
+    LtMatmul,
+    Table,
+    Words,
+    set_attribute,
+    tuned_gemm,
+)
 from worker.ops.product import product
 
 pytestmark = pytest.mark.gpu(1)
 BOUND = 4e-3
+MAX_WORKSPACE, REDUCTION_MASK = 1, 3  # attributes of a preference
 SHAPES = [(65, 384, 256), (96, 6144, 4096), (128, 4096, 12288), (200, 1032, 520)]
 
 
@@ -30,6 +41,27 @@ def lt() -> CublasLt:
     library = CublasLt.loaded()
     assert library is not None
     return CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
+
+
+def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
+    """The library's guesses, the best first, then those without a reduction; none needs scratch."""
+    found: dict[Words, None] = {}
+    for reductions in (7, 0):
+        preference, count = c_void_p(), c_int()
+        results = (HeuristicResult * 64)()
+        lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
+        kind = "cublasLtMatmulPreference"
+        set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(0))
+        set_attribute(lt, kind, preference, REDUCTION_MASK, c_uint32(reductions))
+        status = lt.library.cublasLtMatmulAlgoGetHeuristic(
+            lt.handle, matmul.operation, matmul.w, matmul.x, matmul.out, matmul.out,
+            preference, len(results), results, byref(count),
+        )  # fmt: skip
+        lt.call("cublasLtMatmulPreferenceDestroy", preference)
+        if status == 0:
+            here = results[: count.value]
+            found |= {tuple(each.words): None for each in here if each.state == 0}
+    return list(found)
 
 
 def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:

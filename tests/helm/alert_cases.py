@@ -9,276 +9,220 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 ROUTER = 'job="kvlane",role="router",worker="router-0",model="tiny"'
+ROUTER_1 = ROUTER.replace("router-0", "router-1")
 DECODE = 'job="kvlane",role="decode",worker="decode-0",model="tiny"'
 PREFILL = 'job="kvlane",role="prefill",worker="prefill-0",model="tiny"'
-TTFT = f"kvlane_time_to_first_token_seconds_bucket{{{ROUTER}"
-ITL = f"kvlane_inter_token_latency_seconds_bucket{{{ROUTER}"
+OF_DECODE, OF_PREFILL = {"worker": "decode-0"}, {"worker": "prefill-0"}
+NOT_SCRAPED = "a router, or all of them, has no metrics"
+
+
+def alive(role: str, values: str) -> dict[str, str]:
+    """How many workers of a role a router sees."""
+    return {f'kvlane_workers_alive{{{ROUTER},worker_role="{role}"}}': values}
+
+
+def requests(outcome: str, values: str) -> dict[str, str]:
+    """Requests that ended so."""
+    return {f'kvlane_requests_total{{{ROUTER},outcome="{outcome}"}}': values}
+
+
+def queued(labels: str, **values: str) -> dict[str, str]:
+    """Requests in the stages of a worker."""
+    return {f'kvlane_requests_queued{{{labels},stage="{k}"}}': values[k] for k in values}
+
+
+def latency(name: str, bounds: tuple[str, str], values: str) -> dict[str, str]:
+    """A histogram: these values up to the lower bound, one a second up to the upper one."""
+    series = f"kvlane_{name}_seconds_bucket{{{ROUTER},le="
+    rest = dict.fromkeys((f'{series}"{bounds[1]}"}}', f'{series}"+Inf"}}'), "0+60x60")
+    return {f'{series}"{bounds[0]}"}}': values, **rest}
+
+
+def steps(labels: str, kind: str, path: str, values: str) -> dict[str, str]:
+    """Steps that a worker has settled."""
+    return {f'kvlane_engine_steps_total{{{labels},kind="{kind}",path="{path}"}}': values}
 
 
 @dataclass(frozen=True)
 class Case:
-    """Minutes at which an alert is quiet, fires with this summary, and resolves."""
+    """An alert, the minutes at which it is quiet, fires and resolves, and what it says.
+
+    Attributes:
+        minutes: these three.
+        summary: after "kvlane: ".
+        labels: beside those of its rule.
+    """
 
     alert: str
-    series: dict[str, str]
-    quiet: int
-    fires: int
-    resolved: int
+    minutes: tuple[int, int, int]
     summary: str
+    series: dict[str, str]
     labels: dict[str, str] = field(default_factory=dict[str, str])
 
 
 CASES = (
     Case(  # a total outage
-        "KvlaneRoutersNotScraped",
-        {
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x5 stale _x14 1+0x20",
-        },
-        quiet=10, fires=12, resolved=25,
-        summary="kvlane: a router, or all of them, has no metrics",
+        "KvlaneRoutersNotScraped", (10, 12, 25), NOT_SCRAPED,
+        alive("decode", "1+0x5 stale _x14 1+0x20"),
     ),
     Case(  # one of two
-        "KvlaneRoutersNotScraped",
-        {
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
-            f"up{{{ROUTER}}}": "1+0x40",
-            f"up{{{ROUTER.replace('router-0', 'router-1')}}}": "1+0x5 0+0x14 1+0x20",
-        },
-        quiet=9, fires=15, resolved=25,
-        summary="kvlane: a router, or all of them, has no metrics",
+        "KvlaneRoutersNotScraped", (9, 15, 25), NOT_SCRAPED,
+        alive("decode", "1+0x40")
+        | {f"up{{{ROUTER}}}": "1+0x40", f"up{{{ROUTER_1}}}": "1+0x5 0+0x14 1+0x20"},
     ),
     Case(  # all
-        "KvlaneWorkersNotScraped",
-        {
-            f"kvlane_requests_running{{{DECODE}}}": "0+0x5 stale _x19 0+0x20",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
-        },
-        quiet=14, fires=20, resolved=30,
-        summary="kvlane: 1 workers have no metrics",
+        "KvlaneWorkersNotScraped", (14, 20, 30), "1 workers have no metrics",
+        alive("decode", "1+0x50")
+        | {f"kvlane_requests_running{{{DECODE}}}": "0+0x5 stale _x19 0+0x20"},
     ),
     Case(  # one of two
-        "KvlaneWorkersNotScraped",
-        {
+        "KvlaneWorkersNotScraped", (14, 20, 30), "1 workers have no metrics",
+        alive("decode", "1+0x50") | alive("prefill", "1+0x50")
+        | {
             f"kvlane_requests_running{{{DECODE}}}": "0+0x50",
             f"kvlane_requests_running{{{PREFILL}}}": "0+0x5 stale _x19 0+0x20",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x50",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x50",
         },
-        quiet=14, fires=20, resolved=30,
-        summary="kvlane: 1 workers have no metrics",
     ),
     Case(
-        "KvlaneWorkersMissing",
-        {
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x3 0+0x10 1+0x20",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x40",
-        },
-        quiet=7, fires=11, resolved=16,
-        summary="kvlane: only 0 decode workers answer",
-        labels={"worker_role": "decode"},
+        "KvlaneWorkersMissing", (7, 11, 16), "only 0 decode workers answer",
+        alive("decode", "1+0x3 0+0x10 1+0x20") | alive("prefill", "1+0x40"),
+        {"worker_role": "decode"},
     ),
     Case(
-        "KvlaneWorkersMissing",
-        {
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x40",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x3 0+0x10 1+0x20",
-        },
-        quiet=7, fires=11, resolved=16,
-        summary="kvlane: only 0 prefill workers answer",
-        labels={"worker_role": "prefill"},
+        "KvlaneWorkersMissing", (7, 11, 16), "only 0 prefill workers answer",
+        alive("decode", "1+0x40") | alive("prefill", "1+0x3 0+0x10 1+0x20"),
+        {"worker_role": "prefill"},
     ),
     Case(
-        "KvlaneWorkerLost",
-        {
+        "KvlaneWorkerLost", (20, 30, 40), "4 requests lost their decode worker in 15 minutes",
+        requests("worker_lost", "0+0x20 3+0x40")
+        | {
             f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 1+0x40",
-            f'kvlane_requests_total{{{ROUTER},outcome="worker_lost"}}': "0+0x20 3+0x40",
             f'kvlane_retries_total{{{ROUTER},cause="refused"}}': "0+5x60",
         },
-        quiet=20, fires=30, resolved=40,
-        summary="kvlane: 4 requests lost their decode worker in 15 minutes",
     ),
     Case(  # two routers, both of which count all of them
-        "KvlaneWorkersDie",
+        "KvlaneWorkersDie", (32, 40, 110), "4 decode workers died within an hour",
         {
             f'kvlane_worker_deaths_total{{{router},worker_role="{role}"}}': values
-            for router in (ROUTER, ROUTER.replace("router-0", "router-1"))
+            for router in (ROUTER, ROUTER_1)
             for role, values in (("decode", "0+0x10 1+0x10 2+0x10 4+0x140"), ("prefill", "2+0x80"))
         },
-        quiet=32, fires=40, resolved=110,
-        summary="kvlane: 4 decode workers died within an hour",
-        labels={"worker_role": "decode"},
+        {"worker_role": "decode"},
     ),
     Case(
-        "KvlaneRequestsFail",
-        {
-            f'kvlane_requests_total{{{ROUTER},outcome="stop"}}': "0+90x60",
-            f'kvlane_requests_total{{{ROUTER},outcome="invalid_value"}}': "0+60x60",
-            f'kvlane_requests_total{{{ROUTER},outcome="worker_lost"}}': "0+1x10 60+50x20 1060+0x30",
-        },
-        quiet=9, fires=25, resolved=45,
-        summary="kvlane: 25% of the requests end with an error",
+        "KvlaneRequestsFail", (9, 25, 45), "25% of the requests end with an error",
+        requests("stop", "0+90x60") | requests("invalid_value", "0+60x60")
+        | requests("worker_lost", "0+1x10 60+50x20 1060+0x30"),
     ),
     Case(
-        "KvlaneRequestsQueue",
+        "KvlaneRequestsQueue", (12, 18, 25), "7 requests wait for a decode worker",
         {f"kvlane_requests_waiting{{{ROUTER}}}": "0+0x5 7+0x15 0+0x20"},
-        quiet=12, fires=18, resolved=25,
-        summary="kvlane: 7 requests wait for a decode worker",
     ),
     Case(
-        "KvlaneSlowFirstToken",
-        {
-            f'{TTFT},le="5.0"}}': "0+60x10 600+0x25 600+60x25",
-            f'{TTFT},le="10.0"}}': "0+60x60",
-            f'{TTFT},le="+Inf"}}': "0+60x60",
-        },
-        quiet=12, fires=30, resolved=50,
-        summary="kvlane: the 95th percentile of the time to the first token is 9.75s",
+        "KvlaneSlowFirstToken", (12, 30, 50),
+        "the 95th percentile of the time to the first token is 9.75s",
+        latency("time_to_first_token", ("5.0", "10.0"), "0+60x10 600+0x25 600+60x25"),
     ),
     Case(
-        "KvlaneSlowTokens",
-        {
-            f'{ITL},le="0.2"}}': "0+60x10 600+0x25 600+60x25",
-            f'{ITL},le="0.4"}}': "0+60x60",
-            f'{ITL},le="+Inf"}}': "0+60x60",
-        },
-        quiet=12, fires=30, resolved=50,
-        summary="kvlane: the 95th percentile between two tokens is 390ms",
+        "KvlaneSlowTokens", (12, 30, 50), "the 95th percentile between two tokens is 390ms",
+        latency("inter_token_latency", ("0.2", "0.4"), "0+60x10 600+0x25 600+60x25"),
     ),
     Case(
-        "KvlaneNoProgress",
-        {
-            f"kvlane_requests_running{{{DECODE}}}": "3+0x40",
-            f'kvlane_requests_queued{{{DECODE},stage="prefill"}}': "0+0x40",
-            f"kvlane_engine_steps_total{{{DECODE},kind=\"decode\",path=\"graph\"}}":
-                "0+900x10 9000+0x10 9000+900x20",
-        },
-        quiet=12, fires=18, resolved=25,
-        summary="kvlane: decode-0 has 3 requests and settles no step",
-        labels={"worker": "decode-0"},
+        "KvlaneNoProgress", (12, 18, 25), "decode-0 has 3 requests and settles no step",
+        {f"kvlane_requests_running{{{DECODE}}}": "3+0x40"} | queued(DECODE, prefill="0+0x40")
+        | steps(DECODE, "decode", "graph", "0+900x10 9000+0x10 9000+900x20"),
+        OF_DECODE,
     ),
     Case(  # runs no requests, ever; hangs in the last step of the only prompt
-        "KvlaneNoProgress",
-        {
-            f"kvlane_requests_running{{{PREFILL}}}": "0+0x40",
-            f'kvlane_requests_queued{{{PREFILL},stage="prefill"}}': "0+0x40",
-            f'kvlane_requests_queued{{{PREFILL},stage="pull"}}': "1+0x40",
-            f"kvlane_engine_steps_total{{{PREFILL},kind=\"prefill\",path=\"eager\"}}":
-                "0+90x10 900+0x10 900+90x20",
-        },
-        quiet=12, fires=18, resolved=25,
-        summary="kvlane: prefill-0 has 1 requests and settles no step",
-        labels={"worker": "prefill-0"},
+        "KvlaneNoProgress", (12, 18, 25), "prefill-0 has 1 requests and settles no step",
+        {f"kvlane_requests_running{{{PREFILL}}}": "0+0x40"}
+        | queued(PREFILL, prefill="0+0x40", pull="1+0x40")
+        | steps(PREFILL, "prefill", "eager", "0+90x10 900+0x10 900+90x20"),
+        OF_PREFILL,
     ),
     Case(  # hangs in a prefill of its own
-        "KvlaneNoProgress",
-        {
-            f"kvlane_requests_running{{{DECODE}}}": "0+0x40",
-            f'kvlane_requests_queued{{{DECODE},stage="prefill"}}': "1+0x40",
-            f"kvlane_engine_steps_total{{{DECODE},kind=\"prefill\",path=\"eager\"}}":
-                "0+90x10 900+0x10 900+90x20",
-        },
-        quiet=12, fires=18, resolved=25,
-        summary="kvlane: decode-0 has 1 requests and settles no step",
-        labels={"worker": "decode-0"},
+        "KvlaneNoProgress", (12, 18, 25), "decode-0 has 1 requests and settles no step",
+        {f"kvlane_requests_running{{{DECODE}}}": "0+0x40"} | queued(DECODE, prefill="1+0x40")
+        | steps(DECODE, "prefill", "eager", "0+90x10 900+0x10 900+90x20"),
+        OF_DECODE,
     ),
     Case(
-        "KvlaneKVCacheFull",
+        "KvlaneKVCacheFull", (12, 18, 25), "98% of the KV pages of decode-0 are used",
         {
             f"kvlane_kv_cache_usage_ratio{{{DECODE}}}": "0.9+0x5 0.98+0x15 0.5+0x20",
             f"kvlane_kv_cache_usage_ratio{{{PREFILL}}}": "1+0x40",  # full of what may be evicted
         },
-        quiet=12, fires=18, resolved=25,
-        summary="kvlane: 98% of the KV pages of decode-0 are used",
-        labels={"worker": "decode-0"},
+        OF_DECODE,
     ),
     Case(
-        "KvlanePreemptions",
+        "KvlanePreemptions", (10, 30, 50), "decode-0 preempts 500m requests a second",
         {f"kvlane_preemptions_total{{{DECODE}}}": "0+1x10 10+30x20 610+0x40"},
-        quiet=10, fires=30, resolved=50,
-        summary="kvlane: decode-0 preempts 500m requests a second",
-        labels={"worker": "decode-0"},
+        OF_DECODE,
     ),
     Case(
-        "KvlanePullsFail",
+        "KvlanePullsFail", (10, 30, 50),
+        "decode-0 fails to pull KV, 500m times a second (transfer_timeout)",
         {
-            f"kvlane_kv_fetch_retries_total{{{DECODE},cause=\"transfer_timeout\"}}":
-                "0+1x10 10+30x20 610+0x40",
-            f'kvlane_kv_fetch_retries_total{{{DECODE},cause="busy"}}': "0+1x60",
+            f'kvlane_kv_fetch_retries_total{{{DECODE},cause="{cause}"}}': values
+            for cause, values in (("transfer_timeout", "0+1x10 10+30x20 610+0x40"),
+                                  ("busy", "0+1x60"))
         },
-        quiet=10, fires=30, resolved=50,
-        summary="kvlane: decode-0 fails to pull KV, 500m times a second (transfer_timeout)",
-        labels={"worker": "decode-0", "cause": "transfer_timeout"},
+        {"cause": "transfer_timeout", **OF_DECODE},
     ),
     Case(
-        "KvlanePrefillUnused",
-        {
-            f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "1+0x60",
-            f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x60",
-            f'kvlane_prefill_placed_total{{{DECODE},where="remote"}}': "0+60x10 600+0x20 600+60x30",
-            f'kvlane_prefill_placed_total{{{DECODE},where="alone"}}': "0+0x10 0+60x20 1200+0x30",
+        "KvlanePrefillUnused", (15, 29, 45),
+        "100% of the prompts find no prefill worker, though some live",
+        alive("prefill", "1+0x60") | alive("decode", "1+0x60")
+        | {
+            f'kvlane_prefill_placed_total{{{DECODE},where="{where}"}}': values
+            for where, values in (("remote", "0+60x10 600+0x20 600+60x30"),
+                                  ("alone", "0+0x10 0+60x20 1200+0x30"))
         },
-        quiet=15, fires=29, resolved=45,
-        summary="kvlane: 100% of the prompts find no prefill worker, though some live",
     ),
     Case(
-        "KvlaneGraphDiffers",
+        "KvlaneGraphDiffers", (5, 8, 12),
+        "a CUDA graph of decode-0 (decode) computes other results than eager",
         {f'kvlane_graph_bucket_differs{{{DECODE},kind="decode",rows="8"}}': "0+0x5 1+0x5 0+0x5"},
-        quiet=5, fires=8, resolved=12,
-        summary="kvlane: a CUDA graph of decode-0 (decode) computes other results than eager",
-        labels={"worker": "decode-0", "kind": "decode"},
+        {"kind": "decode", **OF_DECODE},
     ),
     Case(
-        "KvlaneSimulatedAcceptance",
+        "KvlaneSimulatedAcceptance", (5, 8, 12),
+        "decode-0 simulates the acceptance of drafts, its answers are junk",
         {f"kvlane_spec_simulated{{{DECODE}}}": "0+0x5 1+0x5 0+0x5"},
-        quiet=5, fires=8, resolved=12,
-        summary="kvlane: decode-0 simulates the acceptance of drafts, its answers are junk",
-        labels={"worker": "decode-0"},
+        OF_DECODE,
     ),
     Case(
-        "KvlaneAcceptanceFell",
+        "KvlaneAcceptanceFell", (25, 55, 85),
+        "decode-0 accepts 40% of first drafts, far less than after its start",
         {
             f"kvlane_spec_first_acceptance{{{DECODE}}}": "0.8x90",
             f'kvlane_spec_drafted_at_position_total{{{DECODE},position="1"}}': "0+100x90",
             f'kvlane_spec_accepted_at_position_total{{{DECODE},position="1"}}':
                 "0+80x20 1600+40x40 3200+80x30",
         },
-        quiet=25, fires=55, resolved=85,
-        summary=(
-            "kvlane: decode-0 accepts 40% of first drafts, far less than after its start"
-        ),
-        labels={"worker": "decode-0"},
+        OF_DECODE,
     ),
     Case(
-        "KvlaneOtherTransport",
+        "KvlaneOtherTransport", (4, 8, 20),
+        "KV of 1 workers moves over mooncake/tcp, asked for was mooncake/rdma",
         {
             f'kvlane_transport_info{{{DECODE},transport="mooncake/tcp"}}': "_x5 1+0x5 _x20",
             f'kvlane_transport_info{{{PREFILL},transport="mooncake/rdma"}}': "1+0x30",
         },
-        quiet=4, fires=8, resolved=20,
-        summary="kvlane: KV of 1 workers moves over mooncake/tcp, asked for was mooncake/rdma",
-        labels={"transport": "mooncake/tcp"},
+        {"transport": "mooncake/tcp"},
     ),
 )  # fmt: skip
 
 # Workers that do not live are neither missed by Prometheus nor unused; clients' own faults are no
 # errors.
 SILENT = {
-    "KvlaneWorkersNotScraped": {
-        f"kvlane_requests_running{{{DECODE}}}": "0+0x60",
-        f'kvlane_workers_alive{{{ROUTER},worker_role="decode"}}': "1+0x60",
-        f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
-    },
-    "KvlanePrefillUnused": {
-        f'kvlane_workers_alive{{{ROUTER},worker_role="prefill"}}': "0+0x60",
-        f'kvlane_prefill_placed_total{{{DECODE},where="alone"}}': "0+60x60",
-    },
-    "KvlaneRequestsFail": {
-        f'kvlane_requests_total{{{ROUTER},outcome="invalid_value"}}': "0+60x60",
-    },
-    "KvlaneNoProgress": {
-        f"kvlane_requests_running{{{PREFILL}}}": "0+0x60",
-        f'kvlane_requests_queued{{{PREFILL},stage="prefill"}}': "0+0x60",
-        f'kvlane_requests_queued{{{PREFILL},stage="pull"}}': "0+0x5 5+0x2 0+0x53",  # a pull
-    },
-    "KvlaneSlowTokens": {f'{ITL},le="+Inf"}}': "0+0x60", f'{ITL},le="0.2"}}': "0+0x60"},
+    "KvlaneWorkersNotScraped": alive("decode", "1+0x60") | alive("prefill", "0+0x60")
+    | {f"kvlane_requests_running{{{DECODE}}}": "0+0x60"},
+    "KvlanePrefillUnused": alive("prefill", "0+0x60")
+    | {f'kvlane_prefill_placed_total{{{DECODE},where="alone"}}': "0+60x60"},
+    "KvlaneRequestsFail": requests("invalid_value", "0+60x60"),
+    "KvlaneNoProgress": queued(PREFILL, prefill="0+0x60", pull="0+0x5 5+0x2 0+0x53")  # a pull
+    | {f"kvlane_requests_running{{{PREFILL}}}": "0+0x60"},
+    "KvlaneSlowTokens": dict.fromkeys(latency("inter_token_latency", ("0.2", "0.4"), ""), "0+0x60"),
 }  # fmt: skip

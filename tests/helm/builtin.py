@@ -13,21 +13,16 @@ from kubernetes_validate import utils
 CUSTOM = ("ray.io/", "monitoring.coreos.com/", "keda.sh/", "gateway.networking.k8s.io/")
 
 utils.schema_contents = cache(utils.schema_contents)  # else all are parsed anew for each object
-wrong, num, seen = [], 0, set()
-for name, objects in json.load(sys.stdin).items():
-    for each in objects:
-        text = json.dumps(each, sort_keys=True)
-        if each["apiVersion"].startswith(CUSTOM) or text in seen:
-            continue
-        seen.add(text)
-        for version in sys.argv[1:]:
-            num += 1
-            try:
-                kubernetes_validate.validate(each, version, strict=True)
-            except kubernetes_validate.ValidationError as error:
-                kind, path = each["kind"], "/".join(map(str, error.path))
-                wrong.append(
-                    f"{name}, {kind} {each['metadata']['name']}, {version}: {path}: {error.message}"
-                )
-print(*wrong, f"{num} checks", sep="\n")
+given = json.load(sys.stdin)
+once = {json.dumps(document, sort_keys=True): name for name in given for document in given[name]}
+wrong = []
+for text, name in once.items():
+    document = json.loads(text)
+    for version in () if document["apiVersion"].startswith(CUSTOM) else sys.argv[1:]:
+        try:
+            kubernetes_validate.validate(document, version, strict=True)
+        except kubernetes_validate.ValidationError as error:
+            path = "/".join(map(str, error.path))
+            wrong.append(f"{name}, {document['kind']}, {version}: {path}: {error.message}")
+print(*wrong, sep="\n")
 sys.exit(bool(wrong))

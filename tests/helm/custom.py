@@ -7,17 +7,16 @@ The definitions of KubeRay, prometheus-operator, KEDA and Gateway API lie beside
 from __future__ import annotations
 
 import tarfile
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
 import jsonschema
 import yaml
 
-from tests.helm.charts import REPOSITORY
+from tests.helm.charts import REPOSITORY, Document, Loader
 
 DEFINITIONS = REPOSITORY.parent / "shared" / "data" / "kubernetes-crds.tgz"
-# File of the definition, and the versions that the chart uses.
+# File of the definition, and the version that the chart uses.
 USED = {
     "gw_httproutes": "v1",
     "keda_scaledobjects": "v1alpha1",
@@ -28,49 +27,51 @@ USED = {
 }
 
 
+def kind_of(document: Document) -> str:
+    """group/version/Kind."""
+    return f"{document['apiVersion']}/{document['kind']}"
+
+
 @cache
-def kinds() -> dict[str, Any]:
-    """group/version/Kind -> schema, as an API server applies it: unknown fields are refused."""
-    found: dict[str, Any] = {}
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+def kinds() -> dict[str, jsonschema.Draft202012Validator]:
+    """group/version/Kind -> what an API server applies: unknown fields are refused."""
+    validators = {}
     with tarfile.open(DEFINITIONS) as archive:
         for name, used in USED.items():
             file = archive.extractfile(f"./{name}.yaml")
             assert file is not None
-            (definition,) = filter(None, yaml.load_all(file, Loader=loader))
+            (definition,) = filter(None, yaml.load_all(file, Loader=Loader))
             spec = definition["spec"]
-            [schema] = [
-                version["schema"]["openAPIV3Schema"]
-                for version in spec["versions"]
-                if version["name"] == used
-            ]
+            (version,) = (each for each in spec["versions"] if each["name"] == used)
+            schema = version["schema"]["openAPIV3Schema"]
             _close(schema)
             schema["properties"]["metadata"] = {"type": "object"}  # an API server's own
-            found[f"{spec['group']}/{used}/{spec['names']['kind']}"] = schema
-    return found
+            kind = f"{spec['group']}/{used}/{spec['names']['kind']}"
+            validators[kind] = jsonschema.Draft202012Validator(schema)
+    return validators
 
 
-@cache
-def _validator(kind: str) -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(kinds()[kind])
+def breaches(objects: list[Document]) -> list[str]:
+    """What definitions do not allow."""
+    return [
+        f"{document['kind']} {error.json_path}: {error.message[:200]}"
+        for document in objects
+        if is_custom(document)
+        for error in kinds()[kind_of(document)].iter_errors(document)
+    ]
 
 
-def breaches(document: dict[str, Any]) -> Iterator[str]:
-    """What its definition does not allow."""
-    for error in _validator(f"{document['apiVersion']}/{document['kind']}").iter_errors(document):
-        yield f"{document['kind']} {'/'.join(map(str, error.path))}: {error.message[:200]}"
-
-
-def is_custom(document: dict[str, Any]) -> bool:
+def is_custom(document: Document) -> bool:
     """Whether a definition of ours has to know it."""
     group = document["apiVersion"].rpartition("/")[0]
     return ("." in group and not group.endswith(".k8s.io")) or group.startswith("gateway.")
 
 
 def _close(schema: Any) -> None:
+    """Makes JSON Schema of what Kubernetes writes in its own words, with closed objects."""
     if isinstance(schema, list):
-        for each in schema:
-            _close(each)
+        for item in schema:
+            _close(item)
     if not isinstance(schema, dict):
         return
     kept = schema.get("x-kubernetes-preserve-unknown-fields")
@@ -81,5 +82,5 @@ def _close(schema: Any) -> None:
     if schema.pop("x-kubernetes-int-or-string", False) is True:
         schema.pop("type", None)
         schema.setdefault("anyOf", [{"type": "integer"}, {"type": "string"}])
-    for each in schema.values():
-        _close(each)
+    for value in schema.values():
+        _close(value)

@@ -26,15 +26,13 @@ class Query:
 
 def boards() -> dict[str, dict[str, Any]]:
     """Name of the file, without kvlane- -> dashboard."""
-    return {
-        path.stem.removeprefix("kvlane-"): json.loads(path.read_text())
-        for path in sorted(DIRECTORY.glob("*.json"))
-    }
+    paths = sorted(DIRECTORY.glob("*.json"))
+    return {path.stem.removeprefix("kvlane-"): json.loads(path.read_text()) for path in paths}
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Those that show something, in their order."""
-    return (each for each in board["panels"] if each["type"] != "row")
+    return (panel for panel in board["panels"] if panel["type"] != "row")
 
 
 def queries(board: dict[str, Any]) -> Iterator[Query]:

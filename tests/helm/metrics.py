@@ -8,24 +8,26 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from router import errors
 from router.errors import STATUS
-from router.metrics import RETRY_CAUSES, RouterMetrics
+from router.observe.metrics import RETRY_CAUSES, RouterMetrics
 from tests.helm.dashboards import queries
 from worker.observe.metrics import PLACES, WorkerMetrics
+
+Names = dict[str, frozenset[str]]  # series -> its labels, without those that Prometheus adds
 
 NAME = re.compile(r"\bkvlane_\w+")
 MATCHERS = re.compile(r"(kvlane_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"([^\"]*)\"")
 GROUPED = re.compile(r"\b(?:by|without)\s*\(([^)]*)\)")
 OF_TARGETS = {"namespace", "job", "pod", "service", "container", "endpoint", "instance"}
-CODE = re.compile(r"^\d{3} +(\w+)  ", re.MULTILINE)  # of the table there
 ROLES = {"prefill", "decode", "router"}
 # Values of labels, of which queries may name no others.
 KNOWN = {
+    "role": ROLES,
+    "worker_role": ROLES,
     "where": set(PLACES),
     "cause": set(RETRY_CAUSES),
-    "outcome": {"stop", "length", "abort", *STATUS, *CODE.findall(errors.__doc__ or "")},
+    "outcome": {"stop", "length", "abort", *STATUS},
 }
 COMMON = frozenset({"model", "role", "worker"})
 SUFFIXES = {
@@ -48,14 +50,8 @@ def exported() -> dict[str, frozenset[str]]:
     return found
 
 
-def breaches(query: str, jobs: set[str], names: dict[str, frozenset[str]]) -> Iterator[str]:
-    """What a query asks for that is exported by nobody.
-
-    Args:
-        query: PromQL.
-        jobs: that Prometheus scrapes.
-        names: series -> labels.
-    """
+def breaches(query: str, jobs: set[str], names: Names) -> Iterator[str]:
+    """What a query (PromQL) asks for that nobody exports, or of jobs that nobody scrapes."""
     asked = set(NAME.findall(query))
     if not asked:
         yield f"asks for nothing of ours: {query}"
@@ -65,30 +61,34 @@ def breaches(query: str, jobs: set[str], names: dict[str, frozenset[str]]) -> It
         for label, value in MATCHER.findall(inside):
             if label not in names.get(name, frozenset()) | OF_TARGETS:
                 yield f"label {label} of {name}: {query}"
-            if "$" in value:  # a variable of Grafana
-                continue
-            if label == "job" and value not in jobs:
-                yield f"job {value} is scraped by nobody, only {sorted(jobs)}: {query}"
-            if label in ("role", "worker_role") and not ROLES.issuperset(value.split("|")):
-                yield f"{label} {value}: {query}"
-            if label in KNOWN and not KNOWN[label].issuperset(value.split("|")):
-                yield f"{label} {value} is said by nobody: {query}"
+            known = jobs if label == "job" else KNOWN.get(label)
+            values = [value] if label == "job" else value.split("|")
+            if known is not None and "$" not in value and not known.issuperset(values):
+                yield f"{label} {value}, known are {sorted(known)}: {query}"
     known = OF_TARGETS.union(*(names.get(name, frozenset()) for name in asked))
+    for label in set(grouped(query)) - known:
+        yield f"grouped by {label}: {query}"
+
+
+def grouped(query: str) -> Iterator[str]:
+    """Labels by which a query groups."""
     for inside in GROUPED.findall(query):
-        for label in (each.strip() for each in inside.split(",")):
-            if label not in known:
-                yield f"grouped by {label}: {query}"
+        yield from (label.strip() for label in inside.split(","))
 
 
 def of(document: dict[str, Any]) -> Iterator[str]:
     """The queries of alerts, dashboards, a HorizontalPodAutoscaler or a ScaledObject."""
     spec = document.get("spec") or {}
-    if document["kind"] == "ConfigMap":
-        boards = {name: text for name, text in document["data"].items() if name.endswith(".json")}
-        yield from (each.text for text in boards.values() for each in queries(json.loads(text)))
-    if document["kind"] == "PrometheusRule":
-        yield from (rule["expr"] for group in spec["groups"] for rule in group["rules"])
-    elif document["kind"] == "ScaledObject":
-        yield from (each["metadata"]["query"] for each in spec["triggers"])
-    elif document["kind"] == "HorizontalPodAutoscaler":
-        yield from (each["pods"]["metric"]["name"] for each in spec["metrics"])
+    match document["kind"]:
+        case "ConfigMap":
+            for name, text in document["data"].items():
+                if name.endswith(".json"):
+                    yield from (query.text for query in queries(json.loads(text)))
+        case "PrometheusRule":
+            yield from (rule["expr"] for group in spec["groups"] for rule in group["rules"])
+        case "ScaledObject":
+            yield from (trigger["metadata"]["query"] for trigger in spec["triggers"])
+        case "HorizontalPodAutoscaler":
+            yield from (metric["pods"]["metric"]["name"] for metric in spec["metrics"])
+        case _:
+            pass

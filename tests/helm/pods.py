@@ -14,20 +14,20 @@ import base64
 import os
 import shlex
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helm.charts import REPOSITORY, documents
-from tests.helm.integrity import Render, port_names
-from tests.support.namespaces import answers, enter, join, run
+from tests.helm.charts import REPOSITORY, Render, documents, port_names
+from tests.support import namespaces
+from tests.support.namespaces import answers, enter, join
+from tests.support.started import Started
 
 WORK = Path("/run/kvlane-pods")
 ADDRESSES = {
-    name: f"10.79.0.{i}" for i, name in enumerate(("head", "prefill", "decode", "serve"), 1)
+    name: f"10.79.0.{i}"
+    for i, name in enumerate(("head", "prefill", "decode", "serve", "test"), start=1)
 }
 KVLANE = '#!/bin/sh\nexec python -P -m cluster "$@"\n'  # of this checkout
 PREPARE = """set -e
@@ -43,145 +43,134 @@ cd /
 """
 
 
-class Pod:
-    """One running pod; its first process is the container's."""
+# Starts the pod of a component with this spec and environment, at its address.
+Start = Callable[[str, dict[str, Any], dict[str, str]], Started]
+
+
+class Pod(Started):
+    """A pod of namespaces."""
 
     def __init__(self, name: str, spec: dict[str, Any], environment: dict[str, str]) -> None:
-        self.name, self.address = name, ADDRESSES[name]
-        self.container = spec["containers"][0]
-        user = str(spec["securityContext"]["runAsUser"])
-        namespace = join(name, self.address)
-        prepare = PREPARE.format(repository=REPOSITORY, python=sys.base_prefix, work=WORK)
+        container, user = spec["containers"][0], str(spec["securityContext"]["runAsUser"])
+        own = {
+            "PATH": f"{WORK}/bin:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
+            "PYTHONPATH": "/mnt/repository",
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        # The root has no /etc/kvlane to mount at.
+        args = [text.replace("/etc/kvlane/", f"{WORK}/config/") for text in container["args"]]
         words = [
-            "env", "-i", *(f"{key}={value}" for key, value in environment.items()),
+            "env", "-i", *(f"{key}={value}" for key, value in (environment | own).items()),
             "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs",
-            "--bounding-set=-all", "--inh-caps=-all",
-            *self.container["command"], *self.container["args"],
+            "--bounding-set=-all", "--inh-caps=-all", *container["command"], *args,
         ]  # fmt: skip
-        with (WORK / f"{name}.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                ["ip", "netns", "exec", namespace, "unshare", "-p", "-f", "-m", "--mount-proc",
-                 "--kill-child", "bash", "-c", f"{prepare}exec {shlex.join(words)}"],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-            )  # fmt: skip
+        prepare = PREPARE.format(repository=REPOSITORY, python=sys.base_prefix, work=WORK)
+        apart = [
+            "ip", "netns", "exec", join(name, ADDRESSES[name]),
+            "unshare", "-p", "-f", "-m", "--mount-proc", "--kill-child", "bash", "-c",
+        ]  # fmt: skip
+        log = WORK / f"{name}.log"
+        super().__init__(name, [*apart, f"{prepare}exec {shlex.join(words)}"], log)
 
     def first(self) -> int:
-        """Pid of the container's first process, as we see it."""
-        pid = self.process.pid
-        while Path(f"/proc/{pid}/comm").read_text().strip() != "unshare":
+        """Pid of the container's first process, as we see it: the child of `unshare`."""
+        pid, name = self.process.pid, ""
+        while name != "unshare":
+            name = Path(f"/proc/{pid}/comm").read_text().strip()
             pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return pid
 
-    def probe(self, kind: str) -> bool:
-        """Ask what Kubernetes asks."""
-        asked = self.container[kind].get("httpGet")
-        if asked is None:
-            return True
-        port = port_names({"containers": [self.container]})[asked["port"]]
-        return answers(f"http://{self.address}:{port}{asked['path']}")
+    def words(self, *command: str) -> list[str]:
+        return ["nsenter", f"--target={self.first()}", "--pid", "--mount", *command]
 
-    def end(self, timeout_s: float) -> None:
-        """preStop, then SIGTERM."""
-        before = self.container["lifecycle"]["preStop"]["exec"]["command"]
-        subprocess.run(
-            ["nsenter", "-t", str(self.first()), "-p", "-m", *before], timeout=timeout_s, check=True
-        )
+    def terminate(self) -> None:
         os.kill(self.first(), signal.SIGTERM)
-        self.process.wait(timeout_s)
-
-
-def wait(what: str, happens: Callable[[], bool], timeout_s: float, pods: list[Pod]) -> None:
-    """Until it happens; a pod that ends meanwhile is an error."""
-    began = time.monotonic()
-    while not happens():
-        ended = [pod.name for pod in pods if pod.process.poll() is not None]
-        if ended or time.monotonic() - began > timeout_s:
-            for pod in pods:
-                print(f"== {pod.name}", (WORK / f"{pod.name}.log").read_text()[-2000:], sep="\n")
-            raise SystemExit(f"{what}: not after {timeout_s:g} s; ended: {ended}")
-        time.sleep(0.5)
-    print(f"{what}: after {time.monotonic() - began:.1f} s", flush=True)
 
 
 def environment_of(render: Render, container: dict[str, Any], address: str) -> dict[str, str]:
     """Of a container, with what Kubernetes would fill in."""
-    found = {
-        "PATH": f"{WORK}/bin:{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin",
-        "PYTHONPATH": "/mnt/repository",
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "GRPC_DNS_RESOLVER": "native",  # here is no server of names, only /etc/hosts
-    }
+    values = {"GRPC_DNS_RESOLVER": "native"}  # here is no server of names, only /etc/hosts
     for variable in container["env"]:
         if "value" in variable:
-            found[variable["name"]] = variable["value"]
+            values[variable["name"]] = variable["value"]
         elif reference := variable["valueFrom"].get("secretKeyRef"):
             secret = render.named("Secret", reference["name"])
             assert secret is not None
-            found[variable["name"]] = base64.b64decode(secret["data"][reference["key"]]).decode()
+            values[variable["name"]] = base64.b64decode(secret["data"][reference["key"]]).decode()
         else:
-            found[variable["name"]] = address
-    return found
+            values[variable["name"]] = address
+    return values
 
 
-def prepare(render: Render) -> None:
-    """Files and the cable that all pods share."""
-    (WORK / "bin").mkdir(parents=True)
-    (WORK / "bin" / "kvlane").write_text(KVLANE)
-    (WORK / "bin" / "kvlane").chmod(0o755)
-    hosts = {"localhost": "127.0.0.1"}
+def write_files(render: Render, directory: Path) -> None:
+    """What all pods see: `hosts`, and `config` with the files of the ConfigMap."""
+    names = {"localhost": "127.0.0.1"}
     for service in render.kind("Service"):
         component = service["spec"]["selector"]["app.kubernetes.io/component"]
-        hosts[service["metadata"]["name"]] = ADDRESSES[component]
-    (WORK / "hosts").write_text("".join(f"{a} {name}\n" for name, a in hosts.items()))
-    run("mount", "-t", "tmpfs", "none", "/opt")
-    run("mount", "-o", "remount,mode=755", "/opt")
+        names[service["metadata"]["name"]] = ADDRESSES[component]
+    (directory / "hosts").write_text("".join(f"{names[name]} {name}\n" for name in names))
+    (config,) = render.kind("ConfigMap")
+    (directory / "config").mkdir()
+    for name, text in config["data"].items():
+        (directory / "config" / name).write_text(text)
+
+
+def serve_and_end(render: Render, start: Start) -> None:
+    """Start all pods, probe and test them, and end them in the order of an upgrade."""
+    specs = render.components()
+    running: dict[str, Started] = {}
+
+    def begin(name: str) -> None:
+        environment = environment_of(render, specs[name]["containers"][0], ADDRESSES[name])
+        running[name] = start(name, specs[name], environment)
+
+    def probe(name: str, kind: str) -> bool:
+        asked = specs[name]["containers"][0][kind].get("httpGet")
+        port = asked and port_names(specs[name])[asked["port"]]
+        return not asked or answers(f"http://{ADDRESSES[name]}:{port}{asked['path']}")
+
+    def wait(what: str, happens: Callable[[], bool], timeout_s: float) -> None:
+        def ended() -> str:
+            return "".join(pod.ended() for pod in running.values())
+
+        try:
+            namespaces.wait(what, happens, timeout_s, ended)
+        except SystemExit:
+            print(*(f"== {pod.name}\n{pod.output[-2000:]}" for pod in running.values()), sep="\n")
+            raise
+
+    begin("head")
+    wait("head is alive", lambda: probe("head", "livenessProbe"), 120)
+    for name in ("prefill", "decode", "serve"):
+        begin(name)
+    wait("serve is ready", lambda: probe("serve", "readinessProbe"), 240)
+    for name in running:
+        assert probe(name, "livenessProbe"), name
+        assert probe(name, "readinessProbe"), name
+    port = port_names(specs["decode"])["metrics"]
+    urls = [f"http://{ADDRESSES[name]}:{port}/metrics" for name in ("prefill", "decode")]
+    wait("workers have metrics", lambda: all(map(answers, urls)), 120)
+    begin("test")
+    test = running.pop("test")
+    assert test.process.wait(300) == 0, test.output
+    print(test.output.splitlines()[-1])
+    for name in ("serve", "prefill", "decode"):
+        before = specs[name]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        running[name].run(*before)
+        code = running[name].end(120 if name == "serve" else 60)
+        assert name != "serve" or code == 0, running[name].output
+    print("serve and its workers' pods ended")
 
 
 def main() -> None:
-    """Start all, test, end all."""
+    """The pods of the chart's default values."""
     enter("tests.helm.pods")
     render = Render(documents("default"))
-    prepare(render)
-    specs = {labels["app.kubernetes.io/component"]: spec for _, labels, spec in render.pods}
-    (config,) = render.kind("ConfigMap")
-    mounted = Path("/opt/config")
-    mounted.mkdir()
-    for name, text in config["data"].items():
-        (mounted / name).write_text(text)
-
-    pods = []
-    for name in ADDRESSES:
-        container = specs[name]["containers"][0]
-        if name == "serve":  # where the root has no /etc/kvlane to mount at
-            container["args"] = [
-                each.replace("/etc/kvlane/", "/opt/config/") for each in container["args"]
-            ]
-        pods.append(Pod(name, specs[name], environment_of(render, container, ADDRESSES[name])))
-        if name == "head":
-            wait("head is alive", lambda: pods[0].probe("livenessProbe"), 120, pods)
-    serve = pods[-1]
-    wait("serve is ready", lambda: serve.probe("readinessProbe"), 240, pods)
-    for kind in ("livenessProbe", "readinessProbe"):
-        assert all(pod.probe(kind) for pod in pods), kind
-    port = port_names(specs["decode"])["metrics"]
-    wait(
-        "workers have metrics",
-        lambda: all(
-            answers(f"http://{ADDRESSES[each]}:{port}/metrics") for each in ("prefill", "decode")
-        ),
-        120,
-        pods,
-    )
-    test = specs["test"]["containers"][0]
-    url = f"http://{serve.address}:8000"
-    given = environment_of(render, test, "") | {"URL": url}
-    subprocess.run([*test["command"], *test["args"]], env=given, timeout=300, check=True)
-    began = time.monotonic()
-    serve.end(120)
-    assert serve.process.returncode == 0, serve.process.returncode
-    for pod in pods[1:3]:
-        pod.end(60)
-    print(f"serve and its workers' pods ended after {time.monotonic() - began:.1f} s")
+    (WORK / "bin").mkdir(parents=True)
+    (WORK / "bin" / "kvlane").write_text(KVLANE)
+    (WORK / "bin" / "kvlane").chmod(0o755)
+    write_files(render, WORK)
+    serve_and_end(render, Pod)
 
 
 if __name__ == "__main__":

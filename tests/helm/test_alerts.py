@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +12,48 @@ import yaml
 
 from cluster.config import leaves
 from helm import dashboards
-from helm.generate import COMPOSE, alerts, rows
+from helm.generate import COMPOSE, alerts
 from router.errors import NO_FAULT
-from router.metrics import RouterMetrics
+from router.observe.metrics import RouterMetrics
 from tests.helm import metrics
-from tests.helm.alert_cases import CASES, SILENT, Case
+from tests.helm.alert_cases import CASES, SILENT
 from tests.helm.charts import (
     CHART,
-    HERE,
     NAMESPACE,
     RELEASE,
     REPOSITORY,
-    TOOLS,
+    described,
     documents,
+    parsed,
     template,
+    tool,
 )
 from tests.helm.dashboards import boards
-from tests.support.patience import HANG_S
 
-NAMES = list(dict.fromkeys(each.alert for each in CASES))
+Rules = dict[str, dict[str, Any]]  # name -> rule
+
+NAMES = list(dict.fromkeys(case.alert for case in CASES))
 NAMES_OF_COMPOSE = [name for name in NAMES if name != "KvlaneOtherTransport"]  # it asks for none
 RUNBOOK = "https://docs.example/runbook"
 FILLED = {"PREFILL": 1, "TRANSPORT": "mooncake/rdma", "RUNBOOK": RUNBOOK}
+MONITORING = (
+    "monitoring: {serviceMonitor: &on {enabled: true}, podMonitor: *on, prometheusRule: *on}"
+)
 
 
-def rules() -> dict[str, dict[str, Any]]:
-    """Name -> rule of such a file as Compose's, for a cluster that is to use RDMA."""
-    (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
+def by_name(spec: dict[str, Any]) -> Rules:
+    """The rules of a file of Prometheus, or of a PrometheusRule's spec."""
+    (group,) = spec["groups"]
     return {rule["alert"]: rule for rule in group["rules"]}
 
 
-RULES = rules()
-
-
-def rules_of_chart() -> dict[str, dict[str, Any]]:
-    """Name -> rule of the chart's PrometheusRule."""
-    return rules_among(documents("monitoring"))
-
-
-def rules_among(objects: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Name -> rule of the PrometheusRule."""
+def rules_of_chart(objects: list[dict[str, Any]]) -> Rules:
+    """Of the chart's PrometheusRule."""
     (ours,) = (each for each in objects if each["kind"] == "PrometheusRule")
-    return {rule["alert"]: rule for rule in ours["spec"]["groups"][0]["rules"]}
+    return by_name(ours["spec"])
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The one that tests/helm/install fetches; it takes seconds, so only where that has run."""
-    if not (TOOLS / "promtool").exists():
-        pytest.skip("no promtool in .tools/helm; run tests/helm/install")
-    return subprocess.run(
-        [str(TOOLS / "promtool"), *arguments],
-        capture_output=True, text=True, timeout=HANG_S, check=False,
-    )  # fmt: skip
+RULES = by_name(yaml.safe_load(alerts(**FILLED)))  # of a cluster that is to use RDMA
 
 
 def test_every_alert_has_cases_and_a_section_of_the_runbook() -> None:
@@ -84,7 +72,7 @@ def test_every_alert_has_cases_and_a_section_of_the_runbook() -> None:
 
 def test_settings_that_runbook_and_dashboards_name_exist() -> None:
     known = {*leaves(), *(name.removeprefix("decode.") for name in leaves())}
-    known |= {name for name, _, _ in rows()}
+    known |= set(described())
     text = (CHART / "RUNBOOK.md").read_text() + json.dumps(boards())
     sections = "|".join({name.partition(".")[0] for name in known})
     named = set(re.findall(rf"(?<![\w./])(?:{sections})(?:\.[a-zA-Z_]+)+(?!\w|\.\*)", text))
@@ -95,8 +83,8 @@ def test_settings_that_runbook_and_dashboards_name_exist() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_queries_ask_for_what_is_exported(name: str) -> None:
-    found = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
-    assert found == []
+    wrong = list(metrics.breaches(RULES[name]["expr"], {"kvlane"}, metrics.exported()))
+    assert wrong == []
 
 
 def test_errors_are_the_same_here_and_on_the_dashboard_of_the_router() -> None:
@@ -113,24 +101,23 @@ def test_what_rises_once_is_there_before() -> None:
 
 
 def test_rules_of_chart_and_compose_are_rules(tmp_path: Path) -> None:
-    chart = {"groups": [{"name": "chart", "rules": list(rules_of_chart().values())}]}
+    rules = list(rules_of_chart(documents("monitoring")).values())
+    chart = {"groups": [{"name": "chart", "rules": rules}]}
     files = ("chart", yaml.safe_dump(chart), NAMES), ("compose", alerts(), NAMES_OF_COMPOSE)
     for name, text, names in files:
         assert re.findall(r"alert: (\w+)", text) == names
         assert not re.search(r"\$[A-Z]", text)
         (tmp_path / name).write_text(text)
-        done = promtool("check", "rules", str(tmp_path / name))
+        done = tool("promtool", "check", "rules", str(tmp_path / name))
         assert done.returncode == 0, done.stderr
         assert f"{len(names)} rules found" in done.stdout
 
 
 def test_alerts_link_to_a_runbook_only_where_its_address_is_given() -> None:
-    for name, rule in rules_of_chart().items():
+    for name, rule in rules_of_chart(documents("monitoring")).items():
         assert rule["annotations"]["runbook_url"] == f"{RUNBOOK}#{name.lower()}"
     assert "runbook_url" not in alerts()
-    values = HERE / "values" / "monitoring.yaml"
-    done = template(4, values, "--set", "monitoring.prometheusRule.runbookURL=")
-    without = rules_among(each for each in yaml.safe_load_all(done.stdout) if each)
+    without = rules_of_chart(parsed(template(values=MONITORING).stdout))
     assert list(without) == NAMES
     for rule in without.values():
         assert rule["annotations"].keys() == {"summary", "description"}
@@ -145,19 +132,9 @@ def test_readmes_say_how_many_there_are() -> None:
 def test_alerts_of_two_releases_are_told_apart() -> None:
     for rule in RULES.values():
         assert rule["labels"].keys() == {"severity", "release"}
-    for rule in rules_of_chart().values():
+    for rule in rules_of_chart(documents("monitoring")).values():
         own = {"namespace": NAMESPACE, "release": f"{RELEASE}-kvlane"}
         assert rule["labels"] == {"severity": rule["labels"]["severity"]} | own
-
-
-def case_of(case: Case) -> dict[str, Any]:
-    """One test of promtool."""
-    rule = RULES[case.alert]
-    notes = rule["annotations"] | {"summary": case.summary}
-    fires = {"exp_labels": rule["labels"] | case.labels, "exp_annotations": notes}
-    return promtool_test(
-        case.alert, case.series, {case.quiet: [], case.fires: [fires], case.resolved: []}
-    )
 
 
 def promtool_test(
@@ -168,20 +145,22 @@ def promtool_test(
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "alert_rule_test": [
-            {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": found}
-            for minute, found in expected.items()
+            {"alertname": alert, "eval_time": f"{minute}m", "exp_alerts": firing}
+            for minute, firing in expected.items()
         ],
     }
 
 
 def test_alerts_fire_and_resolve(tmp_path: Path) -> None:
+    tests = [promtool_test(name, series, {59: []}) for name, series in SILENT.items()]
+    for case in CASES:
+        rule = RULES[case.alert]
+        notes = rule["annotations"] | {"summary": f"kvlane: {case.summary}"}
+        fires = {"exp_labels": rule["labels"] | case.labels, "exp_annotations": notes}
+        expected = dict(zip(case.minutes, ([], [fires], []), strict=True))
+        tests.append(promtool_test(case.alert, case.series, expected))
+    asked = {"rule_files": ["alerts.yaml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "alerts.yaml").write_text(alerts(**FILLED))
-    silent = [promtool_test(name, series, {59: []}) for name, series in SILENT.items()]
-    tests = {
-        "rule_files": ["alerts.yaml"],
-        "evaluation_interval": "1m",
-        "tests": [*map(case_of, CASES), *silent],
-    }
-    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(tests, width=1000))
-    done = promtool("test", "rules", str(tmp_path / "tests.yaml"))
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(asked, width=1000))
+    done = tool("promtool", "test", "rules", str(tmp_path / "tests.yaml"))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -7,11 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import yaml
-
 from cluster.config import Config
-from tests.helm.charts import CHART, helm
-from tests.helm.integrity import Render
+from tests.helm.charts import Render, parsed, template
 from tests.support.hub import Repo, running
 from tests.support.patience import HANG_S
 
@@ -22,16 +19,13 @@ NAME = "some-org/Tiny-0.1B"
 def test_workers_fetch_all_and_serve_what_it_tokenizes_with(tmp_path: Path) -> None:
     with running(some_org__Tiny_0_1B=Repo(TINY, token="hf_secret")) as hub:
         hub.repos = {NAME: next(iter(hub.repos.values()))}
-        done = helm(
-            4, "template", "demo", str(CHART), "--set", "model.source=hf", "--set",
-            f"model.hf.name={NAME},model.hf.endpoint={hub.url},model.hf.tokenSecret.name=hub",
-        )  # fmt: skip
+        asked = f"{{name: {NAME}, endpoint: '{hub.url}', tokenSecret: {{name: hub}}}}"
+        done = template(values=f"model: {{source: hf, hf: {asked}}}")
         assert done.returncode == 0, done.stderr
-        pods = Render([each for each in yaml.safe_load_all(done.stdout) if each]).pods
-        found = {}
+        pods = Render(parsed(done.stdout)).components()
+        names = {}
         for component in ("decode", "serve"):
-            (spec,) = (s for _, ls, s in pods if ls["app.kubernetes.io/component"] == component)
-            (container,) = spec["initContainers"]
+            (container,) = pods[component]["initContainers"]
             given = {each["name"]: each.get("value", "hf_secret") for each in container["env"]}
             models = tmp_path / component
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -41,6 +35,6 @@ def test_workers_fetch_all_and_serve_what_it_tokenizes_with(tmp_path: Path) -> N
                 capture_output=True, timeout=HANG_S, check=True,
             )  # fmt: skip
             files = (models / NAME).iterdir()
-            found[component] = {each.name for each in files if each.is_file()}
-    assert found["decode"] - found["serve"] == {"model.safetensors"}
-    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= found["serve"]
+            names[component] = {file.name for file in files if file.is_file()}
+    assert names["decode"] - names["serve"] == {"model.safetensors"}
+    assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= names["serve"]

@@ -1,13 +1,39 @@
-"""Whatever the chart mentions exists; and this is noticed wherever it does not."""
+"""Whatever the chart mentions exists; and this is noticed wherever it does not.
+
+What charts get wrong installs, comes up healthy, and then does not route or scrapes nothing.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from router.http.exchange import PROBES
 from tests.helm import metrics
-from tests.helm.charts import VALUES, documents
-from tests.helm.integrity import Render, changed
+from tests.helm.charts import (
+    NAMES,
+    NAMESPACE,
+    Document,
+    Render,
+    changed,
+    documents,
+    port_names,
+    title,
+)
+from tests.support.command_line import configured
+from worker.errors import UserError
 
+PATHS = {*PROBES, "/api/gcs_healthz", "/api/local_raylet_healthz"}  # the latter are Ray's
+REFERENCES = {
+    "secretKeyRef": "Secret", "secretRef": "Secret",
+    "configMapKeyRef": "ConfigMap", "configMapRef": "ConfigMap",
+}  # fmt: skip
 MUTATIONS = {
     "Service": ("default", "Service demo-kvlane-head", "name: demo-kvlane-head", "name: demo-head"),
     "port": ("default", "StatefulSet demo-kvlane-head", "name: gcs", "name: ray"),
@@ -60,21 +86,231 @@ MUTATIONS = {
     "URL of the test": ("edge", "Pod llm-test", "http://llm:80", "http://llm:8000"),
 }  # fmt: skip
 
+Mention = tuple[str, str, str, Any]  # title, then kind, name and key of what it mentions
+Selection = tuple[str, dict[str, Any], list[Any]]  # title, label selector, ports of those pods
 
-@pytest.mark.parametrize("name", [path.stem for path in VALUES])
-def test_whatever_is_mentioned_is_defined(name: str) -> None:
-    assert Render(documents(name)).breaches() == []
+
+def breaches(render: Render, names: metrics.Names | None = None, path: Path = Path()) -> list[str]:
+    """One line for each thing that is mentioned and is not there.
+
+    Args:
+        render: of the chart.
+        names: series -> labels; None: those that the product exports.
+        path: of a directory for the configuration.
+    """
+    lines = [
+        *undefined(render),
+        *unselected(render),
+        *unserved(render),
+        *misconfigured(render, path),
+    ]
+    names = metrics.exported() if names is None else names
+    jobs = {f"{NAMESPACE}/{each['metadata']['name']}" for each in render.kind("PodMonitor")}
+    for monitor in render.kind("ServiceMonitor"):
+        jobs |= {service["metadata"]["name"] for service in scraped(render, monitor)}
+    for document in render.documents:
+        for query in metrics.of(document):
+            lines += metrics.breaches(query, jobs, names)
+    return lines
+
+
+def mentions(render: Render) -> Iterator[Mention]:
+    """Objects, and keys of these, that others name. A Service's keys are its ports."""
+    for owner, _, spec in render.pods:
+        if spec["serviceAccountName"] != "default":
+            yield owner, "ServiceAccount", spec["serviceAccountName"], None
+        for secret in spec.get("imagePullSecrets", []):
+            yield owner, "Secret", secret["name"], None
+        for volume in spec.get("volumes", []):
+            if secret := volume.get("secret"):
+                for item in secret.get("items", [{"key": None}]):
+                    yield owner, "Secret", secret["secretName"], item["key"]
+            if config := volume.get("configMap"):
+                yield owner, "ConfigMap", config["name"], None
+            if claim := volume.get("persistentVolumeClaim"):
+                yield owner, "PersistentVolumeClaim", claim["claimName"], None
+        for container in containers(spec):
+            for variable in [*container.get("env", []), *container.get("envFrom", [])]:
+                for field, reference in variable.get("valueFrom", variable).items():
+                    if field in REFERENCES:
+                        yield owner, REFERENCES[field], reference["name"], reference.get("key")
+                if url := re.fullmatch(r"http://([\w-]+):(\d+)", str(variable.get("value"))):
+                    yield owner, "Service", url[1], int(url[2])
+        for address in options(command(spec), "--address"):
+            name, _, port = address.rpartition(":")
+            yield owner, "Service", name, int(port)
+    for autoscaler in render.kind("HorizontalPodAutoscaler", "ScaledObject"):
+        target = autoscaler["spec"]["scaleTargetRef"]
+        yield title(autoscaler), target["kind"], target["name"], None
+    for ingress in render.kind("Ingress"):
+        for rule in ingress["spec"]["rules"]:
+            for path in rule["http"]["paths"]:
+                service = path["backend"]["service"]
+                yield title(ingress), "Service", service["name"], service["port"]["name"]
+        for tls in ingress["spec"].get("tls", []):
+            yield title(ingress), "Secret", tls["secretName"], None
+    for route in render.kind("HTTPRoute"):
+        for rule in route["spec"]["rules"]:
+            for backend in rule["backendRefs"]:
+                yield title(route), "Service", backend["name"], backend["port"]
+
+
+def undefined(render: Render) -> Iterator[str]:
+    """Mentions of objects or keys that are not in the render, and mounts of no volume."""
+    for who, kind, name, key in mentions(render):
+        target = render.named(kind, name)
+        if target is None or (key is not None and key not in keys(target)):
+            yield f"{who}: no {kind} {name} with {key}"
+    for owner, _, spec in render.pods:
+        workload = render.named("StatefulSet", owner) or {"spec": {}}
+        claims = [each["metadata"] for each in workload["spec"].get("volumeClaimTemplates", [])]
+        volumes = {each["name"] for each in (*spec.get("volumes", []), *claims)}
+        for container in containers(spec):
+            for mount in container.get("volumeMounts", []):
+                if mount["name"] not in volumes:
+                    yield f"{owner}: volumeMount {mount['name']} has no volume"
+
+
+def keys(document: Document) -> set[Any]:
+    """What may be asked of an object: its data, or a Service's ports by name and number."""
+    if document["kind"] == "Service":
+        return {port.get(key) for port in document["spec"]["ports"] for key in ("port", "name")}
+    return {*document.get("data", {}), *document.get("stringData", {})}
+
+
+def selections(render: Render) -> Iterator[Selection]:
+    """Pods that objects select, and the ports that these have to have."""
+    for service in render.kind("Service"):
+        ports = [port["targetPort"] for port in service["spec"]["ports"]]
+        yield title(service), {"matchLabels": service["spec"]["selector"]}, ports
+    for monitor in render.kind("PodMonitor"):
+        ports = [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]]
+        yield title(monitor), monitor["spec"]["selector"], ports
+    for budget in render.kind("PodDisruptionBudget"):
+        yield title(budget), budget["spec"]["selector"], []
+    for policy in render.kind("NetworkPolicy"):
+        rules = policy["spec"].get("ingress", [])
+        ports = [port["port"] for rule in rules for port in rule.get("ports", [])]
+        yield title(policy), policy["spec"]["podSelector"], ports
+        for peer in (peer for rule in rules for peer in rule.get("from", [])):
+            if "podSelector" in peer and "namespaceSelector" not in peer:
+                yield title(policy), peer["podSelector"], []
+
+
+def unselected(render: Render) -> Iterator[str]:
+    """Selectors that mean no pod, or one without the port; workloads that miss their own pods."""
+    for who, selector, ports in selections(render):
+        pods = [spec for _, labels, spec in render.pods if matches(selector, labels)]
+        if not pods:
+            yield f"{who}: no pod has its labels"
+        for port in ports:
+            if not all(port in port_names(pod) for pod in pods):
+                yield f"{who}: its pods have no port {port}"
+    for workload in render.kind("Deployment", "StatefulSet"):
+        spec = workload["spec"]
+        if not matches(spec["selector"], spec["template"]["metadata"]["labels"]):
+            yield f"{title(workload)}: its selector does not match its own pods"
+
+
+def scraped(render: Render, monitor: Document) -> list[Document]:
+    """Services that a ServiceMonitor means."""
+    selector = monitor["spec"]["selector"]
+    return [s for s in render.kind("Service") if matches(selector, s["metadata"]["labels"])]
+
+
+def unserved(render: Render) -> Iterator[str]:
+    """Ports and paths that probes and monitors ask, and nobody serves."""
+    for monitor in render.kind("ServiceMonitor"):
+        services = scraped(render, monitor)
+        for endpoint in monitor["spec"]["endpoints"]:
+            known = [endpoint["port"] in keys(service) for service in services]
+            if not known or not all(known) or endpoint["path"] not in PROBES:
+                yield f"{title(monitor)}: nobody serves {endpoint}"
+    for owner, _, spec in render.pods:
+        for container in containers(spec):
+            ports = {port["name"] for port in container.get("ports", [])}
+            for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+                for action in ("httpGet", "tcpSocket"):
+                    asked = container.get(probe, {}).get(action)
+                    path = asked and asked.get("path", "/ready")
+                    if asked and (asked["port"] not in ports or path not in PATHS):
+                        yield f"{owner}: {probe} asks {asked}, which nobody serves"
+
+
+def misconfigured(render: Render, path: Path) -> Iterator[str]:
+    """Start commands, the configuration and Ray's resources that do not fit each other."""
+    offered = {
+        name for _, _, spec in render.pods
+        for text in options(command(spec), "--resources") for name in json.loads(text)
+    }  # fmt: skip
+    spec = render.components().get("serve")
+    if spec is None:  # its Service says so
+        return
+    words = command(spec)
+    mounts = {mount["mountPath"] for mount in spec["containers"][0]["volumeMounts"]}
+    for file in (*options(words, "--config"), *options(words, "--api-key-file")):
+        if str(Path(file).parent) not in mounts:
+            yield f"serve: {file} is on no volume"
+    (name,) = (volume["configMap"]["name"] for volume in spec["volumes"] if "configMap" in volume)
+    (file,) = options(words, "--config")
+    texts = (render.named("ConfigMap", name) or {"data": {}})["data"]
+    (path / "config.yaml").write_text(texts.get(Path(file).name, "no: such file"))
+    try:
+        config = configured(words[words.index("kvlane") + 1 :], {file: path / "config.yaml"})
+    except UserError as error:
+        yield f"serve: {error}"
+        return
+    for role in (config.prefill, config.decode):
+        if role.replicas and not offered.issuperset(role.resources):
+            yield f"serve asks for Ray's resources {role.resources}, pods offer {offered}"
+    if port_names(spec).get("http") != config.cluster.port:
+        yield f"serve: port http is not {config.cluster.port}"
+    for other, _, pod in render.pods:
+        if port_names(pod).get("metrics", 0) not in (0, config.cluster.worker_metrics_port):
+            yield f"{other}: workers' metrics are at {config.cluster.worker_metrics_port}"
+
+
+def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
+    """All of a pod, in the order of their starts."""
+    return [*pod.get("initContainers", []), *pod["containers"]]
+
+
+def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    """Whether a label selector means an object with these labels."""
+    equal = selector.get("matchLabels", {}).items() <= labels.items()
+    expressions = selector.get("matchExpressions", [])
+    return equal and all(
+        labels.get(expression["key"]) in expression["values"] for expression in expressions
+    )
+
+
+def command(pod: dict[str, Any]) -> list[str]:
+    """The words of what the first container runs."""
+    container = pod["containers"][0]
+    text = "\n".join(container.get("args", [])).replace("\\\n", "")
+    return shlex.split(text) if container["command"][0] == "sh" else list(container["command"])
+
+
+def options(words: list[str], name: str) -> list[str]:
+    """Values of --name=value."""
+    return [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_is_mentioned_is_defined(name: str, tmp_path: Path) -> None:
+    assert breaches(Render(documents(name)), path=tmp_path) == []
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_name_that_changes_in_one_place_is_noticed(mutation: str) -> None:
+def test_a_name_that_changes_in_one_place_is_noticed(mutation: str, tmp_path: Path) -> None:
     name, which, old, new = MUTATIONS[mutation]
-    found = Render(changed(documents(name), which, old, new)).breaches()
-    assert found, f"{which}: {old} became {new}, and nothing was said"
+    wrong = Render(changed(documents(name), which, old, new))
+    assert breaches(wrong, path=tmp_path), f"{which}: {old} became {new}, and nothing was said"
 
 
 @pytest.mark.parametrize("name", ["kvlane_requests_waiting", "kvlane_requests_total"])
-def test_a_metric_that_the_product_gives_up_is_noticed(name: str) -> None:
+def test_a_metric_that_the_product_gives_up_is_noticed(name: str, tmp_path: Path) -> None:
     left = {each: labels for each, labels in metrics.exported().items() if each != name}
-    renders = [Render(documents(each), left) for each in ("monitoring", "autoscaling")]
-    assert any(name in breach for render in renders for breach in render.breaches())
+    renders = [Render(documents(values)) for values in ("monitoring", "autoscaling")]
+    lines = [breach for render in renders for breach in breaches(render, left, tmp_path)]
+    assert any(name in breach for breach in lines)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.helm.charts import REPOSITORY, skip_without_tools
+from tests.helm.charts import REPOSITORY, rendered
 from tests.support.namespaces import ENTER
 
 
 @pytest.mark.whole
 def test_the_pods_of_the_chart_start_serve_and_end() -> None:
-    skip_without_tools()
+    rendered("default")  # skips without Helm
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("needs root, unshare and iproute2 for namespaces")
     if subprocess.run([*ENTER, "true"], capture_output=True, check=False).returncode != 0:

@@ -13,12 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from worker.errors import UserError
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 
 FORMS = ("specforge", "speculators", "eagle", "mimo")
 ABSENT = "absent"  # as the value of a field: leave it out
 # A target for them.
-TARGET = ModelSpec(
+TARGET = ModelShape(
     architecture="Qwen2ForCausalLM",
     hidden_size=32,
     num_layers=10,
@@ -43,7 +43,7 @@ TARGET = ModelSpec(
 def write_chain(
     directory: Path,
     form: str,
-    target: ModelSpec,
+    target: ModelShape,
     *,
     seed: int = 0,
     prefix: str = "",
@@ -125,7 +125,7 @@ def random_tensors(
 
 
 def _config(
-    directory: Path, form: str, target: ModelSpec, layer: dict[str, Any], fields: dict[str, Any]
+    directory: Path, form: str, target: ModelShape, layer: dict[str, Any], fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json, the object in it that holds the layer's fields)."""
     shape: dict[str, Any] = {
@@ -180,7 +180,7 @@ def left(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _shapes(
     form: str,
-    target: ModelSpec,
+    target: ModelShape,
     config: dict[str, Any],
     shape: dict[str, Any],
     own: tuple[str, ...],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
@@ -21,18 +22,18 @@ class ChainRows:
     """The region "draft" of a drafter, filled with NaN."""
 
     def __init__(self, drafter: ChainDrafter) -> None:
-        size, heads, dtype = drafter.spec.head_dim, drafter.heads, drafter.kind["dtype"]
+        size, heads, dtype = drafter.spec.head_dim, drafter.heads, drafter.placement.dtype
         name = str(dtype).removeprefix("torch.")
         region = KVRegion("draft", 1, heads.num_kv_heads, size, 1, PAGE_SIZE, name)
         self.drafter = drafter
-        self.pool = KVPool(KVLayout((region,)), NUM_PAGES, drafter.kind["device"])
+        self.pool = KVPool(KVLayout((region,)), NUM_PAGES, drafter.placement.device)
         self.caches = self.pool.layer(0, "draft")
         for cache in self.caches:
             cache.fill_(float("nan"))
-        self._attention = ReferenceAttention(
-            self.pool, heads.num_heads, heads.num_kv_heads, size, size**-0.5,
-            KeyMask(first_key=1), "draft",
-        )  # fmt: skip
+        shape = AttentionShape(
+            heads.num_heads, heads.num_kv_heads, size, size**-0.5, KeyMask(first_key=1), "draft"
+        )
+        self._attention = ReferenceAttention(self.pool, shape)
 
     def store(self, first: int, ids: Tensor, g: Tensor) -> None:
         """Rows for slots `first` and on."""
@@ -51,7 +52,7 @@ class ChainRows:
         pages = torch.tensor(PAGES)[positions // PAGE_SIZE]
 
         def put(values: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-            return values.to(self.drafter.kind["device"], dtype)
+            return values.to(self.drafter.placement.device, dtype)
 
         return Batch(
             input_ids=put(ids),

@@ -26,8 +26,8 @@ from tests.support.patience import HANG_S
 
 REPOSITORY = Path(__file__).parents[2]
 IMPORTED = (
-    "cluster.cli", "cluster.check", "cluster.chat", "cluster.doctor.command",
-    "benchmarks.load.fleet", "benchmarks.load.report", "router.status",
+    "cluster.cli", "cluster.diagnose.checks", "cluster.clients.chat",
+    "benchmarks.load.fleet", "benchmarks.load.report", "router.show.status",
     "numpy", "httpx", "httpx2", "tqdm.auto", "filelock",
 )  # fmt: skip
 KVLANE = ""  # the program that `python -m cluster` is

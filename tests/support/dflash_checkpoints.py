@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support import chain_checkpoints
 from tests.support.chain_checkpoints import ABSENT, layer_shapes, left, random_tensors
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target
@@ -46,7 +46,7 @@ class Written:
 
 
 def small_spec_config(
-    target: ModelSpec = TARGET,
+    target: ModelShape = TARGET,
     form: str = "zlab",
     *,
     num_layers: int = 2,
@@ -148,7 +148,7 @@ def small_spec_config(
 
 
 def write_dflash(
-    directory: Path, small: SmallConfig, target: ModelSpec = TARGET, *, seed: int = 0
+    directory: Path, small: SmallConfig, target: ModelShape = TARGET, *, seed: int = 0
 ) -> Written:
     """Write config.json and weights, which depend on `small` and `seed` only."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def write_dflash(
     return Written(tensors, parts)
 
 
-def _shapes(small: SmallConfig, target: ModelSpec, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def _shapes(small: SmallConfig, target: ModelShape, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """Name by part -> shape, as published files have them."""
     shape, size = small.layer, small.layer["hidden_size"]
     bias = shape["attention_bias"]

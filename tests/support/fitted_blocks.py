@@ -19,7 +19,7 @@ from tests.support.chain_reference import behind_layers
 from tests.support.dflash_checkpoints import ABSENT, small_spec_config, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
 from tests.support.fitted_drafters import HEAD_DIM, HEADS, KV_HEADS, SHARP, solve
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 
 FORMS = ("dflash", "dflash mixed")
 BLOCK_SIZE, LAYERS = 8, 2
@@ -36,7 +36,7 @@ def write(directory: Path, target: Path, form: str, d2t: Tensor | None = None) -
     if form == "dflash mixed":
         own = ("mask_embedding",)
         options = {"sliding": (0,), "window": 24, "own": own, "mask_token_id": ABSENT}
-    spec = read_model_spec(target)
+    spec = read_model_shape(target)
     small = small_spec_config(
         spec, num_layers=LAYERS, block_size=BLOCK_SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM, taps=(0, 1, 2), layer={"intermediate_size": 640, "rope_theta": 20000.0},

@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, one_hot
 
 from tests.support.chain_checkpoints import write_chain
 from tests.support.chain_reference import ChainReference, short_name
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 
 PUBLISHED = {"eagle3": "specforge", "eagle": "eagle", "mtp": "mimo"}  # see write_chain
 FORMS = tuple(PUBLISHED)
@@ -57,7 +57,7 @@ def write(
         config = {"eagle_config": INNER} | config
     if d2t is not None:
         own, config = (*(own or ()), "t2d"), config | {"draft_vocab_size": len(d2t)}
-    spec = read_model_spec(target)
+    spec = read_model_shape(target)
     tensors = write_chain(directory, PUBLISHED[form], spec, own=own or (), layer=LAYER, **config)
     if d2t is not None:
         tensors["d2t"], tensors["t2d"] = d2t, torch.zeros(spec.vocab_size, dtype=torch.bool)

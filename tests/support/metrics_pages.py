@@ -15,12 +15,12 @@ from textwrap import fill
 from prometheus_client import Metric, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.mailbox import Spent
-from router.members import Members
-from router.metrics import PREFILLS, RouterMetrics
-from router.siblings import Siblings
-from router.text import Text
-from router.vllm import Live
+from router.dispatch.members import Members
+from router.observe.metrics import PREFILLS, RouterMetrics
+from router.observe.spent import Spent
+from router.observe.vllm import Live
+from router.show.siblings import Siblings
+from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Member, Stages, WorkerStats
 from worker.observe.meter import StepMeter

@@ -120,10 +120,8 @@ class DecodeSide:
         tokens = list(range(num_tokens))
         hold = self.book.open(tokens, num_tokens + 1, max_matched=0)
         assert hold is not None
-        sampling = sampling or Sampling(1)
-        return Req(
-            str(number), 1, "r", tokens, num_tokens, sampling, float("inf"), hold=hold
-        )  # fmt: skip
+        asked = sampling or Sampling(1)
+        return Req(str(number), 1, "r", tokens, num_tokens, asked, float("inf"), hold=hold)
 
     def start(self, req: Req, peers: Sequence[str], now: float | None = None) -> None:
         """Asks the first of `peers`."""

@@ -6,9 +6,9 @@ import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from router import siblings
-from router.app import RouterServer
 from router.config import RouterConfig
+from router.http.app import Place, RouterServer, Settings
+from router.show import siblings
 from worker.config import ModelConfig, PingConfig
 
 PING = PingConfig(interval_s=0.1, max_misses=50)
@@ -18,10 +18,9 @@ TIMEOUT_S = 60.0  # for another router's page, on a machine that has much else t
 def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True) -> RouterServer:
     """A router that is not started yet."""
     return RouterServer(
-        RouterConfig(access_log=False), ModelConfig(path=str(directory), served_name="small"), PING,
-        name=name, incarnation=uuid.uuid4().hex[:8], host="127.0.0.1", port=port, shown={},
-        shared=shared,
-    )  # fmt: skip
+        Settings(RouterConfig(), ModelConfig(path=str(directory), served_name="small"), PING),
+        Place(name, uuid.uuid4().hex[:8], port=port, shared=shared),
+    )
 
 
 def serve_until_killed(pipe: Connection, directory: Path, name: str, port: int) -> None:

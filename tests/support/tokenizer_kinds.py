@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ from tokenizers import (
     trainers,
 )
 
-from router.encoder import Encoder
-from router.encoding import Encode, encode_of
+from router.text.backend import Encode, TokenizerFile, encode_of
+from router.text.encoder import Encoder
 from tests.support.prompts import TINY
 
 START, END = "<|start|>", "<|end|>"
@@ -143,10 +142,10 @@ MADE: dict[str, tuple[Tokenizer, Encoder]] = {}
 
 def encode_by(tokenizer: Tokenizer, backend: Any = "auto") -> Encode:
     """As Text does it."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "tokenizer.json"
-        tokenizer.save(str(path))
-        return encode_of(path, tokenizer, json.loads(tokenizer.to_str()), backend)
+    text = tokenizer.to_str()
+    return encode_of(
+        TokenizerFile(Path("tokenizer.json"), text, json.loads(text)), tokenizer, backend
+    )
 
 
 def made(kind: str) -> tuple[Tokenizer, Encoder]:

@@ -66,10 +66,12 @@ if not INTERPRETED:
         weights = torch.rand(3, 16) + 0.5 if normed else None
         memory = torch.zeros(2, 5, 2, 3, 2, 4, 16)
         for layer in range(3):
-            weight = None if weights is None else weights[layer]
+            norms = None
+            if weights is not None:
+                norms = qk_rope_store.HeadNorms(weights[layer], weights[layer], 1e-6)
             qk_rope_store.qk_rope_store_ref(
-                kv[:, layer * 64 : (layer + 1) * 64], positions, table,
-                *memory[0, :, :, layer].unbind(2), slots, weight, weight, 1e-6,
+                kv[:, layer * 64 : (layer + 1) * 64], qk_rope_store.Rotation(table, positions),
+                memory[0, :, :, layer].unbind(2), slots, norms,
             )  # fmt: skip
         caches = [memory[1, :, :, layer].unbind(2) for layer in range(3)]
         layers_rope_store.layers_rope_store_ref(kv, positions, table, caches, slots, weights, 1e-6)

@@ -28,8 +28,9 @@ from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.chain_model import ChainDrafter
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
+from worker.model.layers import Placement
 from worker.model.loader import load_model
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
@@ -228,7 +229,7 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(
         tmp_path / "model.safetensors",
     )
     tensors = write_chain(tmp_path, "mimo", TARGET)
-    spec = read_model_spec(tmp_path)
+    spec = read_model_shape(tmp_path)
     assert spec == replace(
         TARGET, architecture="MiMoForCausalLM", attention_bias=True, dtype=spec.dtype
     )
@@ -482,7 +483,7 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     """On the meta device any .item(), .tolist() or copy to the host raises."""
     write_chain(tmp_path, form, TARGET)
     meta, kind = torch.device("meta"), torch.bfloat16
-    target = Decoder(TARGET, SingleCollective(), device=meta, dtype=kind)
+    target = Decoder(TARGET, Placement(SingleCollective(), kind, meta))
     drafter = ChainDrafter(read_chain_shape(tmp_path, TARGET), target, 64)
     taps = torch.empty(6, drafter.spec.num_features * 32, dtype=kind, device=meta)
     rows, g = ChainRows(drafter), drafter.features(taps)

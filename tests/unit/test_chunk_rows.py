@@ -19,7 +19,7 @@ from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
 from worker.step import chunk_rows, chunk_rows_triton
 from worker.step.buffers import BatchBuffers
-from worker.step.state import StepState
+from worker.step.state import StateShape, StepState
 
 CPU = torch.device("cpu")
 PAGE_SIZE = 16
@@ -57,7 +57,7 @@ def inputs(
 
 
 def state_of(num_rows: int, max_pages: int = 8) -> StepState:
-    return StepState(num_rows, max_pages, (2,), CPU, num_penalty_slots=0, vocab_size=97)
+    return StepState(StateShape(num_rows, max_pages, (2,), 0, 97), CPU)
 
 
 def _copied(batch: Any) -> dict[str, Any]:

@@ -16,9 +16,12 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from cluster.check import check_before_ray, check_model, check_port
 from cluster.config import Config, load
-from cluster.nvml import count_gpus
+from cluster.diagnose.checks import of_start, refuse
+from cluster.diagnose.driver import count_gpus
+from cluster.diagnose.facts import read_facts
+from cluster.diagnose.model import check_model
+from cluster.diagnose.settings import check_port
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError
 from worker.model.files import INDEX_NAME
@@ -27,52 +30,40 @@ from worker.transfer.base import KINDS, TRANSPORTS
 from worker.transfer.mooncake_engine import SELECTION
 
 TINY = Config().model.directory
+DRAFTER = TINY.with_name("tiny-chain")
 REPOSITORY = Path(__file__).parents[2]
+FACTS = read_facts()
+ON_CHAIN = "spec.drafter=chain"
+
+
+def check(*sets: str, num_gpus: int = 0) -> None:
+    refuse(of_start(load(None, ["cluster.port=0", *sets]), num_gpus, FACTS))
 
 
 def refused(*sets: str, num_gpus: int = 0) -> str:
     with pytest.raises(UserError) as caught:
-        check_before_ray(load(None, ["cluster.port=0", *sets]), num_gpus)
+        check(*sets, num_gpus=num_gpus)
     assert caught.value.param is not None
     assert str(caught.value).startswith(caught.value.param)
     return str(caught.value)
 
 
+def fits(*sets: str) -> None:
+    check_model(load(None, sets))
+
+
 def model_refused(directory: Path, *sets: str) -> str:
     with pytest.raises(UserError) as caught:
-        check_model(load(None, [f"model.path={directory}", *sets]))
+        fits(f"model.path={directory}", *sets)
     return str(caught.value)
 
 
-def test_a_drafter_is_checked_with_its_target(model: Path, tmp_path: Path) -> None:
-    on = "spec.drafter=chain"
-    check_model(load(None, [on]))  # the bundled model has one
-    drafter = tmp_path / "drafter"
-    shutil.copytree(TINY.with_name("tiny-chain"), drafter)
-    with_path = on, f"spec.path={drafter}"
-    check_model(load(None, [f"model.path={model}", *with_path]))
-    unset = model_refused(model, on)
-    assert unset.startswith(f"spec.path: {model}/config.json: architectures: ")
-    assert "spec.path is not set" in unset
-    assert "spec.path: there is no directory /none" in model_refused(model, on, "spec.path=/none")
-    config = json.loads((drafter / "config.json").read_text())
-    (drafter / "config.json").write_text(json.dumps(config | {"vocab_size": 7}))
-    assert "vocab_size: 7, but the target's is" in model_refused(model, *with_path)
-    (drafter / "config.json").write_text(json.dumps(config))
-    weights = drafter / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-8])
-    assert "model.safetensors: cut short" in model_refused(model, *with_path)
-    with pytest.raises(UserError, match="spec: path names a drafter, but drafter is none"):
-        load(None, [f"spec.path={drafter}"])
-
-
-def test_windows_fit_into_a_drafter_s_block() -> None:
-    on = "spec.drafter=dflash"
-    for fits in ("spec.widths=auto", "spec.widths=[1,8]", "spec.block=8"):
-        check_model(load(None, [on, fits]))
-    for field, value in (("widths", "[1,16]"), ("block", "16")):
-        with pytest.raises(UserError, match=f"spec.{field}: 16, but the drafter's block has 8"):
-            check_model(load(None, [on, f"spec.{field}={value}"]))
+def rewritten(directory: Path, **fields: object) -> Path:
+    """With other fields in its config.json than the bundled one's."""
+    bundled = DRAFTER if directory.name == "drafter" else TINY
+    config = json.loads((bundled / "config.json").read_text()) | fields
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 @pytest.fixture
@@ -89,10 +80,44 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
+@pytest.fixture
+def drafter(tmp_path: Path) -> Path:
+    """A copy of the bundled one."""
+    return Path(shutil.copytree(DRAFTER, tmp_path / "drafter"))
+
+
+def test_a_drafter_is_checked_with_its_target(model: Path, drafter: Path) -> None:
+    fits(ON_CHAIN)  # the bundled model has one
+    with_path = ON_CHAIN, f"spec.path={drafter}"
+    fits(f"model.path={model}", *with_path)
+    unset = model_refused(model, ON_CHAIN)
+    assert unset.startswith(f"spec.path: {model}/config.json: architectures: ")
+    assert "spec.path is not set" in unset
+    none = model_refused(model, ON_CHAIN, "spec.path=/none")
+    assert "spec.path: there is no directory /none" in none
+    rewritten(drafter, vocab_size=7)
+    assert "vocab_size: 7, but the target's is" in model_refused(model, *with_path)
+    weights = rewritten(drafter) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    assert "model.safetensors: cut short" in model_refused(model, *with_path)
+    with pytest.raises(UserError, match="spec: path names a drafter, but drafter is none"):
+        load(None, [f"spec.path={drafter}"])
+
+
+def test_windows_fit_into_a_drafter_s_block() -> None:
+    on = "spec.drafter=dflash"
+    for fitting in ("spec.widths=auto", "spec.widths=[1,8]", "spec.block=8"):
+        fits(on, fitting)
+    for field, value in (("widths", "[1,16]"), ("block", "16")):
+        with pytest.raises(UserError, match=f"spec.{field}: 16, but the drafter's block has 8"):
+            fits(on, f"spec.{field}={value}")
+
+
 def test_what_is_right_passes() -> None:
-    check_before_ray(load(None, ["cluster.port=0"]), 0)
-    check_before_ray(load(None, ["cluster.port=0", "transport.name=mooncake"]), 0)
-    check_model(Config())
+    check()
+    check("transport.name=mooncake")
+    check("decode.tp=2", "prefill.tp=2")
+    fits()
 
 
 @pytest.mark.parametrize(
@@ -138,11 +163,10 @@ def test_a_port_in_use_is_told_even_if_it_could_be_shared(shared: bool) -> None:
         message = refused(f"cluster.port={port}", "routers.replicas=2")
         assert message.startswith(f"cluster.port: 127.0.0.1:{port}: Address already in use")
         assert "--port" in message
-        config = load(None, [f"cluster.port={port}"])
         with pytest.raises(UserError, match="already in use"):
-            check_port(config)
+            check_port(load(None, [f"cluster.port={port}"]))
         check_port(load(None, [f"cluster.port={port}", "routers.num_cpus=1"]))
-    check_before_ray(config, 0)
+    check(f"cluster.port={port}")
 
 
 def test_gpus_are_counted_over_both_roles() -> None:
@@ -161,7 +185,6 @@ def test_gpus_are_counted_rank_by_rank_and_ranks_share_none() -> None:
     assert "prefill.tp: GPUs are asked for (2 for prefill" in refused("prefill.tp=2", num_gpus=2)
     with pytest.raises(UserError, match=r"decode: num_gpus is 0\.5 and tp 2: ranks of a worker"):
         load(None, ["decode.num_gpus=0.5", "decode.tp=2"])
-    check_before_ray(load(None, ["cluster.port=0", "decode.tp=2", "prefill.tp=2"]), 0)
 
 
 def test_cpus_are_counted_rank_by_rank() -> None:
@@ -170,42 +193,37 @@ def test_cpus_are_counted_rank_by_rank() -> None:
 
 
 def test_a_collective_of_other_devices_is_refused() -> None:
-    for name in ("custom", "nccl"):
-        message = refused("decode.tp=2", f"decode.engine.collective={name}")
-        said = f"decode.engine.collective: {name}, but decode workers compute on CPUs; gloo is"
-        assert message.startswith(said)
-    message = refused("prefill.engine.collective=gloo", num_gpus=2)
-    assert message.startswith(
-        "prefill.engine.collective: gloo, but prefill workers compute on GPUs"
-    )
+    for role, name, devices in (
+        ("decode", "custom", "CPUs"), ("decode", "nccl", "CPUs"), ("prefill", "gloo", "GPUs")
+    ):  # fmt: skip
+        sets = "decode.tp=2", f"{role}.engine.collective={name}"
+        message = refused(*sets, num_gpus=2 if devices == "GPUs" else 0)
+        says = f"{name}, but {role} workers compute on {devices}; gloo is for CPUs"
+        assert f"{role}.engine.collective: {says}" in message
 
 
 def test_a_model_that_cannot_be_divided_among_ranks_is_refused(model: Path) -> None:
-    for fits in ("decode.tp=2", "prefill.tp=4", "prefill.tp=1"):
-        check_model(load(None, [fits]))
-        check_model(load(None, [fits, "spec.drafter=dflash"]))
-    told = model_refused(TINY, "decode.tp=3")
-    assert told == "decode.tp: 4 attention heads cannot be divided among 3 ranks"
-    config = json.loads((model / "config.json").read_text())
+    for fitting in ("decode.tp=2", "prefill.tp=4", "prefill.tp=1"):
+        fits(fitting)
+        fits(fitting, "spec.drafter=dflash")
+    message = model_refused(TINY, "decode.tp=3")
+    assert message == "decode.tp: 4 attention heads cannot be divided among 3 ranks"
+    for fields, says in (
+        ({"vocab_size": 1022}, "vocab_size 1022 cannot be divided among 4 ranks"),
+        ({"intermediate_size": 510}, "intermediate_size 510 cannot be divided among 4 ranks"),
+        (
+            {"num_attention_heads": 12, "num_key_value_heads": 3},
+            "3 kv heads can be neither divided among 4",
+        ),
+    ):
+        changed = rewritten(model, **fields), "prefill.tp=4", "model.load_format=dummy"
+        assert model_refused(*changed).startswith(f"prefill.tp: {says}")
+    fits(f"model.path={model}", "prefill.tp=4", "prefill.replicas=0")
 
-    def changed(**fields: int) -> str:
-        (model / "config.json").write_text(json.dumps(config | fields))
-        return model_refused(model, "prefill.tp=4", "model.load_format=dummy")
 
-    assert changed(vocab_size=1022) == "prefill.tp: vocab_size 1022 cannot be divided among 4 ranks"
-    assert changed(intermediate_size=510).startswith("prefill.tp: intermediate_size 510 cannot be")
-    heads = {"num_attention_heads": 12, "num_key_value_heads": 3}
-    assert changed(**heads).startswith("prefill.tp: 3 kv heads can be neither divided among 4")
-    check_model(load(None, [f"model.path={model}", "prefill.tp=4", "prefill.replicas=0"]))
-
-
-def test_a_drafter_that_cannot_be_divided_among_ranks_is_refused(tmp_path: Path) -> None:
-    drafter = tmp_path / "drafter"
-    shutil.copytree(TINY.with_name("tiny-chain"), drafter)
-    config = json.loads((drafter / "config.json").read_text())
-    heads = {"num_attention_heads": 3, "num_key_value_heads": 3}
-    (drafter / "config.json").write_text(json.dumps(config | heads))
-    message = model_refused(TINY, "decode.tp=2", "spec.drafter=chain", f"spec.path={drafter}")
+def test_a_drafter_that_cannot_be_divided_among_ranks_is_refused(drafter: Path) -> None:
+    rewritten(drafter, num_attention_heads=3, num_key_value_heads=3)
+    message = model_refused(TINY, "decode.tp=2", ON_CHAIN, f"spec.path={drafter}")
     assert message == "decode.tp: 3 attention heads cannot be divided among 2 ranks: of the drafter"
 
 
@@ -213,8 +231,7 @@ def test_a_torch_without_cuda_is_told_where_there_is_a_gpu() -> None:
     if torch.version.cuda:
         pytest.skip("this torch has CUDA")
     assert "cannot use the GPU: pip install 'kvlane[cuda]'" in refused(num_gpus=2)
-    on_cpu = ["cluster.port=0", "prefill.engine.device=cpu", "decode.engine.device=cpu"]
-    check_before_ray(load(None, on_cpu), 2)
+    check("prefill.engine.device=cpu", "decode.engine.device=cpu", num_gpus=2)
 
 
 @pytest.mark.parametrize(("visible", "most"), [(None, 99), ("", 0), ("NoDevFiles", 0), ("0", 1)])
@@ -224,22 +241,16 @@ def test_gpus_that_are_hidden_do_not_count(visible: str | None, most: int) -> No
 
 def test_a_model_is_checked_file_by_file(model: Path) -> None:
     assert model_refused(model / "nope").startswith("model.path: there is no directory ")
-    check_model(load(None, [f"model.path={model}"]))
-    for name in ("config.json", "tokenizer.json", "model-2.safetensors"):
-        hidden = (model / name).rename(model / "hidden")
-        message = model_refused(model)
-        assert message.startswith("model.path: ")
-        assert name in message
-        hidden.rename(model / name)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model-1.safetensors"])
-def test_a_file_that_is_cut_short_is_told(model: Path, name: str) -> None:
-    path = model / name
-    path.write_bytes(path.read_bytes()[:-100])
-    message = model_refused(model)
-    assert message.startswith("model.path: ")
-    assert name in message
+    fits(f"model.path={model}")
+    for name in ("config.json", "tokenizer.json", "model-1.safetensors"):
+        path, whole = model / name, (model / name).read_bytes()
+        path.unlink()
+        for _ in ("it is not there", "it is cut short"):
+            message = model_refused(model)
+            assert message.startswith("model.path: ")
+            assert name in message
+            path.write_bytes(whole[:-100])
+        path.write_bytes(whole)
 
 
 def test_an_index_that_names_what_no_file_holds_is_told(model: Path) -> None:
@@ -253,13 +264,12 @@ def test_dummy_weights_need_no_weight_files(model: Path) -> None:
     for path in model.glob("*.safetensors*"):
         path.unlink()
     assert "no *.safetensors" in model_refused(model)
-    check_model(load(None, [f"model.path={model}", "model.load_format=dummy"]))
+    fits(f"model.path={model}", "model.load_format=dummy")
 
 
 def test_an_architecture_that_cannot_be_served_is_told(model: Path) -> None:
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"architectures": ["MambaForCausalLM"]}))
-    assert "'MambaForCausalLM' is not supported; supported: LlamaFor" in model_refused(model)
+    message = model_refused(rewritten(model, architectures=["MambaForCausalLM"]))
+    assert "'MambaForCausalLM' is not supported; supported: LlamaFor" in message
 
 
 def test_a_length_beyond_the_model_s_is_told() -> None:

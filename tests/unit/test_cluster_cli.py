@@ -9,14 +9,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import httpx
 import pytest
 
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
-from cluster.chat import Server, converse
+from cluster.clients.chat import TIMEOUT, converse
+from cluster.clients.server import Server
 from cluster.config import Config, fields, leaves, load, origins
 from cluster.explain import explain
 from tests.support.commands import REPOSITORY, run
@@ -142,12 +142,9 @@ def test_chat_takes_no_other_events(event: str, told: str) -> None:
         streamed = httpx.Response(200, text=f"data: {event}\n\n")
         return streamed if request.method == "POST" else httpx.Response(200, json=listed)
 
-    client = httpx.Client(transport=httpx.MockTransport(answer), base_url="http://other")
-    with (
-        mock.patch.object(Server, "client", return_value=client),
-        pytest.raises(WorldError) as raised,
-    ):
-        converse(Server("", "", {}), "", "", "hello")
+    server = Server("http://other", "", TIMEOUT, httpx.MockTransport(answer))
+    with pytest.raises(WorldError) as raised:
+        converse(server, {}, "", "hello")
     assert str(raised.value).endswith(told)
 
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.config import Config
-from cluster.hub import is_name
+from cluster.download import is_name
 from tests.support.commands import run
 from tests.support.hub import COMMIT, Hub, Repo, running
 from tests.support.patience import HANG_S
@@ -26,17 +26,18 @@ TINY = Config().model.directory
 NAME = "some-org/Tiny-0.1B"
 FETCH = """
 import sys
-from cluster import check, hub
+from cluster import download
+from cluster.diagnose.model import check_model
 from cluster.config import load
 from cluster.cli import main
 offline = "--offline" in sys.argv
 sets = [each for each in sys.argv[1:] if "=" in each]
-def look(config): check.check_model(config, with_weights=False)
+def look(config): check_model(config, with_weights=False)
 config = load(None, sets)
-if hub.is_name(config.spec.path):
-    config = hub.fetch_drafter(config, offline=offline)
-config = hub.fetch(config, offline=offline, check=look)
-check.check_model(config)
+if download.is_name(config.spec.path):
+    config = download.fetch_drafter(config, offline=offline)
+config = download.fetch(config, offline=offline, check=look)
+check_model(config)
 print(config.model.directory, config.spec.path or config.model.name)
 """
 

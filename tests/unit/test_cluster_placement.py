@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from cluster.placement import SPANS, Ask, Node, Span, explain, shortage, strategy, too_much
+from cluster.sites.placement import SPANS, Ask, Node, Span, explain, shortage, strategy, too_much
 from worker.config import EngineConfig
 
 NODES = [
@@ -15,20 +15,17 @@ NODES = [
 ]
 
 
-def test_a_resource_that_no_node_has_is_named() -> None:
-    assert shortage(Ask("p", {"nvme": 1}), NODES) == "no node has any nvme"
-
-
-def test_too_much_of_a_resource_names_the_most_there_is() -> None:
-    assert shortage(Ask("p", {"CPU": 64}), NODES) == "the most CPU a node has is 8"
-
-
-def test_resources_of_different_nodes_do_not_add_up() -> None:
-    assert shortage(Ask("p", {"rdma": 1, "GPU": 1}), NODES) == "no single node has all of it"
-
-
-def test_what_an_empty_node_could_hold_is_no_shortage() -> None:
-    assert shortage(Ask("p", {"CPU": 4, "rdma": 1}), NODES) == ""
+@pytest.mark.parametrize(
+    ("bundle", "reason"),
+    [
+        ({"nvme": 1}, "no node has any nvme"),
+        ({"CPU": 64}, "the most CPU a node has is 8"),
+        ({"rdma": 1, "GPU": 1}, "no single node has all of it"),  # they do not add up
+        ({"CPU": 4, "rdma": 1}, ""),  # an empty node could hold it
+    ],
+)
+def test_what_no_node_could_hold_is_named(bundle: dict[str, float], reason: str) -> None:
+    assert shortage(Ask("p", bundle), NODES) == reason
 
 
 def test_asks_that_fit_one_by_one_may_be_too_much_together() -> None:

@@ -3,46 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cluster.actors import RayProcess
-from cluster.config import ClusterConfig
-from cluster.fence import Identity
-from cluster.monitor import Monitor
-from cluster.process import Process, Report
-from cluster.ranks import RankedProcess
-from cluster.seats import Seat, State
-from tests.unit.test_cluster_monitor import FakeLinks
+from cluster.control.monitor import Monitor
+from cluster.control.replicas import Replica, State
+from cluster.sites.handles import Rank, RayProcess
+from cluster.sites.kill import Identity
+from cluster.sites.process import Process, Report, Site
+from tests.support.asynchronous import asynchronous
+from tests.support.monitored import CONFIG, LinksDouble
 from worker.api import Member
 from worker.errors import PeerLost, UserError, WorldError
 
-CONFIG = ClusterConfig(restart_backoff_s=0.01, max_restart_backoff_s=0.05, stop_timeout_s=0.3)
 RENDEZVOUS = "tcp://10.0.0.1:5000"
-
-
-class Call(Protocol):
-    def __call__(self, *args: object) -> Awaitable[object]: ...
-
-
-@dataclass
-class Method:
-    """A method of an actor handle."""
-
-    remote: Call
-
-
-@dataclass
-class Handle:
-    """An actor's handle: `handle.method.remote(...)`."""
-
-    double: object
-
-    def __getattr__(self, name: str) -> Method:
-        return Method(getattr(self.double, name))
+DEATH = PeerLost("its process died")
 
 
 @dataclass
@@ -51,40 +30,46 @@ class Actor:
 
     rank: int
     log: list[str]
-    all_ranks: asyncio.Barrier
+    all_there: asyncio.Barrier
     fails: Exception | None = None  # of start
+    hangs: bool = False  # in its start
     over: asyncio.Event = field(default_factory=asyncio.Event)
     death: Exception | None = None
 
-    async def rendezvous(self) -> str:
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        """As of a handle: `handle.method.remote(...)`."""
+        return SimpleNamespace(remote=getattr(type(self), f"on_{name}").__get__(self))
+
+    async def on_rendezvous(self) -> str:
         assert self.rank == 0
         return RENDEZVOUS
 
-    async def start(self, rendezvous: str) -> Member | None:
-        assert rendezvous == RENDEZVOUS
+    async def on_start(self, rendezvous: str = "") -> Member | None:
+        assert rendezvous == (RENDEZVOUS if self.all_there.parties > 1 else "")
         self.log.append(f"start {self.rank}")
         if self.fails:
             raise self.fails
-        await self.alive(self.all_ranks.wait())  # as weights are compared: all have to be there
+        # As weights are compared: all have to be there.
+        await self.alive(asyncio.Event().wait() if self.hangs else self.all_there.wait())
         return Member("decode-0", "decode", "x", "tcp://a") if self.rank == 0 else None
 
-    async def run(self) -> None:
+    async def on_run(self) -> None:
         await self.alive(self.over.wait())
 
-    async def stage(self) -> None:
+    async def on_stage(self) -> None:
         await asyncio.Event().wait()
 
-    async def report(self) -> Report:
+    async def on_report(self) -> Report:
         assert self.rank == 0
         return Report(idle=True, counters={})
 
-    async def tell(self, news: object) -> None:
+    async def on_update(self, membership: object) -> None:
         assert self.rank == 0
 
-    async def drain(self, others: bool) -> None:
+    async def on_drain(self, address_stays: bool) -> None:
         assert self.rank == 0
 
-    async def stop(self) -> None:
+    async def on_stop(self) -> None:
         self.log.append(f"stop {self.rank}")
         self.over.set()
 
@@ -98,178 +83,165 @@ class Actor:
             raise self.death
 
 
-class Part(RayProcess):
-    """One rank, as Ray hands it out."""
+class Killed(Rank):
+    """A rank whose kill is written down."""
 
-    def __init__(self, double: Actor) -> None:
-        super().__init__(Handle(double), Identity("n", "10.0.0.1", 7 + double.rank, 1))
-        self.double = double
-
-    async def fence(self) -> None:
-        self.double.log.append(f"kill {self.double.rank}")
-        self.double.death = PeerLost("it was killed")
+    async def kill(self) -> None:
+        self.actor.log.append(f"kill {self.actor.rank}")
+        self.actor.death = PeerLost("it was killed")
         await asyncio.sleep(0.01)
-        self.double.log.append(f"gone {self.double.rank}")
+        self.actor.log.append(f"gone {self.actor.rank}")
 
 
-def worker(num: int, log: list[str], fails: dict[int, Exception] | None = None) -> RankedProcess:
-    all_ranks = asyncio.Barrier(num)
-    actors = [Actor(rank, log, all_ranks, (fails or {}).get(rank)) for rank in range(num)]
-    return RankedProcess([Part(actor) for actor in actors])
+def worker(num: int, log: list[str], fails: dict[int, Exception] | None = None) -> RayProcess:
+    barrier = asyncio.Barrier(num)
+    actors = [Actor(rank, log, barrier, (fails or {}).get(rank)) for rank in range(num)]
+    return RayProcess([Killed(a, Identity("n", "10.0.0.1", 7 + a.rank, 1)) for a in actors])
 
 
-def run(test: Callable[[], Coroutine[None, None, None]]) -> None:
-    asyncio.run(asyncio.wait_for(test(), 10))
+def actors_of(process: RayProcess) -> list[Actor]:
+    return [rank.actor for rank in process.ranks]
 
 
-def actors_of(process: RankedProcess) -> list[Actor]:
-    return [part.double for part in process.parts if isinstance(part, Part)]
+async def under_way(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0.02)
+    assert not task.done()
+    return task
 
 
-def test_all_ranks_start_together_and_the_leader_is_the_member() -> None:
-    async def body() -> None:
-        log: list[str] = []
-        process = worker(4, log)
-        member = await process.start()
-        assert member.name == "decode-0"
-        assert sorted(log) == [f"start {rank}" for rank in range(4)]
-        assert process.pids == (7, 8, 9, 10)
-        assert process.place == "node 10.0.0.1, pids 7 8 9 10"
+@asynchronous
+async def test_all_ranks_start_together_and_the_leader_is_the_member() -> None:
+    log: list[str] = []
+    process = worker(4, log)
+    member = await process.start()
+    assert member.name == "decode-0"
+    assert sorted(log) == [f"start {rank}" for rank in range(4)]
+    assert process.pids == (7, 8, 9, 10)
+    assert process.place == "node 10.0.0.1, pids 7 8 9 10"
 
-    run(body)
+
+@asynchronous
+async def test_a_worker_of_one_rank_is_one_process() -> None:
+    process = worker(1, [])
+    assert (await process.start()).name == "decode-0"
+    assert (process.place, process.pids) == ("node 10.0.0.1, pid 7", (7,))
+    run = await under_way(process.run())
+    await process.stop()
+    await run
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "text"),
+    ("error", "text"),
     [
-        (UserError("model.path: there is no directory /m", "model.path"), UserError, "^model.path"),
-        (PeerLost("its process died"), PeerLost, r"^rank 2 \(node 10.0.0.1, pid 9\): its process"),
-        (WorldError("OSError: x"), WorldError, r"^rank 2 \(node 10.0.0.1, pid 9\): OSError: x"),
+        (UserError("model.path: there is no directory /m", "model.path"), "^model.path"),
+        (PeerLost("its process died"), r"^rank 2 \(node 10.0.0.1, pid 9\): its process"),
+        (WorldError("OSError: x"), r"^rank 2 \(node 10.0.0.1, pid 9\): OSError: x"),
     ],
 )
-def test_the_failure_of_one_rank_is_that_of_the_start(
-    error: Exception, kind: type[Exception], text: str
-) -> None:
+@asynchronous
+async def test_the_failure_of_one_rank_is_that_of_the_start(error: Exception, text: str) -> None:
     """The others wait for it for ever: who waited for them would hang."""
-
-    async def body() -> None:
-        with pytest.raises(kind, match=text) as caught:
-            await worker(3, [], {2: error}).start()
-        assert type(caught.value) is kind
-
-    run(body)
+    with pytest.raises(type(error), match=text) as caught:
+        await worker(3, [], {2: error}).start()
+    assert type(caught.value) is type(error)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_any_rank_ends_start_and_run(rank: int) -> None:
-    async def body() -> None:
-        starting = worker(2, [])
-        actors_of(starting)[1 - rank].start = hung  # type: ignore[method-assign]
-        start = asyncio.create_task(starting.start())
-        await asyncio.sleep(0.02)
-        assert not start.done()
-        actors_of(starting)[rank].death = PeerLost("its process died")
-        with pytest.raises(PeerLost, match="its process died"):
-            await start
-
-        running = worker(2, [])
-        await running.start()
-        over = asyncio.create_task(running.run())
-        await asyncio.sleep(0.02)
-        assert not over.done()
-        actors_of(running)[rank].death = PeerLost("its process died")
-        with pytest.raises(PeerLost, match="its process died"):
-            await over
-
-    run(body)
+@asynchronous
+async def test_the_death_of_any_rank_ends_start_and_run(rank: int) -> None:
+    process = worker(2, [])
+    actors_of(process)[1 - rank].hangs = True
+    start = await under_way(process.start())
+    actors_of(process)[rank].death = DEATH
+    with pytest.raises(PeerLost, match="its process died"):
+        await start
+    process = worker(2, [])
+    await process.start()
+    run = await under_way(process.run())
+    actors_of(process)[rank].death = DEATH
+    with pytest.raises(PeerLost, match="its process died"):
+        await run
 
 
-async def hung(*_: object) -> None:
-    await asyncio.Event().wait()
+@asynchronous
+async def test_a_death_is_told_rather_than_what_the_other_ranks_raise_because_of_it() -> None:
+    process = worker(3, [])
+    await process.start()
+    leader, dead, other = actors_of(process)
+    leader.death = other.death = WorldError("PeerLost: rank 1 does not answer")
+    dead.death = DEATH
+    with pytest.raises(PeerLost, match=r"rank 1 .*: its process died"):
+        await process.run()
 
 
-def test_a_death_is_told_rather_than_what_the_other_ranks_raise_because_of_it() -> None:
-    async def body() -> None:
-        process = worker(3, [])
-        await process.start()
-        leader, dead, other = actors_of(process)
-        leader.death = WorldError("PeerLost: rank 1 does not answer")
-        other.death = leader.death
-        dead.death = PeerLost("its process died")
-        with pytest.raises(PeerLost, match=r"rank 1 .*: its process died"):
-            await process.run()
+@asynchronous
+async def test_a_rank_that_ends_by_itself_ends_the_worker_and_a_stop_is_no_failure() -> None:
+    process = worker(3, [])
+    await process.start()
+    actors_of(process)[2].over.set()
+    with pytest.raises(WorldError, match="its rank 2 stopped"):
+        await process.run()
 
-    run(body)
-
-
-def test_a_rank_that_ends_by_itself_ends_the_worker_and_a_stop_is_no_failure() -> None:
-    async def body() -> None:
-        process = worker(3, [])
-        await process.start()
-        actors_of(process)[2].over.set()
-        with pytest.raises(WorldError, match="its rank 2 stopped"):
-            await process.run()
-
-        log: list[str] = []
-        process = worker(3, log)
-        await process.start()
-        log.clear()
-        over = asyncio.create_task(process.run())
-        await asyncio.sleep(0.02)
-        await process.stop()
-        await over
-        assert log == ["stop 0", "stop 1", "stop 2"]
-
-    run(body)
+    log: list[str] = []
+    process = worker(3, log)
+    await process.start()
+    log.clear()
+    run = await under_way(process.run())
+    await process.stop()
+    await run
+    assert log == ["stop 0", "stop 1", "stop 2"]
 
 
 @dataclass
-class Site:
+class RankedSite(Site):
+    """Makes workers of three ranks."""
+
     log: list[str] = field(default_factory=list)
     fails: dict[int, Exception] = field(default_factory=dict)
-    made: list[RankedProcess] = field(default_factory=list)
+    made: list[RayProcess] = field(default_factory=list)
 
-    async def create(self, name: str, incarnation: str) -> RankedProcess:
+    async def create(self, name: str, incarnation: str) -> RayProcess:
         self.log.append("create")
         self.made.append(worker(3, self.log, self.fails))
         return self.made[-1]
 
-    async def fence(self, process: Process) -> None:
-        assert isinstance(process, RankedProcess)
-        await process.fence()
+    async def kill(self, process: Process) -> None:
+        assert isinstance(process, RayProcess)
+        await process.kill()
 
     async def release(self, name: str) -> None:
         self.log.append("release")
 
 
-def test_all_ranks_are_killed_at_once_and_gone_before_the_next_incarnation() -> None:
-    async def body() -> None:
-        site = Site()
-        monitor = Monitor([Seat("decode-0", "decode")], site, FakeLinks(), CONFIG)
+def monitor_of(site: RankedSite) -> Monitor:
+    return Monitor([Replica("decode-0", "decode")], site, LinksDouble(), CONFIG)
+
+
+@asynchronous
+async def test_all_ranks_are_killed_at_once_and_gone_before_the_next_incarnation() -> None:
+    site = RankedSite()
+    monitor = monitor_of(site)
+    await monitor.start()
+    [row] = await monitor.status()
+    assert row.pids == (7, 8, 9)
+    site.log.clear()
+    actors_of(site.made[0])[1].death = DEATH
+    for _ in range(500):
+        if len(site.made) == 2 and monitor.replicas()[0].state is State.READY:
+            break
+        await asyncio.sleep(0.01)
+    kills, gone = [[f"{what} {rank}" for rank in range(3)] for what in ("kill", "gone")]
+    assert site.log[:7] == [*kills, *gone, "create"]
+    await monitor.stop(0.0)
+
+
+@asynchronous
+async def test_ranks_that_wait_for_one_that_failed_are_killed() -> None:
+    site = RankedSite(fails={1: UserError("no such model")})
+    monitor = monitor_of(site)
+    with pytest.raises(UserError, match="decode-0: no such model"):
         await monitor.start()
-        [row] = await monitor.status()
-        assert row.pids == (7, 8, 9)
-        site.log.clear()
-        actors_of(site.made[0])[1].death = PeerLost("its process died")
-        for _ in range(500):
-            if len(site.made) == 2 and monitor.seats()[0].state is State.READY:
-                break
-            await asyncio.sleep(0.01)
-        kills, gone = [[f"{what} {rank}" for rank in range(3)] for what in ("kill", "gone")]
-        assert site.log[:7] == [*kills, *gone, "create"]
-        await monitor.stop(0.0)
-
-    run(body)
-
-
-def test_ranks_that_wait_for_one_that_failed_are_killed() -> None:
-    async def body() -> None:
-        site = Site(fails={1: UserError("no such model")})
-        monitor = Monitor([Seat("decode-0", "decode")], site, FakeLinks(), CONFIG)
-        with pytest.raises(UserError, match="decode-0: no such model"):
-            await monitor.start()
-        assert [line for line in site.log if "gone" in line] == ["gone 0", "gone 1", "gone 2"]
-        await monitor.stop(0.0)
-        assert site.log[-1] == "release"
-
-    run(body)
+    assert [line for line in site.log if "gone" in line] == ["gone 0", "gone 1", "gone 2"]
+    await monitor.stop(0.0)
+    assert site.log[-1] == "release"

@@ -23,7 +23,7 @@ LIMIT_S = 30.0
 SCRIPT = """
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
-from cluster.supervisor import Limits, supervise
+from cluster.serve.supervisor import Limits, supervise
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 root, how, starting_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])

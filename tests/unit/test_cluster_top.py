@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import subprocess
@@ -13,11 +14,12 @@ from threading import Thread
 
 import msgspec
 import pytest
+from rich.console import Console, Group
 
-from cluster import top
 from cluster.cli import main
-from cluster.top import lines
-from router.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
+from cluster.clients.top import picture, pressed_q
+from cluster.tables import plain, table, text
+from router.observe.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.patience import HANG_S
 
@@ -73,8 +75,8 @@ def command(url: str, *more: str) -> list[str]:
 
 
 def test_all_is_shown_in_columns() -> None:
-    assert "\n".join(lines(BOARD, "http://x")) == SHOWN
-    assert lines(BOARD, "http://x", "NO ANSWER")[0].endswith(": NO ANSWER")
+    assert plain(picture(BOARD, "http://x")) == SHOWN
+    assert ": NO ANSWER\n" in plain(picture(BOARD, "http://x", "NO ANSWER"))
 
 
 def test_it_is_printed_once_where_there_is_no_terminal_and_as_json(
@@ -147,13 +149,17 @@ def test_other_servers_are_told_from_a_kvlane(capsys: pytest.CaptureFixture[str]
             server.shutdown()
 
 
-def test_lines_are_cut_to_columns_and_keep_their_last(capsys: pytest.CaptureFixture[str]) -> None:
-    assert [top._cut("日本語", width) for width in (6, 5, 4, 1)] == ["日本語", "日本", "日本", ""]
-    assert top._cut("cafe\u0301s", 4) == "cafe\u0301"
-    top._draw(["title", "a row 67", "unseen"], 7, 2)
-    assert capsys.readouterr().out == "\x1b[H\x1b[2K\x1b[1mtitle\x1b[0m\r\n\x1b[2Ka row 6"
-    top._draw(["title"], 7, 2)
-    assert capsys.readouterr().out.endswith("title\x1b[0m\r\n\x1b[J")
+def test_a_terminal_cuts_lines_and_marks_states() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=9, force_terminal=True, color_system="standard")
+    rows = [("日本語", "lost", "unseen"), ("cafe\u0301s", "ready", "")]
+    console.print(Group(text("a title that is long", "bold"), table(("A", "B", "C"), rows)))
+    assert out.getvalue().splitlines() == [
+        "\x1b[1ma title t\x1b[0m",
+        "A       B",
+        "\x1b[31m日本語\x1b[0m\x1b[31m  \x1b[0m\x1b[31ml\x1b[0m",
+        "cafe\u0301s   r",
+    ]
 
 
 def test_q_ends_it_and_other_keys_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +168,7 @@ def test_q_ends_it_and_other_keys_do_not(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(sys, "stdin", stdin)
         for typed, ends in ((b"x\n", False), (b"q\n", True)):
             os.write(controller, typed)
-            assert top._pressed_q(["shown"], 0.05) is ends
+            assert pressed_q(0.05) is ends
     os.close(controller)
 
 
@@ -188,6 +194,7 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
                 break
         assert process.wait(HANG_S) == 0
     os.close(controller)
-    assert output.startswith(b"\x1b[?1049h\x1b[?25l")
-    assert output.endswith(b"\x1b[?25h\x1b[?1049l")
+    for opens, closes in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
+        assert output.count(opens) == 1
+        assert output.index(opens) < output.index(b"LATENCY") < output.rindex(closes)
     assert b"decode-0" in output

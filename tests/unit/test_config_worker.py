@@ -155,7 +155,7 @@ def test_one_attention_backend_for_all_or_one_for_each_kind_of_batch() -> None:
         ("by_length", "by_length"),
         ({"prefill": "reference"}, "triton"),
         ("flashinfer", "triton"),  # it plans on the host, which does not know lengths of windows
-        ({"decode": "flashinfer_fa2"}, "triton"),
+        ({"decode": "flashinfer"}, "triton"),
         ({"decode": "reference", "spec": "triton"}, "triton"),
     ],
 )

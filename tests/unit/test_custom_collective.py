@@ -17,8 +17,7 @@ from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
-from worker.model.embedding import VocabParallelEmbedding
-from worker.model.linear import RowParallelLinear
+from worker.model.layers import Placement, RowParallelLinear, VocabParallelEmbedding
 from worker.peers import custom
 from worker.peers.custom import CustomCollective
 from worker.peers.gloo import GlooCollective
@@ -139,7 +138,7 @@ else:
     def sum_where_parts_lie(rank: int, folder: str) -> None:
         """Products, with a bias and without, and embeddings; of one shot as of two."""
         collective = collective_of(rank, 2, folder)
-        kind: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
+        placement = Placement(collective, torch.float32, torch.device("cpu"))
         generator = torch.Generator().manual_seed(5)
         weight, x = (torch.randn(n, 64, generator=generator) for n in (256, 8))
         ids = torch.tensor([0, 255, 31, 128, 127, 5, 5, 200])
@@ -156,13 +155,13 @@ else:
         for table in (((4 * KIB, ONE_SHOT), (32 * KIB, TWO_SHOT)), ((32 * KIB, ONE_SHOT),)):
             collective.table = table
             for bias in (False, True):
-                linear = RowParallelLinear("o", 64, 256, collective, bias=bias, reduce=True, **kind)
-                linear.weight.copy_(weight[:, half])
+                linear = RowParallelLinear("o", 64, 256, placement, bias=bias)
+                linear.weight.tensor.copy_(weight[:, half])
                 if linear.bias is not None:
                     linear.bias.copy_(weight[:, 0])
                 wanted = x @ weight.T + (weight[:, 0] if bias else 0.0)
-                assert torch.allclose(linear(x[:, half]), wanted, atol=1e-4)
-            embedding = VocabParallelEmbedding(256, 64, collective, **kind)
+                assert torch.allclose(collective.all_reduce(linear(x[:, half])), wanted, atol=1e-4)
+            embedding = VocabParallelEmbedding(256, 64, placement)
             embedding.weight.copy_(weight[embedding.start : embedding.stop])
             assert torch.equal(embedding(ids), weight[ids])
         assert len(summed) == 6

@@ -23,7 +23,7 @@ from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.ops.mask import KeyMask
 from worker.ops.scaling import RopeScaling
 
@@ -31,7 +31,7 @@ FULL = "full_attention"
 BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
 
 
-def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: Any) -> DFlashShape:
+def read(path: Path, form: str = "zlab", target: ModelShape = TARGET, **flags: Any) -> DFlashShape:
     write_dflash(path, small_spec_config(target, form, **flags), target)
     return read_dflash_shape(path, target)
 

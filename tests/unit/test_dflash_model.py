@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.dflash_checkpoints import ABSENT, Written, small_spec_config, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
@@ -22,7 +22,7 @@ from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.loader import load_model
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
 
 TARGET = shallow(4)
@@ -50,7 +50,7 @@ NUM_TEXT, BLOCK = 21, 4
 
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, Written]:
     """The drafter and what was written."""
-    target = read_model_spec(TARGET)
+    target = read_model_shape(TARGET)
     written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
     model = load_model(TARGET, target, SingleCollective(), **KIND)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
@@ -85,7 +85,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
     heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
     names = dict.fromkeys(("prefill", "decode", "spec"), "reference")
     of_mask = {
-        mask: build_attentions(names, pool, *heads, mask=mask, region="draft").spec
+        mask: build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
         for mask, _ in drafter.runs()
     }
     text, num = batch_of(0, NUM_TEXT - 1, torch.zeros(1, dtype=torch.int32)), NUM_TEXT - 1
@@ -111,7 +111,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
 
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    target = read_model_spec(TARGET)
+    target = read_model_shape(TARGET)
     write_dflash(tmp_path, small_spec_config(target, num_layers=3, **TAPS), target)
     config = small_spec_config(target, num_layers=2, **TAPS)
     write_dflash(tmp_path / "two", config, target)

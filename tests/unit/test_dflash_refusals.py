@@ -95,7 +95,11 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("zlab", {"layer_types": [FULL]}, "layer_types: must be a list of 2"),
     ("zlab", {"layer_types": 3}, "layer_types: must be a list of 2"),
     ("zlab", {"layer_types": [FULL, "linear_attention"]}, "layer_types: .*'linear_attention'"),
-    ("speculators", {"num_hidden_layers": 3}, "num_hidden_layers: 3, but transformer_l.* 2"),
+    (
+        "speculators",
+        {"num_hidden_layers": 3},
+        "_config.num_hidden_layers: 2, but num_hidden_layers 3",
+    ),
     # What is wrong or missing.
     ("zlab", {"block_size": ABSENT}, "block_size: missing"),
     ("zlab", {"block_size": 1}, "block_size: must be an integer of at least 2, not 1"),

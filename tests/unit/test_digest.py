@@ -15,7 +15,7 @@ from torch import Tensor
 
 from worker.config import ModelConfig
 from worker.model.loader import load_model
-from worker.model.shape import read_model_spec
+from worker.model.shape import read_model_shape
 from worker.model.shard import Shard
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
@@ -30,7 +30,7 @@ from worker.start.digest import (
 
 CPU = torch.device("cpu")
 TINY = ModelConfig().directory
-SPEC = read_model_spec(TINY)
+SPEC = read_model_shape(TINY)
 NAME = "model.layers.3.mlp.down_proj.weight"
 
 

@@ -24,7 +24,7 @@ from worker.drafts import draft_draws, draft_draws_triton
 from worker.draw import draw_triton as draw
 from worker.draw import sampler
 from worker.draw.sampler import SamplingRows
-from worker.model.embedding import VocabParallelEmbedding
+from worker.model.layers import Placement, VocabParallelEmbedding
 from worker.ops import best_pairs, best_pairs_triton
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Tail
@@ -52,9 +52,9 @@ def small_blocks() -> Iterator[None]:
 
 def heads_of(vocab_size: int, size: int) -> list[VocabParallelEmbedding]:
     """Of all ranks, whose collective is never called."""
-    kind: Any = {"dtype": F32, "device": torch.device("cpu")}
     groups: list[Any] = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-    return [VocabParallelEmbedding(vocab_size, 1, group, **kind) for group in groups]
+    placements = [Placement(group, F32, torch.device("cpu")) for group in groups]
+    return [VocabParallelEmbedding(vocab_size, 1, placement) for placement in placements]
 
 
 def divided(logits: Tensor, size: int, draw_part: Draw) -> list[Tensor]:

@@ -19,23 +19,27 @@ from typing import Any
 import msgspec
 import pytest
 
-from cluster.check import decided_here
 from cluster.config import load
-from cluster.doctor import running
-from cluster.doctor.facts import MOONCAKE, Facts, Port, read_facts, requirements
-from cluster.doctor.finding import Finding, Level, has_failure
-from cluster.doctor.machine import examine
-from cluster.doctor.running import Examination, Examined, Patient
-from cluster.nvml import Driver
+from cluster.diagnose import running
+from cluster.diagnose.checks import of_start, refuse
+from cluster.diagnose.driver import Driver
+from cluster.diagnose.facts import MOONCAKE, Facts, Port, read_facts, requirements
+from cluster.diagnose.finding import Finding, Level, has_failure
+from cluster.diagnose.machine import examine
+from cluster.diagnose.running import ClusterExamination, Examination, WorkerAnswer
+from cluster.diagnose.settings import Settings
 from tests.support.commands import run
 from tests.support.patience import HANG_S
 from worker.api import PullPath
+from worker.errors import UserError
 
 REPOSITORY = Path(__file__).parents[2]
 RDMA = ("transport.name=mooncake", "transport.kind=rdma")
 NVLINK = ("transport.name=mooncake", "transport.kind=nvlink")
 H200 = Driver("580.159.04", "13.0", ("NVIDIA H200",) * 2)
 APART = replace(H200, unreachable=((0, 1), (1, 0)))
+SOME_APART = Driver("580.159.04", "13.0", ("NVIDIA L40S",) * 4, ((0, 2), (2, 0)))
+TCP = ("transport.kind=tcp",)
 CARD = Port("mlx5_0/1", "ACTIVE", "400 Gb/sec (4X NDR)")
 
 Row = dict[str, str]
@@ -85,10 +89,18 @@ def bad(rows: Sequence[Row]) -> dict[str, Row]:
     return found
 
 
+def failed(subject: str, *arguments: str, **more: Any) -> tuple[str, str]:
+    """What the command says of a subject with which something is wrong, and its remedy."""
+    code, rows = doctor(*arguments, **more)
+    assert code == 1
+    row = bad(rows)[subject]
+    return row["what"], row["remedy"]
+
+
 def judged(facts: Facts, *sets: str) -> list[Finding]:
     """Of a machine with these facts."""
     num_gpus = len(facts.driver.gpus)
-    found = list(examine(decided_here(load(None, sets), num_gpus), facts))
+    found = list(examine(Settings.here(load(None, sets), num_gpus).decided, facts))
     for each in found:
         assert each.what
         assert (each.level is Level.OK) == (not each.why) == (not each.remedy), each
@@ -115,23 +127,18 @@ def test_a_healthy_machine_is_healthy() -> None:
 def test_a_port_that_is_taken_is_a_failure() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        code, rows = doctor("--port", str(port))
-    assert code == 1
-    found = bad(rows)["ports"]
-    assert found["what"] == f"cluster.port: 127.0.0.1:{port}: Address already in use"
-    assert "--port" in found["remedy"]
+        what, remedy = failed("ports", "--port", str(port))
+    assert what == f"cluster.port: 127.0.0.1:{port}: Address already in use"
+    assert "--port" in remedy
 
 
 def test_memory_that_cannot_be_locked_is_a_failure_for_rdma() -> None:
-    limit = 1 << 20
-    code, rows = doctor(
-        "--port", "0", "--set", RDMA[0], "--set", RDMA[1],
-        preexec_fn=limited(resource.RLIMIT_MEMLOCK, limit), env=os.environ,
-    )  # fmt: skip
+    may_lock = limited(resource.RLIMIT_MEMLOCK, 1 << 20)
+    sets = [word for text in RDMA for word in ("--set", text)]
+    code, rows = doctor("--port", "0", *sets, preexec_fn=may_lock, env=os.environ)
     assert code == 1
-    found = bad(rows)["memlock"]
-    assert found["what"] == "at most 1 MiB"
-    assert "ulimit -l unlimited" in found["remedy"]
+    assert bad(rows)["memlock"]["what"] == "at most 1 MiB"
+    assert "ulimit -l unlimited" in bad(rows)["memlock"]["remedy"]
     assert "rdma" in bad(rows) or Path("/sys/class/infiniband").exists()
 
 
@@ -165,11 +172,16 @@ def test_a_system_library_that_is_missing_is_a_failure(tmp_path: Path) -> None:
             (package / engine.name).write_bytes(broken)
             shutil.copymode(engine, package / engine.name)
     arguments = ("--port", "0", "--set", "transport.name=mooncake")
-    code, rows = doctor(*arguments, env=with_path(tmp_path))
-    assert code == 1
-    found = bad(rows)["mooncake"]
-    assert found["what"] == "mooncake needs the system libraries libibverbs.so.9"
-    assert found["remedy"].endswith("libibverbs1")
+    what, remedy = failed("mooncake", *arguments, env=with_path(tmp_path))
+    assert what == "mooncake needs the system libraries libibverbs.so.9"
+    assert remedy.endswith("libibverbs1")
+
+
+def test_serve_refuses_a_transport_whose_library_is_missing(facts: Facts) -> None:
+    lacking = replace(facts, mooncake="mooncake needs x: apt-get install x")
+    with pytest.raises(UserError, match=r"^transport\.name: mooncake needs x: apt-get install x$"):
+        refuse(of_start(load(None, ["cluster.port=0", "transport.name=mooncake"]), 0, lacking))
+    refuse(of_start(load(None, ["cluster.port=0"]), 0, lacking))
 
 
 @pytest.mark.parametrize(("name", "version"), [("ray", "2.59.0"), ("msgspec", "0.18.6")])
@@ -179,17 +191,15 @@ def test_another_version_than_is_wanted_is_a_failure(
     info = tmp_path / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    code, rows = doctor("--port", "0", env=with_path(tmp_path))
-    assert code == 1
-    found = bad(rows)["versions"]
-    assert found["what"].startswith(f"{name} {version} is installed, and ")
-    assert found["remedy"].startswith(f"pip install '{name}")
+    what, remedy = failed("versions", "--port", "0", env=with_path(tmp_path))
+    assert what.startswith(f"{name} {version} is installed, and ")
+    assert remedy.startswith(f"pip install '{name}")
 
 
 DRIVER = """
 #include <string.h>
 #define BASE 0x7f1200000000L  /* a handle is as wide as a pointer */
-int nvmlInit_v2(void) { return 0; }
+int nvmlInitWithFlags(unsigned flags) { return 0; }
 int nvmlShutdown(void) { return 0; }
 int nvmlSystemGetDriverVersion(char *to, unsigned n) { strncpy(to, "580.159.04", n); return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *to) { *to = 13010; return 0; }
@@ -220,25 +230,16 @@ def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
     assert peers["level"] == "warning"
 
 
-def test_gpus_without_peer_access_are_a_failure_where_kv_goes_over_nvlink(gpu_host: Facts) -> None:
-    broken = replace(gpu_host, driver=APART)
-    found = only(judged(broken))  # `auto` is nvlink between GPUs of one machine
-    assert (found.subject, found.level) == ("peers", Level.FAILURE)
+def test_gpus_without_peer_access_are_named_with_a_remedy(gpu_host: Facts) -> None:
+    found = only(judged(replace(gpu_host, driver=APART)))
     assert "0 from 1, 1 from 0" in found.what
     assert "transport.kind=tcp" in found.remedy
-    assert only(judged(replace(broken, rdma_ports=()), "transport.kind=tcp")).level is Level.WARNING
-
-
-def test_gpus_of_which_some_have_peer_access_are_a_warning(gpu_host: Facts) -> None:
-    four = replace(H200, gpus=("NVIDIA L40S",) * 4, unreachable=((0, 2), (2, 0)))
-    found = only(judged(replace(gpu_host, driver=four), *NVLINK))
-    assert (found.subject, found.level) == ("peers", Level.WARNING)
 
 
 def test_what_is_wanted_is_known_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the metadata of what pip has installed."""
     here = requirements("cpu")
-    monkeypatch.setattr("cluster.doctor.facts.PROJECT", Path("/no/such/file"))
+    monkeypatch.setattr("cluster.diagnose.facts.PROJECT", Path("/no/such/file"))
     ray = [text for text in requirements("") if text.startswith("ray")]
     assert ray == [text for text in here if text.startswith("ray")]
     assert any(text.startswith("torch") for text in requirements("cpu"))
@@ -253,12 +254,16 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
 @pytest.mark.parametrize(
     ("change", "sets", "subject", "level"),
     [
+        ({"driver": Driver(), "num_pci_gpus": 8}, (), "gpus", Level.WARNING),
+        ({"driver": APART}, (), "peers", Level.FAILURE),  # `auto` is nvlink within a machine
+        ({"driver": APART, "rdma_ports": ()}, TCP, "peers", Level.WARNING),
+        ({"driver": SOME_APART}, NVLINK, "peers", Level.WARNING),
         ({"torch_cuda": "14.1"}, (), "gpus", Level.FAILURE),
         ({"torch_cuda": ""}, (), "gpus", Level.FAILURE),
         ({"rdma_ports": ()}, RDMA, "rdma", Level.FAILURE),
         ({"rdma_ports": (replace(CARD, state="DOWN"),)}, RDMA, "rdma", Level.FAILURE),
         ({"can_open_rdma": False}, RDMA, "rdma", Level.FAILURE),
-        ({}, ("transport.name=mooncake", "transport.kind=tcp"), "rdma", Level.WARNING),
+        ({}, ("transport.name=mooncake", *TCP), "rdma", Level.WARNING),
         ({"memlock_bytes": 8 << 20}, RDMA, "memlock", Level.FAILURE),
         ({"versions": {f"{MOONCAKE}-non-cuda": "0.3.13"}}, NVLINK, "mooncake", Level.FAILURE),
         (
@@ -280,16 +285,12 @@ def test_what_is_wrong_with_a_gpu_host_is_named(
     assert (found.subject, found.level) == (subject, level)
 
 
-def test_gpus_without_a_driver_are_told(facts: Facts) -> None:
-    found = only(judged(replace(facts, driver=Driver(), num_pci_gpus=8)))
-    assert (found.subject, found.level) == ("gpus", Level.WARNING)
-
-
 def test_serve_is_told_what_costs_and_not_what_is_fine() -> None:
     """With too few descriptors: the hard limit, as Ray raises the soft one."""
     program = (
-        "from cluster.cli import main; from cluster.config import Config; "
-        "from cluster.doctor.command import warnings; print(*warnings(Config(), 0), sep='\\n')"
+        "from cluster.cli import main; from cluster.config import load; "
+        "from cluster.diagnose.checks import checked; "
+        "print(*checked(load(None, ['cluster.port=0']), 0, offline=True)[1], sep='\\n')"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True,
@@ -303,93 +304,97 @@ def test_serve_is_told_what_costs_and_not_what_is_fine() -> None:
 
 # What the workers of a cluster tell.
 
-
-def cluster_of(
-    facts: Facts, *paths: PullPath, other: Facts | None = None, **changes: Any
-) -> Examined:
-    """A prefill and a decode worker without GPUs. `changes`, `other`: of what decode's tells."""
-    config = load(None, ["transport.name=mooncake", "transport.kind=tcp"])
-    told = Examination(1000.5, 2.0, plain(facts), ())
-    changes["facts"] = plain(other or facts)
-    patients = (
-        Patient("prefill-0", "prefill", 1000.0, 1003.0, told),
-        Patient("decode-0", "decode", 1000.0, 1003.0, replace(told, paths=paths, **changes)),
-    )
-    return Examined(config, config, patients)
+GOOD = PullPath("prefill-0/ab", "mooncake/tcp", 0.9e9, 64 << 20, 64, 60e-6)
 
 
 def plain(facts: Facts) -> Facts:
     return replace(facts, driver=Driver(), rdma_ports=(), mooncake="")
 
 
-def of_cluster(cluster: Examined, *sets: str) -> list[Finding]:
+def cluster_of(of: Facts, *paths: PullPath, **changes: Any) -> ClusterExamination:
+    """A prefill and a decode worker without GPUs. `changes`: of what decode's tells."""
+    config = load(None, ["transport.name=mooncake", "transport.kind=tcp"])
+    told = Examination(1000.5, 2.0, plain(of), ())
+    answers = (
+        WorkerAnswer("prefill-0", "prefill", 1000.0, 1003.0, told),
+        WorkerAnswer("decode-0", "decode", 1000.0, 1003.0, replace(told, paths=paths, **changes)),
+    )
+    return ClusterExamination(config, config, answers)
+
+
+def of_cluster(cluster: ClusterExamination, *sets: str) -> list[Finding]:
     return list(running.of_cluster(load(None, sets).transport, cluster))
 
 
-GOOD = PullPath("prefill-0/ab", "mooncake/tcp", 0.9e9, 64 << 20, 64, 60e-6)
+def wrong(cluster: ClusterExamination, *sets: str) -> tuple[Finding, tuple[str, Level, str]]:
+    """What is not ok, and its subject, level and place."""
+    found = only(of_cluster(cluster, *sets))
+    return found, (found.subject, found.level, found.where)
 
 
 def test_a_cluster_in_order_is_healthy(facts: Facts) -> None:
     found = of_cluster(cluster_of(facts, GOOD))
-    assert {each.level for each in found} == {Level.OK}
-    (path,) = [each for each in found if each.subject == "path"]
+    assert {finding.level for finding in found} == {Level.OK}
+    (path,) = [finding for finding in found if finding.subject == "path"]
     assert path.where == "prefill-0 -> decode-0"
     assert path.what == "mooncake/tcp, 0.9 GB/s in ranges of 1024 KiB, 60 us for a small pull"
     assert path.figures == {"bytes_per_s": 0.9e9, "small_pull_s": 60e-6}
-    memlock = [each for each in found if each.subject == "memlock"]
-    assert [each.where for each in memlock] == ["prefill-0, decode-0"], "the same is said once"
+    memlock = [finding.where for finding in found if finding.subject == "memlock"]
+    assert memlock == ["prefill-0, decode-0"], "the same is said once"
 
 
 @pytest.mark.parametrize("wanted", ["transport.kind=rdma", "transport.name=shm"])
 def test_a_path_that_is_not_the_one_asked_for_is_a_failure(facts: Facts, wanted: str) -> None:
-    found = only(of_cluster(cluster_of(facts, GOOD), wanted))
+    cluster = cluster_of(facts, GOOD)
+    found = only(of_cluster(cluster, wanted))
     assert found.level is Level.FAILURE
     assert f"asked for is {wanted}" in found.what
-    cluster = cluster_of(facts, GOOD)
     written = cluster.written.model_copy(update={"transport": load(None, [wanted]).transport})
     assert only(of_cluster(replace(cluster, written=written))) == found, "as serve was told"
 
 
 def test_a_path_over_which_nothing_comes_is_a_failure(facts: Facts) -> None:
     cut = PullPath("prefill-0/ab", "mooncake/tcp", error="no mooncake engine answers at 10.0.0.1:1")
-    found = only(of_cluster(cluster_of(facts, cut)))
-    assert (found.level, found.where) == (Level.FAILURE, "prefill-0 -> decode-0")
+    found, place = wrong(cluster_of(facts, cut))
+    assert place == ("path", Level.FAILURE, "prefill-0 -> decode-0")
     assert "no mooncake engine answers at 10.0.0.1:1" in found.what
     assert has_failure([found])
 
 
 def test_nvlink_that_carries_no_more_than_tcp_is_a_warning(gpu_host: Facts) -> None:
     slow = PullPath("prefill-0/ab", "mooncake/nvlink", 2e9, 64 << 20, 4, 60e-6)
-    config = decided_here(load(None, NVLINK), 2)
-    told = Examination(1000.5, 2.0, gpu_host, (slow,))
-    patients = (Patient("decode-0", "decode", 1000.0, 1003.0, told),)
-    found = only(of_cluster(Examined(config, config, patients)))
-    assert (found.subject, found.level) == ("path", Level.WARNING)
-    for fewer in ({"num_bytes": 1 << 20}, {"num_ranges": 1024}):  # as long as its calls take
-        short = replace(told, paths=(msgspec.structs.replace(slow, **fewer),))
-        patients = (replace(patients[0], told=short),)
-        assert {e.level for e in of_cluster(Examined(config, config, patients))} == {Level.OK}
+    config = Settings.here(load(None, NVLINK), 2).decided
+
+    def levels(**changes: int) -> set[tuple[str, Level]]:
+        path = msgspec.structs.replace(slow, **changes)
+        told = Examination(1000.5, 2.0, gpu_host, (path,))
+        answers = (WorkerAnswer("decode-0", "decode", 1000.0, 1003.0, told),)
+        found = of_cluster(ClusterExamination(config, config, answers))
+        return {(f.subject, f.level) for f in found if f.level is not Level.OK}
+
+    assert levels() == {("path", Level.WARNING)}
+    # As long as its calls take.
+    assert levels(num_bytes=1 << 20) == levels(num_ranges=1024) == set()
 
 
 def test_versions_that_differ_between_workers_are_told(facts: Facts) -> None:
     for package, level in (("kvlane", Level.FAILURE), ("uvicorn", Level.WARNING)):
-        other = replace(facts, versions=facts.versions | {package: "99"})
-        found = only(of_cluster(cluster_of(facts, GOOD, other=other)))
-        assert (found.subject, found.level) == ("versions", level)
+        other = plain(replace(facts, versions=facts.versions | {package: "99"}))
+        found, place = wrong(cluster_of(facts, GOOD, facts=other))
+        assert place == ("versions", level, "")
         assert "99 at decode-0" in found.what
 
 
-@pytest.mark.parametrize("began_at", [990.0, 1009.0])
-def test_a_clock_that_is_off_is_a_warning(facts: Facts, began_at: float) -> None:
-    found = only(of_cluster(cluster_of(facts, GOOD, began_at=began_at)))
-    assert (found.subject, found.level, found.where) == ("clock", Level.WARNING, "decode-0")
-    skew_s = 1000.0 - began_at if began_at < 1000 else began_at - 1001.0
-    assert f"{skew_s:.1f} s" in found.what
+@pytest.mark.parametrize(("began_at", "skew"), [(990.0, "10.0 s"), (1009.0, "8.0 s")])
+def test_a_clock_that_is_off_is_a_warning(facts: Facts, began_at: float, skew: str) -> None:
+    found, place = wrong(cluster_of(facts, GOOD, began_at=began_at))
+    assert place == ("clock", Level.WARNING, "decode-0")
+    assert skew in found.what
 
 
 def test_a_worker_that_tells_nothing_is_a_failure(facts: Facts) -> None:
     cluster = cluster_of(facts, GOOD)
-    silent = Patient("decode-1", "decode", 0.0, 0.0, None, "it is lost")
-    found = only(of_cluster(replace(cluster, patients=(*cluster.patients, silent))))
-    assert (found.level, found.where) == (Level.FAILURE, "decode-1")
+    silent = WorkerAnswer("decode-1", "decode", 0.0, 0.0, None, "it is lost")
+    found, place = wrong(replace(cluster, answers=(*cluster.answers, silent)))
+    assert place == ("worker", Level.FAILURE, "decode-1")
     assert "it is lost" in found.what

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from worker.attention.store_kv import store_kv
+from worker.attention.qk_rope_store import store_kv_ref
 from worker.errors import Unsupported
 from worker.ops.rms_norm import add_rms_norm, rms_norm
-from worker.ops.rope import rope, rope_inv_freq, rope_table
+from worker.ops.rope import rope_inv_freq, rope_ref, rope_table
 from worker.ops.scaling import RopeScaling
 from worker.ops.swiglu import swiglu
 
@@ -58,7 +58,7 @@ def test_rope_is_a_complex_rotation_of_pairs(head_dim):
     q, k = noise(6, 4, head_dim), noise(6, 2, head_dim, seed=1)
     positions = torch.tensor([0, 1, 2, 77, 500, 1023])
     table = rope_table(rope_inv_freq(head_dim, 1e4, None), 1024, torch.device("cpu"))
-    got = rope(q, k, positions, table)
+    got = rope_ref(q, k, positions, table)
     half = head_dim // 2
     rates = torch.tensor([1e4 ** (-2 * i / head_dim) for i in range(half)], dtype=torch.float64)
     turn = torch.polar(torch.ones(6, 1, half).double(), (positions[:, None] * rates)[:, None])
@@ -74,8 +74,8 @@ def test_rope_depends_on_distance_only():
     table = rope_table(rope_inv_freq(64, 1e4, None), 256, torch.device("cpu"))
     scores = []
     for start in (0, 100, 200):
-        rotated_q, _ = rope(q, k, torch.tensor([start + 9]), table)
-        _, rotated_k = rope(q, k, torch.tensor([start]), table)
+        rotated_q, _ = rope_ref(q, k, torch.tensor([start + 9]), table)
+        _, rotated_k = rope_ref(q, k, torch.tensor([start]), table)
         scores.append((rotated_q * rotated_k).sum())
     assert torch.allclose(torch.stack(scores), scores[0].expand(3), atol=1e-4)
 
@@ -114,7 +114,7 @@ def test_store_kv_writes_the_mapped_slots_and_no_other(page_size):
     k_cache, v_cache = memory[:, :, 1, 0], memory[:, :, 1, 1]
     slots = torch.tensor([4 * page_size + page_size - 1, page_size, 2 * page_size])
     k, v = noise(3, 2, 8), noise(3, 2, 8, seed=1)
-    store_kv(k, v, k_cache, v_cache, slots)
+    store_kv_ref(k, v, (k_cache, v_cache), slots)
     for i, slot in enumerate(slots.tolist()):
         assert torch.equal(k_cache[slot // page_size, :, slot % page_size], k[i])
         assert torch.equal(v_cache[slot // page_size, :, slot % page_size], v[i])

@@ -17,6 +17,7 @@ from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
 from worker.attention import qk_rope_store, qk_rope_store_triton
+from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.draw import draw_rows_triton as draw_rows
 from worker.draw import draw_triton as draw
 from worker.draw.sampler import SamplingRows, draw_ref
@@ -224,15 +225,16 @@ if not INTERPRETED:
                 swiglu_triton.swiglu_triton(empty(rows, 24576))
         cache = empty(2, 8, 16, 128)
         with compiling(qk_rope_store_triton) as found:
+            rotation = Rotation(torch.empty(64, 128), ids)
+            norms = HeadNorms(empty(128), empty(128), 1e-6)
             qk_rope_store_triton.qk_rope_store_triton(
-                empty(2, 6144), ids, torch.empty(64, 128), cache, cache, ids, empty(128),
-                empty(128), 1e-6,
-            )  # fmt: skip
+                empty(2, 6144), rotation, (cache, cache), ids, norms
+            )
         if dtype == torch.bfloat16:  # four numbers at once
             assert found["_qk_rope_store_kernel"].count("st.global.v2.b32") == 6  # of q, k and v
         with compiling(qk_rope_store_triton):
             qk_rope_store_triton.qk_rope_store_triton(
-                empty(2, 2048), ids, torch.empty(64, 128), cache, cache, ids, None, None, 0.0
+                empty(2, 2048), rotation, (cache, cache), ids, None
             )
 
     @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
@@ -349,12 +351,13 @@ else:
         positions = torch.tensor([3, 63, 1, 0, 0, 0])
         slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
         table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
-        weights = [noise(head_dim, dtype=dtype, seed=i) if normed else None for i in (1, 2)]
+        weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
+        norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
         results = []
         for op in (qk_rope_store_triton.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):
             memory = torch.full((5, kv_heads, 2, 2, page_size, head_dim), 7.0, dtype=dtype)
             caches = memory[:, :, 1, 0], memory[:, :, 1, 1]
-            results.append((op(qkv, positions, table, *caches, slots, *weights, 1e-6), memory))
+            results.append((op(qkv, Rotation(table, positions), caches, slots, norms), memory))
         (q, memory), (q_ref, memory_ref) = results
         if heads:  # else there are keys and values only
             close(q, q_ref)

@@ -19,7 +19,7 @@ from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold
-from worker.model.attention import Attention
+from worker.model.attention import SelfAttention
 from worker.prefill import PrefillLoop
 from worker.start.build import build_engine
 from worker.transfer.fetch import Fetch, bit_runs
@@ -141,13 +141,13 @@ def test_the_last_group_is_announced_while_its_step_computes(
     attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
     in_time = list[bool]()
 
-    def after_the_news(q: Any, k: Any, v: Any, layer_id: int, out: Any = None) -> Any:
+    def after_the_news(q: Any, layer_id: int, out: Any = None) -> Any:
         if layer_id == last_layer:  # on the stream's thread: it goes on when decode may pull
             limit = time.monotonic() + 10
             while not any(message.last for message, _ in worker.sent) and time.monotonic() < limit:
                 time.sleep(1e-3)
             in_time.append(time.monotonic() < limit)
-        return attend(q, k, v, layer_id, out)
+        return attend(q, layer_id, out)
 
     monkeypatch.setattr(attention, "forward", after_the_news)
     sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
@@ -232,14 +232,14 @@ def test_a_step_that_fails_announces_nothing(
 
     What was stored before the error is final, and may have been announced.
     """
-    attend, num_calls = Attention.forward, Counter[str]()
+    attend, num_calls = SelfAttention.forward, Counter[str]()
 
-    def breaks(self: Attention, *args: Any) -> Any:
+    def breaks(self: SelfAttention, *args: Any) -> Any:
         num_calls["layers"] += 1
         assert num_calls["layers"] < 2, "a bug of ours"  # no group is final
         return attend(self, *args)
 
-    monkeypatch.setattr(Attention, "forward", breaks)
+    monkeypatch.setattr(SelfAttention, "forward", breaks)
     with pytest.raises(AssertionError, match="a bug of ours"):
         worker.serve([problem_ids(12)[11][:CHUNK]])  # one step, which ends the prompt
     admitted, *others = (message for message, _ in worker.sent)

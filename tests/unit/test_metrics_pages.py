@@ -7,8 +7,8 @@ import shutil
 import pytest
 from prometheus_client import generate_latest
 
-from router.metrics import RouterMetrics
-from router.vllm import Live
+from router.observe.metrics import RouterMetrics
+from router.observe.vllm import Live
 from tests.support.metrics_pages import (
     DOCUMENT,
     complaints,

@@ -380,6 +380,9 @@ def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> N
     told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == other]
     assert told == [(False, None, 0), (True, None, 1)]
     sent.clear()
-    outbound.on_renew("d", Renew(1, (drawing, other)), 0.0)
+    outbound.on_renew("d", Renew(1, (drawing, other)), 5.0)
     assert [getattr(each, "token", "") for each in sent] == [7, None, ""]
     assert len(sent[0].pages) == 3
+    for after_s, num_leases in ((4.9, 2), (5.0, 0)):
+        outbound.sweep(LeaseConfig().prefill_window_s + after_s)
+        assert outbound.num_leases == num_leases

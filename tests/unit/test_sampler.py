@@ -19,7 +19,7 @@ from worker.draw.sampler import SamplingRows, penalize, sample, unpack
 from worker.forward.draws import Changes, Masks
 from worker.ops.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.step.state import PenaltyTables, StepState
+from worker.step.state import PenaltyTables, StateShape, StepState
 
 VOCAB = 24
 DRAWS = 40_000
@@ -552,7 +552,7 @@ def test_of_equally_likely_tokens_the_lowest_ids_are_reported() -> None:
 
 
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
-    state = StepState(4, 2, [7], CPU, num_penalty_slots=2, vocab_size=VOCAB)
+    state = StepState(StateShape(4, 2, [7], 2, VOCAB), CPU)
     sampling = Sampling(
         9, 0.5, 0.25, 6, 0.125, 99, stop_ids=(3,), presence_penalty=0.5, frequency_penalty=0.25,
         repetition_penalty=1.5, logit_bias=((8, 2.0),),

@@ -42,7 +42,7 @@ def test_every_rank_gets_exactly_its_bytes(
 ) -> None:
     """In any order of groups, of all three regions; no other byte of its pool changes."""
     rng = random.Random(f"{local_tp} {remote_tp} {num_kv_heads}")
-    layout = model_layout(num_kv_heads)
+    layout = model_layout(num_kv_heads, draft_heads=rng.choice((1, 2, 4)))
     theirs, before = content(layout, THEIRS, 1), content(layout, OURS, 2)
     prefill, decode = Ranks(layout, remote_tp, theirs), Ranks(layout, local_tp, before)
     pairs = random_pairs(rng)

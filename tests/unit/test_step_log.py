@@ -1,4 +1,4 @@
-"""A worker's log of steps: what each line says, and the table that is made of them."""
+"""A worker's log of steps: what each line says."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 
-from benchmarks.steps import main, read, table
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -48,21 +47,6 @@ def test_each_step_has_a_line_that_adds_up(log: Path) -> None:
     assert not lines[0].joined
     assert any(line.joined for line in lines)
     assert [line.at for line in lines] == sorted(line.at for line in lines)
-
-
-def test_the_table_is_of_steps_that_followed_another(
-    log: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    steps = read(log, 0.0, float("inf"))
-    assert steps
-    assert all(each.line.rows and each.line.joined and each.period_us > 0 for each in steps)
-    many = [each for each in steps if each.line.rows == steps[0].line.rows] * 20
-    (_, row, _) = table(many, {(rows, 1): 9.87 for rows in (1, 2, 4, 6)}, 6)
-    assert row.split()[2] == str(len(many))
-    assert row.split()[-1] == "9.87"
-    assert main([str(log), "--max-rows", "6"]) == 0
-    assert "no GPU" in capsys.readouterr().out
-    assert main([str(log.parent / "none.jsonl")]) == 2
 
 
 def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:

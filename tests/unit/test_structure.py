@@ -31,6 +31,17 @@ MAY_IMPORT = {
 ONLY_IN = {"ray": "cluster", "torch": "worker"}
 # Modules of worker by room; the router's are free of torch, whatever else the room holds.
 ROUTER_SEES = {"contract", "observe"}
+# What a worker is told and answers; the worker itself; what can be checked before one starts.
+CLUSTER_SEES = {
+    *("contract", "observe", "worker", "rank", "peers"),
+    *("attention", "model", "drafts", "transfer"),
+}
+# Of cluster, lowest first; a folder imports from those before it.
+CLUSTER_FLOORS = (
+    *("search_path", "config", "logs", "resolve", "explain", "download", "tables"),
+    *("diagnose", "sites", "control", "serve", "clients"),
+    *("cli", "__main__"),
+)
 
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [
@@ -117,6 +128,31 @@ def test_router_sees_the_contract_and_what_is_observed() -> None:
         if module.split(".")[0] == "router"
         for name in names
         if (room := room_of(name)) is not None and room not in ROUTER_SEES
+    ]
+    none_of(breaches)
+
+
+def test_cluster_sees_what_a_start_needs_of_worker() -> None:
+    breaches = [
+        f"{module} imports {name}"
+        for module, names in tree().edges.items()
+        if module.split(".")[0] == "cluster"
+        for name in names
+        if (room := room_of(name)) is not None and room not in CLUSTER_SEES
+    ]
+    none_of(breaches)
+
+
+def test_folders_of_cluster_import_one_way() -> None:
+    def floor(module: str) -> int:
+        return CLUSTER_FLOORS.index(module.split(".")[1])
+
+    breaches = [
+        f"{module} imports {name}"
+        for module, names in tree().edges.items()
+        for name in names
+        if module.startswith("cluster.") and name.startswith("cluster.")
+        if floor(name) > floor(module)
     ]
     none_of(breaches)
 
@@ -214,13 +250,34 @@ def test_classes_have_few_methods() -> None:
 
 
 def public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions of a module or class whose names are for others, methods included."""
+    """Definitions of a module or class whose names are for others, methods included.
+
+    Not methods that a base class of ours, a Protocol for example, defines and describes.
+    """
     for node in body:
         definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if definition and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
-                yield from public(node.body)
+                known = inherited(node)
+                yield from (x for x in public(node.body) if x.name not in known)
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Of all packages, by name."""
+    nodes = (node for path in tree().modules.values() for node in ast.walk(tree_of(path)))
+    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+def inherited(node: ast.ClassDef) -> set[str]:
+    """Names of what the bases of a class define."""
+    found: set[str] = set()
+    for base in node.bases:
+        parent = classes().get(ast.unparse(base).split("[")[0])
+        if parent is not None and parent is not node:
+            found |= {x.name for x in functions(parent)} | inherited(parent)
+    return found
 
 
 def is_overload(node: ast.AST) -> bool:
@@ -331,4 +388,8 @@ def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
         "worker.kernels.gemm.x": "kernels",
     }
     assert {name: room_of(name) for name in named} == named
-    assert [room_of(name) for name in ("worker", "router.app", "cluster")] == [None, None, None]
+    assert [room_of(name) for name in ("worker", "router.http.app", "cluster")] == [
+        None,
+        None,
+        None,
+    ]

@@ -75,8 +75,11 @@ def test_a_step_is_under_what_its_padded_size_is_summed_by(num_tokens: int, algo
             return choose(TABLE, num_bytes)
 
     metrics = WorkerMetrics(**BOUND)
-    weight = torch.empty(3, 1024, dtype=torch.bfloat16)
-    model: Any = SimpleNamespace(embedding=SimpleNamespace(weight=weight), collective=Chosen())
+    model: Any = SimpleNamespace(
+        spec=SimpleNamespace(hidden_size=1024),
+        placement=SimpleNamespace(dtype=torch.bfloat16),
+        collective=Chosen(),
+    )
     sums = Sums(model, metrics)
     for plan in (Plan(1, decode=(1,)), Plan(2, chunks=(Chunk(1, 0, (5, 6, 7)),))):
         step: Any = SimpleNamespace(plan=plan, num_tokens=num_tokens)

@@ -1,4 +1,4 @@
-"""The runs that a pull is made of, against a byte map built element by element."""
+"""The runs that a pull is made of. Every byte of every pair of ranks: test_sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, RemoteRegion
+from worker.transfer.base import Endpoint, RemoteRegion, Run
 from worker.transfer.layout import (
     HeadRange,
     PageRun,
@@ -38,40 +38,22 @@ def like(local: KVLayout) -> RankPair:
     return RankPair(local, local, OURS, THEIRS, rank_plan(whole, 1, 0, 1)[0])
 
 
-def labels(region: KVRegion, heads: range) -> np.ndarray:
-    """Each remote byte's meaning as one number, by its place: (group, page, head, layer, rest)."""
-    rest = region.parts * region.rows_per_page * region.head_dim * 2
-    shape = (region.num_groups, THEIRS, len(heads), region.layers_per_group, rest)
-    out = np.empty(shape, np.int64)
-    for group, page, i, layer in itertools.product(*map(range, shape[:4])):
-        base = ((page * 97 + group) * 97 + heads[i]) * 97 + layer
-        out[group, page, i, layer] = base * rest + np.arange(rest)
-    return out.reshape(-1)
+def labels(region: KVRegion) -> np.ndarray:
+    """Each remote byte's meaning as one number: [group, page, the group's bytes]."""
+    return np.arange(THEIRS * region.page_bytes).reshape(region.num_groups, THEIRS, -1)
 
 
-def expected(region: KVRegion, heads: range, groups: range, pairs: list) -> np.ndarray:
-    """Local memory after the pull: the remote page's labels in the wanted groups, else -1."""
-    source = labels(region, heads).reshape(region.num_groups, THEIRS, -1)
-    out = untouched(region).reshape(region.num_groups, OURS, -1)
-    for local, remote in pairs:
-        for group in groups:
-            out[group, local] = source[group, remote]
-    return out.reshape(-1)
-
-
-def untouched(region: KVRegion) -> np.ndarray:
-    """Local memory before the pull."""
-    return np.full(OURS * region.page_bytes, -1, np.int64)
-
-
-def apply(runs: list, region: int, memory: np.ndarray, source: np.ndarray) -> None:
+def pulled(runs: list[Run], number: int, region: KVRegion) -> np.ndarray:
+    """Local memory of a region after the pull, -1 where nothing was copied; as `labels`."""
+    memory, source = np.full(OURS * region.page_bytes, -1), labels(region).reshape(-1)
     for run in runs:
-        if run.region == region:
+        if run.region == number:
             there = source[run.remote_offset : run.remote_offset + run.num_bytes]
             here = memory[run.local_offset : run.local_offset + run.num_bytes]
             assert len(here) == len(there) == run.num_bytes
             assert (here == -1).all(), "a byte is copied twice"
             here[:] = there
+    return memory.reshape(region.num_groups, OURS, -1)
 
 
 def test_merge_pages_joins_what_is_contiguous_on_both_sides() -> None:
@@ -137,34 +119,12 @@ def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
             groups = range(first, last)
             runs = like(one).runs(PAIRS, groups)
             draft_groups = range(1) if num_groups - 1 in groups else range(0)
-            for index, of_region in enumerate((groups, draft_groups, draft_groups)):
-                region = one.regions[index]
-                memory, heads = untouched(region), range(region.num_kv_heads)
-                apply(runs, index, memory, labels(region, heads))
-                assert (memory == expected(region, heads, of_region, PAIRS)).all()
-
-
-@pytest.mark.parametrize("num_groups", [1, 2])
-@pytest.mark.parametrize("num_heads", [1, 2, 4])
-@pytest.mark.parametrize("draft_heads", [1, 4])
-def test_unequal_tensor_parallelism_fills_every_byte_once(
-    num_groups: int, num_heads: int, draft_heads: int
-) -> None:
-    totals = (num_heads, draft_heads, 1)  # every rank has the whole tail
-    for local_tp, remote_tp in itertools.product([1, 2, 4, 8], repeat=2):
-        for local_rank in range(local_tp):
-            ours = [rank_heads(total, local_tp, local_rank) for total in totals]
-            local = layout(len(ours[0]), num_groups, len(ours[1]))
-            memory = [untouched(region) for region in local.regions]
-            for remote_rank, heads in rank_plan(totals, local_tp, local_rank, remote_tp).items():
-                theirs = [rank_heads(total, remote_tp, remote_rank) for total in totals]
-                remote = layout(len(theirs[0]), num_groups, len(theirs[1]))
-                runs = RankPair(local, remote, OURS, THEIRS, heads).runs(PAIRS)
-                for index, region in enumerate(remote.regions):
-                    apply(runs, index, memory[index], labels(region, theirs[index]))
-            for index, region in enumerate(local.regions):
-                want = expected(region, ours[index], range(region.num_groups), PAIRS)
-                assert (memory[index] == want).all()
+            for number, of_region in enumerate((groups, draft_groups, draft_groups)):
+                region = one.regions[number]
+                expected = np.full((region.num_groups, OURS, region.group_bytes), -1)
+                for group, (local, remote) in itertools.product(of_region, PAIRS):
+                    expected[group, local] = labels(region)[group, remote]
+                assert (pulled(runs, number, region) == expected).all()
 
 
 def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:

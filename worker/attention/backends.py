@@ -8,6 +8,5 @@ ATTENTION: Mapping[str, str] = {
     "reference": "worker.attention.reference:ReferenceAttention",
     "triton": "worker.attention.triton:TritonAttention",
     "flashinfer": "worker.attention.flashinfer:FlashInferAttention",
-    "flashinfer_fa2": "worker.attention.flashinfer:FlashInferFA2Attention",
     "by_length": "worker.attention.by_length:ByLengthAttention",
 }

@@ -6,14 +6,32 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
+from torch import Tensor
+
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerAttention
 from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What an instance of a backend attends with: one rank's heads, over one region of the pool.
+
+    Layers of another mask or another region have an instance of their own.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # of the scores
+    mask: KeyMask = CAUSAL
+    region: str = "target"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +43,14 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
+    parts: frozenset[int] = frozenset({2})  # of a token's row in the region: keys and values
 
 
 class AttentionBackend(LayerAttention, Protocol):
-    """Attention of ragged query rows over paged keys and values; layers call LayerAttention.
+    """Attention of ragged query rows over the paged cache; layers call LayerAttention.
 
-    Built as `cls(pool, num_heads, num_kv_heads, head_dim, scale, mask=CAUSAL, region="target")`,
-    heads being this rank's. Which keys a row sees (KeyMask) holds for the instance: layers of
-    another mask or region have an instance of their own.
-    Raises Unsupported from there, and nowhere later, if `caps` refuse the pool, the model or the
-    mask.
+    Built as `cls(pool, shape)`. Raises Unsupported from there, and nowhere later, if `caps` refuse
+    the pool or the shape.
     """
 
     caps: ClassVar[AttentionCaps]
@@ -52,14 +68,35 @@ class AttentionBackend(LayerAttention, Protocol):
         """
         ...
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
+    def variant(self, bounds: Bounds) -> Hashable:
         """Names the kernel that a batch with such bounds is launched with; None: there is only one.
 
         The first launch of a variant may wait for a compiler.
         """
         ...
+
+
+class PoolAttention:
+    """What backends have in common that attend over a region of the pool themselves.
+
+    Raises:
+        Unsupported: see check_caps.
+    """
+
+    caps: ClassVar[AttentionCaps]
+
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        self.region = check_caps(self.caps, pool, shape)
+        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
+        self.dtype: torch.dtype = getattr(torch, self.region.dtype)
+        self._layers = pool.layers(shape.region)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._layers[layer_id]
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        """Nothing is compiled for a batch."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +108,7 @@ class Attentions:
     spec: AttentionBackend  # windows that are verified; `static_plan`
 
 
-def build_attentions(
-    names: Mapping[str, str],
-    pool: KVPool,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    scale: float,
-    mask: KeyMask = CAUSAL,
-    region: str = "target",
-) -> Attentions:
+def build_attentions(names: Mapping[str, str], pool: KVPool, shape: AttentionShape) -> Attentions:
     """Build the backends that `names` gives for the fields of Attentions, each name once.
 
     Without `spec`, where there are no windows, it is that of `decode`.
@@ -95,8 +123,7 @@ def build_attentions(
         param = f"engine.attention.{kind}"
         if name not in built:
             try:
-                cls = resolve("attention backend", name, ATTENTION)
-                built[name] = cls(pool, num_heads, num_kv_heads, head_dim, scale, mask, region)
+                built[name] = resolve("attention backend", name, ATTENTION)(pool, shape)
             except UserError as refusal:
                 raise type(refusal)(f"{param}: {refusal}", param) from refusal
         if kind == "spec" and not built[name].static_plan:
@@ -109,44 +136,39 @@ def build_attentions(
     return Attentions(**{kind: built[name] for kind, name in names.items()})
 
 
-def check_caps(
-    caps: AttentionCaps,
-    pool: KVPool,
-    heads: tuple[int, int],
-    head_dim: int,
-    mask: KeyMask,
-    region_name: str,
-) -> KVRegion:
-    """Return the region that a backend of `caps` serves, for a model's (query, kv) heads.
+def check_caps(caps: AttentionCaps, pool: KVPool, shape: AttentionShape) -> KVRegion:
+    """Return the region that a backend of `caps` serves.
 
     Raises:
-        Unsupported: it cannot; the message names the first reason. The region must hold keys and
-            values a token, of the model's kv heads and head_dim.
+        Unsupported: it cannot; the message names the first reason. The region must hold rows of
+            tokens, of the shape's kv heads and head_dim.
     """
-    region = pool.region(region_name)
-    num_heads, num_kv_heads = heads
-    if num_heads % num_kv_heads:
-        raise Unsupported(f"{num_heads} heads do not share {num_kv_heads} kv heads evenly")
-    if (region.num_kv_heads, region.head_dim) != (num_kv_heads, head_dim):
+    region, kv = pool.region(shape.region), (shape.num_kv_heads, shape.head_dim)
+    if shape.num_heads % kv[0]:
+        raise Unsupported(f"{shape.num_heads} heads do not share {kv[0]} kv heads evenly")
+    if (region.num_kv_heads, region.head_dim) != kv:
         raise Unsupported(
             f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
-            f"the model {num_kv_heads} of {head_dim}"
+            f"the model {kv[0]} of {kv[1]}"
         )
-    if (region.parts, region.rows) != (2, "token"):
-        raise Unsupported(f"the KV region {region.name!r} holds no keys and values of tokens")
+    if region.parts not in caps.parts or region.rows != "token":
+        raise Unsupported(
+            f"the KV region {region.name!r} has {region.parts} parts a {region.rows}; attention "
+            f"needs {' or '.join(map(str, sorted(caps.parts)))} a token"
+        )
     checks = (
         ("device", pool.device.type, caps.devices),
         ("KV dtype", region.dtype, caps.dtypes),
-        ("head_dim", head_dim, caps.head_dims),
+        ("head_dim", shape.head_dim, caps.head_dims),
         ("page_size", region.page_size, caps.page_sizes),
     )
     for name, value, allowed in checks:
         if allowed is not None and value not in allowed:
             choices = ", ".join(str(choice) for choice in sorted(allowed))  # type: ignore[type-var]
             raise Unsupported(f"attention backend: {name} {value} is not one of: {choices}")
-    refused = mask.unlike_causal - caps.masks if caps.masks is not None else ()
+    refused = shape.mask.unlike_causal - caps.masks if caps.masks is not None else ()
     if refused:
         raise Unsupported(
-            f"attention backend: cannot serve {mask}: its {', '.join(sorted(refused))}"
+            f"attention backend: cannot serve {shape.mask}: its {', '.join(sorted(refused))}"
         )
     return region

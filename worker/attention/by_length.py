@@ -9,11 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionBackend, AttentionCaps
+from worker.attention.base import AttentionBackend, AttentionCaps, AttentionShape
 from worker.cache.pool import KVPool
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current, forward_context
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 
@@ -40,56 +39,31 @@ class ByLengthAttention:
     caps: ClassVar[AttentionCaps] = AttentionCaps()  # each of the two checks its own
     static_plan: ClassVar[bool] = True  # of `SHORT`; only its batches are captured
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        mask: KeyMask = CAUSAL,
-        region: str = "target",
-    ) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
         self._short, self._long = (
-            resolve("attention backend", name, self.TABLE)(
-                pool, num_heads, num_kv_heads, head_dim, scale, mask, region
-            )
+            resolve("attention backend", name, self.TABLE)(pool, shape)
             for name in (self.SHORT, self.LONG)
         )
 
     def plan(self, batch: Batch) -> ByLengthPlan:
-        """See AttentionBackend.plan."""
-        backend = self._backend(batch.num_tokens, batch.max_query_len)
+        backend = self._backend(batch.bounds)
         if batch.host is None:  # windows: the host does not know their lengths
             backend = self._short
         return ByLengthPlan(backend, backend.plan(batch))
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
-        """See AttentionBackend.variant."""
-        backend = self._backend(num_tokens, max_query_len)
-        return backend.variant(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+    def variant(self, bounds: Bounds) -> Hashable:
+        return self._backend(bounds).variant(bounds)
 
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See LayerAttention.kv."""
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
         return self._short.kv(layer_id)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See LayerAttention.forward."""
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         context = current()
         plan = context.attn_plan
         assert isinstance(plan, ByLengthPlan), "the plan must be this backend's own"
         with forward_context(context.batch, plan.backend, plan.plan):
-            return plan.backend.forward(q, k, v, layer_id, out)
+            return plan.backend.forward(q, layer_id, out)
 
-    def _backend(self, num_tokens: int, max_query_len: int) -> AttentionBackend:
-        is_long = num_tokens > self.SHORT_ROWS and max_query_len > 1
+    def _backend(self, bounds: Bounds) -> AttentionBackend:
+        is_long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1
         return self._long if is_long else self._short

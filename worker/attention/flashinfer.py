@@ -9,13 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, check_caps
-from worker.attention.store_kv import store_kv
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
-from worker.ops.mask import CAUSAL, KeyMask
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
 MIN_WORKSPACE_BYTES = 128 << 20  # what the library recommends
@@ -70,7 +68,6 @@ def ragged(host: HostLengths, page_table: Tensor, page_size: int) -> Ragged:
 class FlashInferPlan:
     """What all layers of one pass share."""
 
-    slot_mapping: Tensor  # [num_tokens] i64
     wrapper: Any  # planned
     num_tokens: int  # rows that are not padding
 
@@ -89,7 +86,7 @@ class Slot:
     fence: torch.cuda.Event
 
 
-class FlashInferAttention:
+class FlashInferAttention(PoolAttention):
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
     Batches of one row a request go to the decode wrapper, on tensor cores at every GQA ratio. Those
@@ -108,24 +105,12 @@ class FlashInferAttention:
         masks=frozenset(),  # the library has causal and window_left; nobody has asked for them here
     )
     static_plan: ClassVar[bool] = False
-    kernels: ClassVar[str] = "auto"  # of prefill, as the library names them
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        mask: KeyMask = CAUSAL,
-        region: str = "target",
-    ) -> None:
-        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
-        self._page_size = held.page_size
-        self._shape = num_heads, num_kv_heads, head_dim, held.page_size
-        dtype = getattr(torch, held.dtype)
-        self._options = {"q_data_type": dtype, "kv_data_type": dtype, "sm_scale": scale}
-        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        super().__init__(pool, shape)
+        self._sizes = *self.heads, shape.head_dim, self.region.page_size
+        dtypes = {"q_data_type": self.dtype, "kv_data_type": self.dtype}
+        self._options = {**dtypes, "sm_scale": shape.scale}
         self._slots = self._make_slots(pool.device)
         self._next = 0
         table = torch.zeros(1, 2, dtype=torch.int32, device=pool.device)
@@ -133,58 +118,35 @@ class FlashInferAttention:
             self._plan(HostLengths([num_rows], [num_rows]), table)
 
     def plan(self, batch: Batch) -> FlashInferPlan:
-        """See AttentionBackend.plan."""
         assert batch.host is not None, "planned on the host, so it cannot be captured"
-        wrapper, num_tokens = self._plan(batch.host, batch.page_table)
-        return FlashInferPlan(batch.slot_mapping, wrapper, num_tokens)
+        return self._plan(batch.host, batch.page_table)
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> None:
-        """See AttentionBackend.variant: nothing is compiled for a batch."""
-
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See LayerAttention.kv."""
-        return self._layers[layer_id]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See LayerAttention.forward."""
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         assert isinstance(plan, FlashInferPlan), "the plan must be this backend's own"
-        caches = self._layers[layer_id]
-        if k is not None and v is not None:
-            store_kv(k, v, *caches, plan.slot_mapping)
         if out is None:
             out = torch.empty_like(q)
         num = plan.num_tokens
-        plan.wrapper.run(q[:num], caches, out=out[:num])
+        plan.wrapper.run(q[:num], self._layers[layer_id], out=out[:num])
         if num < len(q):
             out[num:].zero_()
         return out
 
-    def _plan(self, host: HostLengths, page_table: Tensor) -> tuple[Any, int]:
-        """The wrapper that serves these lengths, planned, and how many rows they have."""
+    def _plan(self, host: HostLengths, page_table: Tensor) -> FlashInferPlan:
         slot = self._slots[self._next]
         self._next = (self._next + 1) % NUM_SLOTS
-        work = ragged(host, page_table, self._page_size)
+        work = ragged(host, page_table, self.region.page_size)
         paged = work.page_start, work.pages, work.last_page_len
         options = {**self._options, "seq_lens": work.seq_lens}
         slot.fence.synchronize()
         if max(host.query_lens) == 1:
             wrapper = slot.decode
-            wrapper.plan(*paged, *self._shape, **options)
+            wrapper.plan(*paged, *self._sizes, **options)
         else:
             wrapper = slot.prefill
-            wrapper.plan(work.query_start, *paged, *self._shape, causal=True, **options)
+            wrapper.plan(work.query_start, *paged, *self._sizes, causal=True, **options)
         slot.fence.record()
-        return wrapper, work.num_tokens
+        return FlashInferPlan(wrapper, work.num_tokens)
 
     def _make_slots(self, device: torch.device) -> list[Slot]:
         """All slots over one workspace: what it holds lives within one launch."""
@@ -198,7 +160,7 @@ class FlashInferAttention:
         workspace = torch.zeros(self._workspace_bytes(device), dtype=torch.uint8, device=device)
         return [
             Slot(
-                library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend=self.kernels),
+                library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND", backend="auto"),
                 library.BatchDecodeWithPagedKVCacheWrapper(
                     workspace, "HND", use_tensor_cores=True, backend="fa2"
                 ),
@@ -214,13 +176,7 @@ class FlashInferAttention:
         and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each query head of one
         kv head.
         """
-        num_heads, num_kv_heads, head_dim, _ = self._shape
+        num_heads, num_kv_heads, head_dim, _ = self._sizes
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         rows = (128 if head_dim < 256 else 64) * num_heads // num_kv_heads
         return max(MIN_WORKSPACE_BYTES, 2 * num_sms * rows * (head_dim + 1) * 4 + 1024)
-
-
-class FlashInferFA2Attention(FlashInferAttention):
-    """The same with FA2 for prefill as well, also on GPUs that have FA3."""
-
-    kernels: ClassVar[str] = "fa2"

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from worker.attention.qk_rope_store import qk_rope_store_ref
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store_ref
 from worker.ops.op import op
 
-Caches = Sequence[tuple[Tensor, Tensor]]
+Caches = Sequence[tuple[Tensor, ...]]
 
 
 def layers_rope_store_ref(
@@ -34,10 +34,8 @@ def layers_rope_store_ref(
         eps: of these norms.
     """
     for layer, part in enumerate(kv.chunk(len(caches), dim=1)):
-        weight = None if k_weights is None else k_weights[layer]
-        qk_rope_store_ref(
-            part, positions, table, *caches[layer], slot_mapping, weight, weight, eps
-        )  # fmt: skip
+        norms = None if k_weights is None else HeadNorms(k_weights[layer], k_weights[layer], eps)
+        qk_rope_store_ref(part, Rotation(table, positions), caches[layer], slot_mapping, norms)
 
 
 layers_rope_store = op(layers_rope_store_ref)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from worker.forward.batch import SHORT_KEYS
+from worker.forward.batch import SHORT_KEYS, Bounds
 from worker.ops.launch import power_of_two
 
 MAX_SPLITS = 64
@@ -34,21 +34,15 @@ class PagedTiles:
 
 @lru_cache(4096)
 def choose(
-    num_reqs: int,
-    num_tokens: int,
-    max_query_len: int,
-    max_seq_len: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    item_bytes: int,
-    num_sms: int,
+    bounds: Bounds, heads: tuple[int, int], head_dim: int, item_bytes: int, num_sms: int
 ) -> PagedTiles:
-    """The tiles for a batch's host bounds and its (query, kv) heads, by rule and without a search.
+    """The tiles for a batch's bounds and its (query, kv) heads, by rule and without a search.
 
     `max_seq_len` limits how many splits there can be, not where they lie. So a bound that is too
     high changes no result, except that prompts over at most SHORT_KEYS keys may get smaller tiles.
     A long row gets several splits in any decode batch, so that the other rows do not wait for it.
     """
+    num_reqs, num_tokens, max_query_len, max_seq_len = bounds
     group = heads[0] // heads[1]
     rows = max_query_len * group
     widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128

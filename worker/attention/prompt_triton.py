@@ -29,6 +29,7 @@ from worker.attention.paged_triton import (
     plan_items,
     zero_padding,
 )
+from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
 from worker.ops.launch import has_dependent_launch
 
@@ -190,17 +191,17 @@ def plan_prompts(
     query_start: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
-    bounds: tuple[int, int, int],
+    bounds: Bounds,
     heads: tuple[int, int],
     gathered: Tensor,
 ) -> PromptPlan:
-    """Plan a batch; bounds: its num_tokens, max_query_len and max_seq_len_ub.
+    """Plan a batch of these bounds.
 
     gathered: [2, kv_heads, rows, head_dim], rows at least `num_rows` of the requests' lengths.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
-    num_tokens, max_query_len, max_seq_len = bounds
+    _, num_tokens, max_query_len, max_seq_len = bounds
     head_dim = gathered.shape[-1]
     tiles = prompt_tiles(len(seq_lens), num_tokens, max_query_len, heads[0])
     each_head, page_size = (heads[0], heads[0]), 1  # items name a first page, which nobody reads

@@ -2,50 +2,73 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from worker.attention.store_kv import store_kv_ref
 from worker.ops.op import op
 from worker.ops.rms_norm import rms_norm_ref
 from worker.ops.rope import rope_ref
 
 
+def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
+    """k_cache[page, :, offset] = k[i] for slot_mapping[i] = page · page_size + offset; v alike.
+
+    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype.
+    caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
+    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
+    matter which of them wins.
+    """
+    page_size = caches[0].shape[2]
+    pages = slot_mapping // page_size
+    offsets = slot_mapping - pages * page_size
+    for cache, rows in zip(caches, (k, v), strict=True):
+        cache.transpose(1, 2)[pages, offsets] = rows
+
+
+class Rotation(NamedTuple):
+    """By which angles a batch's tokens are rotated."""
+
+    table: Tensor  # see rope_table
+    positions: Tensor  # [num_tokens] i64
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms of each head, before rope."""
+
+    q: Tensor  # [head_dim]
+    k: Tensor
+    eps: float
+
+
 def qk_rope_store_ref(
     qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rotation: Rotation,
+    caches: tuple[Tensor, ...],
     slot_mapping: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """The rotated queries; the rotated keys and the values go to their slots.
 
     Args:
         qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] of the cache's dtype, each
             row contiguous: the heads of q, then of k, then of v. num_heads may be 0.
-        positions: [num_tokens] i64.
-        table: see rope_table.
-        k_cache: see store_kv_ref; written, like v_cache.
-        v_cache: of the same strides.
+        rotation: of q and k.
+        caches: k_cache and v_cache of one shape and strides, see store_kv_ref; written.
         slot_mapping: [num_tokens] i64; see store_kv_ref.
-        q_weight: [head_dim], the norm of each head of q before rope; None: no norm. k_weight alike.
-        k_weight: None if and only if q_weight is.
-        eps: of both norms.
+        norms: of q and k; None: no norms.
 
     Returns:
         [num_tokens, num_heads, head_dim], contiguous.
     """
-    num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
+    _, num_kv_heads, _, head_dim = caches[0].shape
     kv_width = num_kv_heads * head_dim
     parts = qkv.split([qkv.shape[1] - 2 * kv_width, kv_width, kv_width], dim=-1)
     q, k, v = (part.view(len(qkv), part.shape[1] // head_dim, head_dim) for part in parts)
-    if q_weight is not None and k_weight is not None:
-        q, k = rms_norm_ref(q, q_weight, eps), rms_norm_ref(k, k_weight, eps)
-    q, k = rope_ref(q, k, positions, table)
-    store_kv_ref(k, v, k_cache, v_cache, slot_mapping)
+    if norms is not None:
+        q, k = rms_norm_ref(q, norms.q, norms.eps), rms_norm_ref(k, norms.k, norms.eps)
+    q, k = rope_ref(q, k, rotation.positions, rotation.table)
+    store_kv_ref(k, v, caches, slot_mapping)
     return q
 
 

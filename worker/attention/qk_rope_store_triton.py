@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
@@ -89,16 +90,12 @@ def _qk_rope_store_kernel(
 
 def qk_rope_store_triton(
     qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    rotation: Rotation,
+    caches: tuple[Tensor, ...],
     slot_mapping: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
-    """See qk_rope_store_ref."""
+    (table, positions), (k_cache, v_cache) = rotation, caches
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     assert qkv.dtype == k_cache.dtype
@@ -109,12 +106,13 @@ def qk_rope_store_triton(
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _qk_rope_store_kernel[(len(qkv), (num_heads + 2 * num_kv_heads) // per_program)](
         qkv, positions, table, k_cache, v_cache, slot_mapping,
-        q if q_weight is None else q_weight, q if k_weight is None else k_weight, q,
-        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+        q if norms is None else norms.q, q if norms is None else norms.k, q,
+        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        0.0 if norms is None else norms.eps,
         **overlap(
             qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             PAGE_SIZE=page_size, HEADS=per_program, BLOCK=power_of_two(head_dim // 2),
-            NORM=q_weight is not None, num_warps=max(1, per_program // 2),
+            NORM=norms is not None, num_warps=max(1, per_program // 2),
             enable_fp_fusion=False,  # rope rounds each product, as torch does
         ),
     )  # fmt: skip

@@ -9,12 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, check_caps
-from worker.attention.store_kv import store_kv
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
-from worker.ops.mask import CAUSAL, KeyMask
 
 # Key columns are padded to this: fused kernels on CUDA want aligned mask rows.
 KEY_ALIGNMENT = 16
@@ -27,7 +25,6 @@ class ReferencePlan:
     width = max_query_len; num_keys = max_seq_len_ub rounded up; group = query heads per kv head.
     """
 
-    slot_mapping: Tensor  # [num_tokens] i64
     query_rows: Tensor  # [num_reqs * width] i64; batch row of each padded query row
     key_rows: Tensor  # [num_reqs * num_kv_heads * num_keys] i64; rows of head_dim in the pool
     mask: Tensor  # [num_reqs, 1, group * width, num_keys]; 0 or -inf, added to the scores
@@ -38,7 +35,7 @@ class ReferencePlan:
     width: int
 
 
-class ReferenceAttention:
+class ReferenceAttention(PoolAttention):
     """Gathers each request's keys and values, then runs one padded, masked attention.
 
     Work and memory grow with num_reqs · max_query_len · max_seq_len_ub. For 64 × 304 tokens of 2
@@ -52,35 +49,19 @@ class ReferenceAttention:
     )
     static_plan: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        mask: KeyMask = CAUSAL,
-        region: str = "target",
-    ) -> None:
-        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.mask = mask
-        self.page_size = held.page_size
-        self.dtype: torch.dtype = getattr(torch, held.dtype)
-        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
-        self._rows = [(_as_rows(k), _as_rows(v)) for k, v in self._layers]
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        super().__init__(pool, shape)
+        self.num_heads, self.num_kv_heads = self.heads
+        self.head_dim, self.mask = shape.head_dim, shape.mask
+        self._rows = [(_as_rows(keys), _as_rows(values)) for keys, values in self._layers]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
-        assert token_stride == head_dim, "a head's tokens of a page are contiguous"
-        self._rows_per_page = page_stride // head_dim
-        rows_per_head = head_stride // head_dim
-        heads = torch.arange(num_kv_heads, device=pool.device)
+        assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
+        self._rows_per_page = page_stride // self.head_dim
+        rows_per_head = head_stride // self.head_dim
+        heads = torch.arange(self.num_kv_heads, device=pool.device)
         self._head_rows = (heads * rows_per_head).view(1, -1, 1)
 
     def plan(self, batch: Batch) -> ReferencePlan:
-        """See AttentionBackend.plan; device work only."""
         width = batch.max_query_len
         num_keys = -(-batch.max_seq_len_ub // KEY_ALIGNMENT) * KEY_ALIGNMENT
         device = batch.seq_lens.device
@@ -108,7 +89,6 @@ class ReferenceAttention:
         is_padding = (rows >= query_start[-1]) | ~attends.flatten()[out_rows]
         kv_shape = (batch.num_reqs, self.num_kv_heads, num_keys, self.head_dim)
         return ReferencePlan(
-            slot_mapping=batch.slot_mapping,
             query_rows=query_rows.flatten(),
             key_rows=self._key_rows(batch.page_table, seq_lens, keys),
             mask=mask.repeat(1, self.num_heads // self.num_kv_heads, 1).unsqueeze(1),
@@ -127,28 +107,9 @@ class ReferenceAttention:
         whole = (seq_lens - 1)[:, None].expand_as(positions)
         return first, positions if self.mask.causal else whole
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> None:
-        """See AttentionBackend.variant: nothing is compiled for a batch."""
-
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See LayerAttention.kv."""
-        return self._layers[layer_id]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See LayerAttention.forward."""
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
-        if k is not None and v is not None:
-            store_kv(k, v, *self._layers[layer_id], plan.slot_mapping)
         key_rows, value_rows = self._rows[layer_id]
         torch.index_select(key_rows, 0, plan.key_rows, out=plan.keys.view(-1, self.head_dim))
         torch.index_select(value_rows, 0, plan.key_rows, out=plan.values.view(-1, self.head_dim))
@@ -159,7 +120,7 @@ class ReferenceAttention:
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
         found = F.scaled_dot_product_attention(
-            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.scale
+            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
         )
         found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
         found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
@@ -176,8 +137,8 @@ class ReferenceAttention:
         held = (keys >= first) & (keys < seq_lens[:, None])
         spare = (seq_lens - 1).clamp(0, first)[:, None]  # 0 if there is none: no row sees it then
         keys = torch.where(held, keys, spare)  # [num_reqs, num_keys]
-        pages = page_table.long().gather(1, keys // self.page_size)
-        rows = pages * self._rows_per_page + keys % self.page_size
+        pages = page_table.long().gather(1, keys // self.region.page_size)
+        rows = pages * self._rows_per_page + keys % self.region.page_size
         return (rows[:, None, :] + self._head_rows).flatten()
 
 

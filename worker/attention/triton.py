@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, check_caps
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_tiles import PagedTiles, choose
 from worker.attention.paged_triton import (
     PagedPlan,
@@ -26,27 +25,18 @@ from worker.attention.prompt_triton import (
     prompt_constants,
     serves,
 )
-from worker.attention.store_kv import store_kv
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 from worker.ops.jit import HAS_TRITON, INTERPRETED
 from worker.ops.launch import power_of_two
-from worker.ops.mask import CAUSAL, KeyMask
+from worker.ops.mask import CAUSAL
 
 log = logging.getLogger("kvlane.attention")
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """What all layers of one pass share."""
-
-    slot_mapping: Tensor  # [num_tokens] i64
-    kernel: PagedPlan | PromptPlan
-
-
-class TritonAttention:
+class TritonAttention(PoolAttention):
     """Prefill, decode and verify windows by one split-KV kernel, long chunks over gathered keys.
 
     Works at any batch shape and any true length up to the batch's host bounds, so a graph that is
@@ -69,66 +59,45 @@ class TritonAttention:
     # which is taken beside the pool, when such prompts come.
     MAX_GATHERED: ClassVar[int] = 131_072
 
-    def __init__(
-        self,
-        pool: KVPool,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
-        mask: KeyMask = CAUSAL,
-        region: str = "target",
-    ) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
         if not HAS_TRITON:
             raise Unsupported("attention backend: triton is not installed")
-        held = check_caps(self.caps, pool, (num_heads, num_kv_heads), head_dim, mask, region)
-        self.heads = (num_heads, num_kv_heads)
-        self.head_dim = head_dim
-        self.scale = scale
-        self.mask = mask
-        self._page_size = held.page_size
-        self._item_bytes = getattr(torch, held.dtype).itemsize
-        self._layers = [pool.layer(layer_id, region) for layer_id in range(held.num_layers)]
-        self._has_prompts = mask == CAUSAL and serves(self._layers[0][0])
+        super().__init__(pool, shape)
+        self.head_dim, self.mask = shape.head_dim, shape.mask
+        self._has_prompts = self.mask == CAUSAL and serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132
         if pool.device.type == "cuda":
             self._num_sms = torch.cuda.get_device_properties(pool.device).multi_processor_count
 
-    def plan(self, batch: Batch) -> TritonPlan:
-        """See AttentionBackend.plan; device work only."""
+    def plan(self, batch: Batch) -> PagedPlan | PromptPlan:
         lengths = batch.query_start, batch.seq_lens, batch.page_table
-        bounds = batch.num_tokens, batch.max_query_len, batch.max_seq_len_ub
-        if batch.host is not None and self._is_long(*bounds):
+        bounds = batch.bounds
+        if batch.host is not None and self._is_long(bounds):
             room = self._room(num_rows(batch.host.seq_lens), batch.seq_lens.device)
             if room is not None:
-                prompts = plan_prompts(*lengths, bounds, self.heads, room)
-                return TritonPlan(batch.slot_mapping, prompts)
-        paged = plan_items(
+                return plan_prompts(*lengths, bounds, self.heads, room)
+        return plan_items(
             *lengths,
-            self._tiles(batch.num_reqs, *bounds),
+            self._tiles(bounds),
             self.heads,
             self.head_dim,
-            self._page_size,
+            self.region.page_size,
             self.mask,
         )
-        return TritonPlan(batch.slot_mapping, paged)
 
-    def variant(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> Hashable:
-        """See AttentionBackend.variant."""
-        if self._is_long(num_tokens, max_query_len, max_seq_len_ub):
+    def variant(self, bounds: Bounds) -> Hashable:
+        if self._is_long(bounds):
             return "long", *prompt_constants(self.heads, self.head_dim).values()
-        tiles = self._tiles(num_reqs, num_tokens, max_query_len, max_seq_len_ub)
+        tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        constants = constants_of(tiles, self.heads, self.head_dim, self._page_size, self.mask)
+        constants = constants_of(tiles, self.heads, self.head_dim, self.region.page_size, self.mask)
         return *constants.values(), *options
 
-    def _is_long(self, num_tokens: int, max_query_len: int, max_seq_len_ub: int) -> bool:
-        long = num_tokens > self.SHORT_ROWS and max_query_len > 1
-        return long and self._has_prompts and num_rows([max_seq_len_ub]) <= self.MAX_GATHERED
+    def _is_long(self, bounds: Bounds) -> bool:
+        long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1
+        return long and self._has_prompts and num_rows([bounds.max_seq_len]) <= self.MAX_GATHERED
 
     def _room(self, num_rows: int, device: torch.device) -> Tensor | None:
         """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order.
@@ -139,39 +108,21 @@ class TritonAttention:
             return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
             shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
-            dtype = self._layers[0][0].dtype
             self._gathered = None  # before the next is taken
             try:
-                self._gathered = torch.empty(shape, dtype=dtype, device=device)
+                self._gathered = torch.empty(shape, dtype=self.dtype, device=device)
             except torch.OutOfMemoryError:
                 self._max_gathered = num_rows - 1
                 log.warning("no memory to gather %d keys: longer prompts are slower", num_rows)
         return self._gathered
 
-    def _tiles(
-        self, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len_ub: int
-    ) -> PagedTiles:
-        bounds = num_reqs, num_tokens, max_query_len, max_seq_len_ub
-        return choose(*bounds, self.heads, self.head_dim, self._item_bytes, self._num_sms)
+    def _tiles(self, bounds: Bounds) -> PagedTiles:
+        return choose(bounds, self.heads, self.head_dim, self.dtype.itemsize, self._num_sms)
 
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """See LayerAttention.kv."""
-        return self._layers[layer_id]
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """See LayerAttention.forward."""
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
-        assert isinstance(plan, TritonPlan), "the plan must be this backend's own"
-        caches = self._layers[layer_id]
-        if k is not None and v is not None:
-            store_kv(k, v, *caches, plan.slot_mapping)
-        if isinstance(plan.kernel, PromptPlan):
-            return prompt_attention(q, *caches, plan.kernel, self.scale, out)
-        return paged_attention(q, *caches, plan.kernel, self.scale, out)
+        keys, values = self._layers[layer_id]
+        if isinstance(plan, PromptPlan):
+            return prompt_attention(q, keys, values, plan, self.shape.scale, out)
+        assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
+        return paged_attention(q, keys, values, plan, self.shape.scale, out)

@@ -48,13 +48,16 @@ class KVPool:
         """The region called `name`; KeyError if the layout has none."""
         return self.layout.region(name)
 
-    def layer(self, layer_id: int, region: str = "target") -> tuple[Tensor, Tensor]:
-        """One layer's keys and values: two [num_pages, num_kv_heads, page_size, head_dim] views.
+    def layers(self, region: str = "target") -> list[tuple[Tensor, ...]]:
+        """Each layer's parts, as keys and values: views [num_pages, num_kv_heads, rows, head_dim].
 
-        The views are strided; head_dim is contiguous, and each head's tokens of a page are too.
+        They are strided; head_dim is contiguous, and each head's rows of a page are too.
         """
-        keys, values = self._layers[region][layer_id]
-        return keys, values
+        return self._layers[region]
+
+    def layer(self, layer_id: int, region: str = "target") -> tuple[Tensor, ...]:
+        """One of `layers`."""
+        return self._layers[region][layer_id]
 
     def page_rows(self, region: str) -> Tensor:
         """[num_pages, head_dim]: all of a region with one row a page, as a tail."""
@@ -62,8 +65,7 @@ class KVPool:
         return rows[:, 0, 0]
 
     def caches(self, region: str | None = None) -> list[Tensor]:
-        """Views of a region's memory, or of all: [num_pages, num_kv_heads, rows, head_dim] of each
-        layer and part."""
+        """All views of a region, or of all regions."""
         names = self._layers if region is None else (region,)
         return [part for name in names for parts in self._layers[name] for part in parts]
 

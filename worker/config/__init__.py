@@ -249,19 +249,28 @@ class WorkerConfig(Section):
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
             note("transport.kind", kind, f"transport.name is {name}")
-        _refuse(tree, model_max_len, cpu)
+        check_length(tree["model"]["max_model_len"], model_max_len)
+        check_collective(tree["engine"]["collective"], cpu=cpu)
         return WorkerConfig.model_validate(tree)
 
 
-def _refuse(tree: dict[str, Any], model_max_len: int, cpu: bool) -> None:
-    """Refuse what this model or machine cannot do; `tree` has no `auto`."""
-    asked, path = tree["model"]["max_model_len"], "model.max_model_len"
+def check_length(asked: int, model_max_len: int) -> None:
+    """Raise UserError if the model has fewer positions than are asked for."""
     if asked > model_max_len:
-        raise UserError(f"{path} is {asked}, but the model has {model_max_len} positions", path)
-    name, device, path = tree["engine"]["collective"], tree["engine"]["device"], "engine.collective"
+        path = "model.max_model_len"
+        raise UserError(f"{path}: is {asked}, but the model has {model_max_len} positions", path)
+
+
+def check_collective(
+    name: str, *, cpu: bool, path: str = "engine.collective", who: str = "this worker computes"
+) -> None:
+    """Raise UserError if a collective is not for the devices that `who` computes on."""
     if cpu != (name == "gloo"):
-        why = f"{path}: {name}, but this worker computes on {device}"
-        raise UserError(f"{why}; gloo is for CPUs, custom and nccl are for GPUs", path)
+        devices, remedy = (
+            "CPUs" if cpu else "GPUs",
+            "gloo is for CPUs, custom and nccl are for GPUs",
+        )
+        raise UserError(f"{path}: {name}, but {who} on {devices}; {remedy}", path)
 
 
 def _widths(asked: SpecConfig) -> Choice:

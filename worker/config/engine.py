@@ -19,7 +19,7 @@ class Section(BaseModel):
 
 
 # Of worker.attention.backends.ATTENTION: without `static_plan`, so no windows are served by them.
-PLANNED_ON_HOST = frozenset({"flashinfer", "flashinfer_fa2"})
+PLANNED_ON_HOST = frozenset({"flashinfer"})
 
 
 class AttentionConfig(Section):
@@ -34,7 +34,7 @@ class AttentionConfig(Section):
     """Backend of decode steps, one token of each row; auto as for prefill."""
     spec: Auto | str = "auto"
     """Backend of verification, windows of several tokens of each row. auto: that of `decode`, but
-    triton if that plans on the host, as flashinfer and flashinfer_fa2, which are refused here."""
+    triton if that plans on the host, as flashinfer, which is refused here."""
 
     @model_validator(mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from worker.attention.base import AttentionBackend, build_attentions
+from worker.attention.base import AttentionBackend, AttentionShape, build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -18,7 +18,7 @@ from worker.drafts.features import Features
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
 from worker.model.decoder import Decoder
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.model.taps import Taps
 from worker.ops.mask import KeyMask
 from worker.plan import max_rows
@@ -27,7 +27,7 @@ from worker.step.state import StepState
 FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
-def read_drafter(config: WorkerConfig, target: ModelSpec) -> DrafterShape | None:
+def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | None:
     """Read the shape of the drafter that is configured; None: it has no weights.
 
     Raises:
@@ -94,7 +94,7 @@ def build_drafter(
         if state.text is None:
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
-    target.taps = taps = _taps(config, model, target)
+    taps = _taps(config, model, target)
     strict = config.engine.strict
     if isinstance(model, ChainDrafter):
         attention = _attention(config, model, pool, FROM_KEY_1)
@@ -110,9 +110,7 @@ def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | 
     spec = model.spec
     if spec.taps == (target.spec.num_layers,):
         return None
-    weight = target.embedding.weight
-    most, size = _most_tokens(config), target.spec.hidden_size
-    return Taps(spec.taps, most, size, dtype=weight.dtype, device=weight.device)
+    return target.tap(spec.taps, _most_tokens(config))
 
 
 def _attention(
@@ -123,7 +121,7 @@ def _attention(
     names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
     try:
-        return build_attentions(names, pool, *heads, mask=mask, region="draft").spec
+        return build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
     except UserError as refusal:
         raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
 

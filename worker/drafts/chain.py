@@ -18,6 +18,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBackend
 from worker.cache.pool import KVPool
+from worker.drafts.base import Drafter
 from worker.drafts.chain_model import ChainDrafter
 from worker.drafts.draft_draws import draw_drafts
 from worker.drafts.draft_rows import DraftSteps, draft_rows
@@ -27,7 +28,7 @@ from worker.forward.context import forward_context
 from worker.step.state import SampledRows, StepState
 
 
-class Chain:
+class Chain(Drafter):
     """Drafter by a chain model.
 
     Args:
@@ -51,6 +52,7 @@ class Chain:
         self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
+        """Store the rows of a chunk, and the tails of its pages."""
         draft = batch.draft
         assert draft is not None
         features = self._features.of(hidden, batch.num_tokens)
@@ -72,6 +74,7 @@ class Chain:
         self._store(steps.tokens, before, steps.positions, steps.slots)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
+        """Store the rows that are kept, then draft token by token."""
         columns, num_drafts = self._state.columns, sampled.width - 1
         steps = draft_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size,

@@ -7,13 +7,13 @@ from pathlib import Path
 from worker.drafts.draft_reading import DrafterFile
 from worker.drafts.drafter_shape import ChainShape
 from worker.model.fields import Fields
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 FUSES = "use_aux_hidden_state"
 
 
-def read_chain_shape(path: Path, target: ModelSpec) -> ChainShape:
+def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     """The drafter in directory `path`, which may be the target's own, for `target`.
 
     Raises:
@@ -68,14 +68,14 @@ def _norm_output(fields: Fields) -> bool:
 
 def _absent_parts(fields: Fields, *, fuses: bool) -> set[str]:
     """The parts before and with fc that this drafter lacks."""
-    each = fields.flag("fc_norm")
+    one_by_one = fields.flag("fc_norm")
     together = fields.flag("norm_before_fc") or fields.flag("eagle_config.norm_before_fc")
-    if each and together:
+    if one_by_one and together:
         raise fields.error("fc_norm", "excludes norm_before_fc, but both are true")
-    if (each or together) and not fuses:
-        name = "fc_norm" if each else "norm_before_fc"
+    if (one_by_one or together) and not fuses:
+        name = "fc_norm" if one_by_one else "norm_before_fc"
         raise fields.error(name, f"norms what fc fuses, but {FUSES} is false")
-    has = {"fc": fuses, "fc_norm": each, "input_norm": together}
+    has = {"fc": fuses, "fc_norm": one_by_one, "input_norm": together}
     return {part for part, is_there in has.items() if not is_there}
 
 
@@ -94,7 +94,7 @@ def _taps(file: DrafterFile) -> tuple[int, ...]:
     """
     fields, num_layers = file.fields, file.target.num_layers
     outputs, inputs = fields.integers(f"eagle_config.{IDS}"), fields.integers(IDS)
-    shifted = [each - 1 for each in inputs]
+    shifted = [layer - 1 for layer in inputs]
     if outputs and inputs and outputs != shifted:
         raise fields.error(
             IDS, f"{inputs} are the inputs of layers, eagle_config.{IDS} {outputs} the outputs, "

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape
 from worker.model.decoder import Decoder, FeedForward, SelfAttention
-from worker.model.linear import ReplicatedLinear
-from worker.model.norm import RMSNorm
+from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.shard import Shard
 from worker.ops.pair_norm import pair_norm
 
@@ -27,24 +26,20 @@ class ChainDrafter(DrafterModel):
 
     def __init__(self, spec: ChainShape, target: Decoder, max_positions: int) -> None:
         super().__init__(spec, target, max_positions)
-        size, eps, collective, kind = (
-            spec.hidden_size,
-            spec.rms_norm_eps,
-            self.collective,
-            self.kind,
-        )
+        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
-            return RMSNorm(width, eps, collective, **kind) if part in spec.names else None
+            return RMSNorm(width, eps, placement) if part in spec.names else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
-            return ReplicatedLinear(width, size, bias=bias, **kind) if part in spec.names else None
+            own = part in spec.names
+            return ReplicatedLinear(width, size, placement, bias=bias) if own else None
 
         tapped = spec.num_features * spec.target_hidden_size
         self.fc_norm = None
         if "fc_norm" in spec.names:
             self.fc_norm = FeatureNorms(
-                RMSNorm(spec.target_hidden_size, eps, collective, **kind) for _ in spec.taps
+                RMSNorm(spec.target_hidden_size, eps, placement) for _ in spec.taps
             )
         self.input_norm = norm("input_norm", tapped)
         self.fc = linear("fc", tapped, bias=False)
@@ -53,12 +48,9 @@ class ChainDrafter(DrafterModel):
         self.projection = linear("projection", 2 * size, bias=spec.projection_bias)
         self.layer_norm = norm("layer_norm")
         in_features = 2 * size if self.projection is None else size
-        self.attention = SelfAttention(
-            spec, self.layer_features, self.heads, 0, self.rotary, collective,
-            in_features=in_features, **kind,
-        )  # fmt: skip
-        self.post_norm = RMSNorm(size, eps, collective, **kind)
-        self.feed_forward = FeedForward(spec, collective, **kind)
+        self.attention = SelfAttention(spec, 0, self.rotary, placement, in_features)
+        self.post_norm = RMSNorm(size, eps, placement)
+        self.feed_forward = FeedForward(spec, placement)
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
@@ -125,12 +117,13 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def shards(self) -> dict[str, Shard]:
-        found = self.ids.shards()
+        """Of the ids, and of every part that has a name."""
+        shards = self.ids.shards()
         for part, name in self.spec.names.items():
             if part not in ("d2t", "t2d"):
                 module: Any = getattr(self, part)
-                found |= module.shards(name)
-        return found
+                shards |= module.shards(name)
+        return shards
 
     def ignores(self, name: str) -> bool:
         """An MTP layer lies among the target's own tensors."""
@@ -148,8 +141,8 @@ class FeatureNorms(nn.ModuleList):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         """Checkpoint name -> Shard."""
-        found: dict[str, Shard] = {}
+        shards: dict[str, Shard] = {}
         for i, norm in enumerate(self):
             assert isinstance(norm, RMSNorm)
-            found |= norm.shards(f"{prefix}.{i}")
-        return found
+            shards |= norm.shards(f"{prefix}.{i}")
+        return shards

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBackend
 from worker.cache.pool import KVPool
+from worker.drafts.base import Drafter
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.drafts.draft_draws import draw_drafts
 from worker.drafts.features import Features, stored_tokens
@@ -36,7 +37,7 @@ class BlockLimits(NamedTuple):
     max_len: int  # tokens of a request at most
 
 
-class DFlash:
+class DFlash(Drafter):
     """Drafter by blocks.
 
     Args:
@@ -71,6 +72,7 @@ class DFlash:
         self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
+        """Store the keys and values of a chunk."""
         features = self._features.of(hidden, batch.num_tokens)
         self._store(features, batch.positions, batch.slot_mapping)
 
@@ -78,6 +80,7 @@ class DFlash:
         """All that a block needs is in the row's pages."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
+        """Store those of the tokens that are kept, then draft a block."""
         columns, width = self._state.columns, sampled.width
         positions, slots = kept_rows(
             sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size
@@ -105,7 +108,7 @@ class DFlash:
         )
         model, residual = self._model, None
         part = model.embed(batch.input_ids, block)
-        plans = {mask: each.plan(batch) for mask, each in self._attentions.items()}
+        plans = {mask: attention.plan(batch) for mask, attention in self._attentions.items()}
         for mask, numbers in model.runs():
             with forward_context(batch, self._attentions[mask], plans[mask]):
                 part, residual = model.run(part, residual, batch.positions, numbers)

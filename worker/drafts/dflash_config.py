@@ -8,19 +8,17 @@ from worker.drafts.draft_reading import DrafterFile
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported
 from worker.model.fields import Fields
-from worker.model.shape import ModelSpec, read_dtype
+from worker.model.shape import ModelShape, read_dtype
 from worker.ops.mask import KeyMask
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-def read_dflash_shape(path: Path, target: ModelSpec) -> DFlashShape:
+def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
     """The DFlash drafter in directory `path`, for `target`.
 
     Raises:
-        UserError: a file is missing or broken, a field is missing or wrong, or the drafter is
-            another target's; the message names file and field. Unsupported (a UserError) if it
-            uses what we cannot compute, or a field has two readings or is unknown.
+        UserError: as read_chain_shape.
     """
     file = DrafterFile.open(path, "dflash", target)
     fields, layer = file.fields, file.layer
@@ -29,19 +27,14 @@ def read_dflash_shape(path: Path, target: ModelSpec) -> DFlashShape:
         shape["dtype"] = read_dtype(fields)
     depth = "dflash_config.num_target_layers", "num_target_layers"
     if fields.get(*depth) is not None:
-        fields.integer(*depth)
-        file.check_equal(*fields.place(*depth), target.num_layers)
-    num_layers = layer.integer("num_hidden_layers")
-    if (number := fields.integer("num_hidden_layers", default=num_layers)) != num_layers:
-        raise fields.error(
-            "num_hidden_layers", f"{number}, but {file.form.layer} says {num_layers}"
-        )
+        file.check_equal(fields, target.num_layers, *depth)
+    nested = [f"{file.form.layer}.num_hidden_layers"] if file.form.layer else []
+    num_layers = fields.integer("num_hidden_layers", *nested)
     types = _types(layer, num_layers)
     names = file.names(shape)
     return DFlashShape(
         **shape,
         num_layers=num_layers,
-        # Of these the first is no draft.
         block_size=fields.integer("dflash_config.block_size", "block_size", least=2),
         masks=_masks(file, types, _windows(file, types)),
         mask_token_id=None if "mask_embedding" in names else _mask_token_id(file),
@@ -98,7 +91,7 @@ def _windows(file: DrafterFile, types: list[str]) -> list[int | None]:
         if uses is not None and not layer.flag("use_sliding_window"):
             raise layer.error("use_sliding_window", "false, but there are layers that slide")
         window = layer.integer("sliding_window")
-    return [window if each else None for each in slides]
+    return [window if is_sliding else None for is_sliding in slides]
 
 
 def _masks(file: DrafterFile, types: list[str], windows: list[int | None]) -> tuple[KeyMask, ...]:
@@ -128,7 +121,7 @@ def _taps(file: DrafterFile, num_layers: int) -> tuple[int, ...]:
         name = "aux_hidden_state_layer_ids"
         if not (inputs := fields.integers(name)):
             raise fields.error(name, "missing: of which layers does the drafter take the inputs?")
-        taps = tuple(each - 1 for each in inputs)
+        taps = tuple(layer - 1 for layer in inputs)
     else:
         name = "dflash_config.target_layer_ids"
         taps = tuple(fields.integers(name))

@@ -15,9 +15,8 @@ from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
 from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
-from worker.model.linear import ReplicatedLinear, empty_parameter
+from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.loader import LoadFormat
-from worker.model.norm import RMSNorm
 from worker.model.shard import Shard, whole
 from worker.ops.mask import KeyMask
 from worker.ops.product import product
@@ -40,7 +39,7 @@ class Stacked:
         biases = [layer.qkv.bias[start:] for layer, start in parts if layer.qkv.bias is not None]
         norms = [layer.k_norm.weight.detach() for layer in layers if layer.k_norm is not None]
         return cls(
-            torch.cat([layer.qkv.weight[start:] for layer, start in parts]).detach(),
+            torch.cat([layer.qkv.weight.tensor[start:] for layer, start in parts]).detach(),
             torch.cat(biases).detach() if biases else None,
             torch.stack(norms) if norms else None,
         )
@@ -58,22 +57,16 @@ class DFlashDrafter(DrafterModel):
     def __init__(self, spec: DFlashShape, target: Decoder, max_positions: int) -> None:
         """The last block may pass `max_positions`."""
         super().__init__(spec, target, max_positions + spec.block_size)
-        size, eps, collective, kind = (
-            spec.hidden_size,
-            spec.rms_norm_eps,
-            self.collective,
-            self.kind,
-        )
+        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
         tapped = spec.num_features * spec.target_hidden_size
-        self.fc = ReplicatedLinear(tapped, size, bias=False, **kind)
-        self.hidden_norm = RMSNorm(size, eps, collective, **kind)
+        self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
+        self.hidden_norm = RMSNorm(size, eps, placement)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, self.layer_features, self.heads, i, self.rotary, collective, **kind)
-            for i in range(spec.num_layers)
+            DecoderLayer(spec, i, self.rotary, placement) for i in range(spec.num_layers)
         )
-        self.final_norm = RMSNorm(size, eps, collective, **kind)
+        self.final_norm = RMSNorm(size, eps, placement)
         masked = spec.mask_token_id is None
-        self.mask_embedding = empty_parameter(size, **kind) if masked else None
+        self.mask_embedding = placement.empty(size) if masked else None
         self._stacked: Stacked | None = None
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
@@ -117,8 +110,8 @@ class DFlashDrafter(DrafterModel):
         """Layers that follow each other and see the same keys: their mask and their numbers."""
         masks = self.spec.masks
         for mask, numbers in groupby(range(len(masks)), key=masks.__getitem__):
-            found = list(numbers)
-            yield mask, range(found[0], found[-1] + 1)
+            run = list(numbers)
+            yield mask, range(run[0], run[-1] + 1)
 
     def run(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, numbers: range
@@ -149,14 +142,15 @@ class DFlashDrafter(DrafterModel):
             yield layer
 
     def shards(self) -> dict[str, Shard]:
-        found, names = self.ids.shards(), self.spec.names
+        """Of the ids, all layers and what stands before and behind them."""
+        shards, names = self.ids.shards(), self.spec.names
         for number, layer in enumerate(self._layers()):
-            found |= layer.shards(f"{names['layers']}.{number}")
-        found |= self.fc.shards(names["fc"]) | self.hidden_norm.shards(names["hidden_norm"])
-        found |= self.final_norm.shards(names["final_norm"])
+            shards |= layer.shards(f"{names['layers']}.{number}")
+        shards |= self.fc.shards(names["fc"]) | self.hidden_norm.shards(names["hidden_norm"])
+        shards |= self.final_norm.shards(names["final_norm"])
         if self.mask_embedding is not None:
-            found[names["mask_embedding"]] = whole(self.mask_embedding.detach())
+            shards[names["mask_embedding"]] = whole(self.mask_embedding.detach())
         for part, module in (("embedding", self.embedding), ("head", self.head)):
             if part in names:
-                found |= module.shards(names[part])
-        return found
+                shards |= module.shards(names[part])
+        return shards

@@ -56,9 +56,9 @@ _LAYER = _UNREAD | _any(
     "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
     "sliding_window", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
 ) | {
-    "bias": (False,), "is_causal": (True,), "logit_scale": (1.0,), "parallel_drafting": (False,),
-    "qkv_bias": (False,),
+    "bias": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,), "qkv_bias": (False,),
 }  # fmt: skip
+_CHAIN_LAYER = _LAYER | {"is_causal": (True,)}
 ROPE = _any(
     "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings",
     "partial_rotary_factor", "rope_theta", "rope_type", "type",
@@ -85,7 +85,7 @@ _DFLASH = {
     "shift_label": (False,), "use_aux_hidden_state": (True,),
 }  # fmt: skip
 # The layers have norms of q and k, whatever `model_type` is.
-_DFLASH_LAYER = _LAYER | _DFLASH | {"is_causal": None, "qk_norm": (True,)}
+_DFLASH_LAYER = _LAYER | _DFLASH | {"qk_norm": (True,)}
 _DFLASH_CONFIG = _DFLASH | _any(
     "block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "swa_window_size",
     "target_layer_ids", "use_swa",
@@ -118,12 +118,13 @@ _DFLASH_NEEDED = {
 }
 
 _NESTED = "transformer_layer_config"
-_ARCHITECTURES = {
+# The field that names a form -> its value -> the form.
+FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     # The authors of EAGLE-3, SpecForge, ModelOpt.
     "LlamaForCausalLMEagle3": Form(
         drafter="chain", kind="eagle3", ties_head=True, flags=_EAGLE3_FLAGS,
         objects={
-            "": _LAYER | _EAGLE3 | {"model_type": ("llama",), "eagle_config": None},
+            "": _CHAIN_LAYER | _EAGLE3 | {"model_type": ("llama",), "eagle_config": None},
             "eagle_config": _EAGLE_CONFIG,
         },
         parts={"layer": "midlayer|layers.0"} | _EAGLE3_PARTS, own=_OWN,
@@ -131,14 +132,14 @@ _ARCHITECTURES = {
     # EAGLE-1 and EAGLE-2: one projection of token and feature, no first norm and no last.
     "LlamaForCausalLMEagle": Form(
         drafter="chain", kind="eagle", flags=_CHAIN | {"projection_bias": "bias"},
-        objects={"": _LAYER | {"bias": None, "model_type": ("llama",)}},
+        objects={"": _CHAIN_LAYER | {"bias": None, "model_type": ("llama",)}},
         parts={"layer": "layers.0", "projection": "fc"} | _PARTS,
         own={"embedding": "embed_tokens"},
     ),
     # MiMo's layer for the token after next, in the target's own files: a layer as Qwen2's.
     "MiMoForCausalLM": Form(
         drafter="chain", kind="mtp",
-        objects={"": _LAYER | {"num_nextn_predict_layers": (1,)}},
+        objects={"": _CHAIN_LAYER | {"num_nextn_predict_layers": (1,)}},
         flags=_CHAIN | {
             "qkv_bias": True, "output_bias": False, "qk_norm": False, "norm_output": True,
             "hidden_first": True,
@@ -155,20 +156,19 @@ _ARCHITECTURES = {
         drafter="dflash", needed=_DFLASH_NEEDED, ties_head=True, flags=_BIASES | {"qk_norm": True},
         objects={
             "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any(
-                "block_size", "dflash_config", "draft_vocab_size", "mask_token_id",
+                "block_size", "dflash_config", "draft_vocab_size", "is_causal", "mask_token_id",
                 "num_target_layers", "target_hidden_size",
             ),
             "dflash_config": _DFLASH_CONFIG,
         },
         parts=_DFLASH_PARTS, own=_DFLASH_OWN,
     ),
-}  # fmt: skip
-_SPECULATORS_MODELS = {
+}, "speculators_model_type": {
     "eagle3": Form(
         drafter="chain", kind="eagle3", layer=_NESTED, flags=_EAGLE3_FLAGS,
         objects={
             "": _SPECULATORS | _EAGLE3,
-            _NESTED: _LAYER | {"model_type": ("llama", "qwen3")},
+            _NESTED: _CHAIN_LAYER | {"model_type": ("llama", "qwen3")},
         },
         needed={"norm_before_residual": "vLLM takes it as true then, speculators as false"},
         parts={"layer": "layers.0|midlayer"} | _EAGLE3_PARTS, own=_OWN,
@@ -182,18 +182,11 @@ _SPECULATORS_MODELS = {
                 "target_hidden_size",
             ),
             # Beside `sliding_window_non_causal`, nobody says whether `is_causal` counts.
-            _NESTED: {
-                name: values for name, values in _DFLASH_LAYER.items() if name != "is_causal"
-            } | {"model_type": ("llama", "qwen3")},
+            _NESTED: _DFLASH_LAYER | {"model_type": ("llama", "qwen3")},
         },
         parts=_DFLASH_PARTS, own=_DFLASH_OWN,
     ),
-}  # fmt: skip
-# The field that names a form -> the forms that it may name.
-FORMS: Mapping[str, Mapping[str, Form]] = {
-    "speculators_model_type": _SPECULATORS_MODELS,
-    "architectures": _ARCHITECTURES,
-}
+}}  # fmt: skip
 TRUE_UNLESS_SAID = frozenset({"bias"})  # flags that are true where they are absent
 DRAFTS = {"chain": "token by token", "dflash": "by blocks"}
 

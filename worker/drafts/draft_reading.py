@@ -15,7 +15,7 @@ from worker.drafts.draft_forms import DRAFTS, FORMS, MISSING, ROPE, TRUE_UNLESS_
 from worker.model.fields import Fields, read_fields
 from worker.model.files import tensor_names
 from worker.model.shape import (
-    ModelSpec,
+    ModelShape,
     read_architecture,
     read_layer_shape,
     refuse_what_we_cannot_compute,
@@ -31,10 +31,10 @@ class DrafterFile:
     layer: Fields  # the object with the transformer's fields
     form: Form
     architecture: str
-    target: ModelSpec
+    target: ModelShape
 
     @classmethod
-    def open(cls, path: Path, drafter: str, target: ModelSpec) -> DrafterFile:
+    def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
         """The file of directory `path`, without unknown fields and values we do not compute.
 
         Raises:
@@ -48,7 +48,7 @@ class DrafterFile:
         if form is None:
             if part := _missing_part(str(name)):
                 raise fields.unsupported(field, f"a drafter of {name} needs {part}")
-            known = ", ".join(name for name, each in forms.items() if each.drafter == drafter)
+            known = ", ".join(name for name, form in forms.items() if form.drafter == drafter)
             raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
         if form.drafter != drafter:
             raise fields.unsupported(
@@ -80,11 +80,11 @@ class DrafterFile:
         if layer.inner("rope_scaling").values and layer.inner("rope_parameters").values:
             raise layer.error("rope_scaling", "excludes rope_parameters, but there are both")
         layer.place("rope_parameters.rope_theta", "rope_theta")
-        self.check_equal(layer, "vocab_size", target.vocab_size)
+        self.check_equal(layer, target.vocab_size, "vocab_size")
         if says_size := fields.get("target_hidden_size") is not None:
-            self.check_equal(fields, "target_hidden_size", target.hidden_size)
+            self.check_equal(fields, target.hidden_size, "target_hidden_size")
         if not says_size or slides:  # else fc projects one size to the other
-            self.check_equal(layer, "hidden_size", target.hidden_size)
+            self.check_equal(layer, target.hidden_size, "hidden_size")
         vocab_size = fields.integer("draft_vocab_size", default=target.vocab_size)
         if vocab_size > target.vocab_size:
             raise fields.error(
@@ -123,7 +123,7 @@ class DrafterFile:
             """The option that tensors are called by, maybe behind "model."; else the first."""
             for option in options.split("|"):
                 for name in (option, f"model.{option}"):
-                    if any(each == name or each.startswith(f"{name}.") for each in tensors):
+                    if any(t == name or t.startswith(f"{name}.") for t in tensors):
                         return name
             return options.split("|")[0]
 
@@ -138,7 +138,7 @@ class DrafterFile:
                 names[part] = name
         own = not {"head", "embedding"}.isdisjoint(names) or not self.target.tie_word_embeddings
         # A head of fewer ids cannot be an embedding, whatever the file says.
-        if self.form.ties_head and not reduced and own and self.fields.flag("tie_word_embeddings"):
+        if self.form.ties_head and not reduced and self.fields.flag("tie_word_embeddings") and own:
             raise self.fields.unsupported(
                 "tie_word_embeddings",
                 "a head that is the drafter's embedding; leave the field false, and of lm_head and "
@@ -164,9 +164,10 @@ class DrafterFile:
         if problem:
             raise where.unsupported(field, problem)
 
-    def check_equal(self, where: Fields, field: str, wanted: int) -> None:
+    def check_equal(self, where: Fields, wanted: int, *places: str) -> None:
         """Refuse a drafter of another target by a size of it that the file has."""
-        if (size := where.integer(field)) != wanted:
+        if (size := where.integer(*places)) != wanted:
+            where, field = where.place(*places)
             raise where.error(
                 field, f"{size}, but the target's is {wanted}: the drafter is another target's"
             )

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
 
-import torch
 from torch import Tensor, nn
 
 from worker.drafts.draft_ids import DraftIds
 from worker.drafts.drafter_shape import DrafterShape
-from worker.model.decoder import Decoder, Features
-from worker.model.embedding import VocabParallelEmbedding
+from worker.model.decoder import Decoder
+from worker.model.layers import VocabParallelEmbedding
 from worker.model.loader import LoadFormat, check_format, fill_with_noise, read_weights
 from worker.model.rotary import RotaryEmbedding
 from worker.model.shard import Shard, split_heads
-
-
-class Kind(TypedDict):
-    """What all weights of a drafter are."""
-
-    dtype: torch.dtype
-    device: torch.device
 
 
 class DrafterModel(nn.Module):
@@ -41,24 +32,20 @@ class DrafterModel(nn.Module):
     def __init__(self, spec: DrafterShape, target: Decoder, max_positions: int) -> None:
         super().__init__()
         self.spec = spec
-        self.collective = target.collective
-        weight = target.embedding.weight
-        self.kind: Kind = {"dtype": weight.dtype, "device": weight.device}
+        self.placement, self.collective = target.placement, target.collective
+        device = target.placement.device
         rank, size = self.collective.rank, self.collective.size
         self.heads = split_heads(spec.num_heads, spec.num_kv_heads, rank, size)
-        self.rotary = RotaryEmbedding(
-            spec.head_dim, max_positions, spec.rope_theta, spec.rope_scaling, device=weight.device
-        )
-        self.layer_features = Features(spec.qkv_bias, spec.output_bias, spec.qk_norm)
+        self.rotary = RotaryEmbedding(spec, max_positions, device)
         self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = self._rows("head", spec.vocab_size, target.head)
-        self.ids = DraftIds(spec, weight.device)
+        self.ids = DraftIds(spec, device)
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
         """The drafter's own rows if it has such a part, else the target's."""
         if part not in self.spec.names:
             return shared
-        return VocabParallelEmbedding(num, self.spec.hidden_size, self.collective, **self.kind)
+        return VocabParallelEmbedding(num, self.spec.hidden_size, self.placement)
 
     @property
     def id_map(self) -> Tensor | None:

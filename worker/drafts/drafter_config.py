@@ -10,10 +10,10 @@ from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape, DrafterShape
 from worker.errors import UserError
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 
 # spec.drafter -> who reads the directory of one, for a target.
-READERS: Mapping[str, Callable[[Path, ModelSpec], DrafterShape]] = {
+READERS: Mapping[str, Callable[[Path, ModelShape], DrafterShape]] = {
     "chain": read_chain_shape,
     "dflash": read_dflash_shape,
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from worker.model.families import Features
 from worker.model.shape import LayerShape
 from worker.ops.mask import KeyMask
 
@@ -28,6 +29,11 @@ class DrafterShape(LayerShape):
     # whole name). A part that is not here does not exist; without an embedding or a head of its own
     # the drafter uses the target's.
     names: Mapping[str, str]
+
+    @property
+    def features(self) -> Features:
+        """What the layers are made of."""
+        return Features(self.qkv_bias, self.output_bias, self.qk_norm)
 
     @property
     def num_features(self) -> int:

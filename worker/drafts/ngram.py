@@ -9,12 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from worker.drafts.base import Drafter
 from worker.drafts.ngram_drafts import ngram_drafts
 from worker.forward.batch import Batch
 from worker.step.state import SampledRows, StepState
 
 
-class Ngram:
+class Ngram(Drafter):
     """Drafter by lookup.
 
     Args:
@@ -40,6 +41,7 @@ class Ngram:
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
+        """Append what is kept, then look up."""
         ngram_drafts(
             sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
             sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 SHORT_KEYS = 2048  # a bound of seq_lens up to which attention of chunks may have smaller tiles
+
+
+class Bounds(NamedTuple):
+    """A batch's padded shape, and what the host knows of its lengths: kernels are chosen by it."""
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +73,8 @@ class Batch:
     # states of these tokens only.
     last_token_rows: Tensor | None = None
     draft: DraftRows | None = None  # of chunks, if a chain drafter reads them
+
+    @property
+    def bounds(self) -> Bounds:
+        """By which kernels are chosen."""
+        return Bounds(self.num_reqs, self.num_tokens, self.max_query_len, self.max_seq_len_ub)

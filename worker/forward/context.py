@@ -18,26 +18,17 @@ LayerHook = Callable[[int], None]
 class LayerAttention(Protocol):
     """The part of an attention backend that a layer calls; worker.attention.base has the rest."""
 
-    def kv(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """One layer's keys and values; see KVPool.layer."""
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        """One layer's parts, as keys and values; see KVPool.layer."""
         ...
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer_id: int,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Store k and v (unless None) at the batch's slots, then attend up to each position.
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
+        """Attend up to each position; the tokens' own keys and values are stored already.
 
-        q: [num_tokens, num_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; all of
-        the pool's dtype. k and v are both None where a fused kernel has stored them already.
-        Returns [num_tokens, num_heads, head_dim], in the memory of `out` if that is given (of q's
-        shape and dtype, contiguous); padded tokens are zero. The plan is the current forward
-        context's. Only slots in slot_mapping are written. A request's result depends on no slot
-        past its own KV length.
+        q: [num_tokens, num_heads, head_dim] of the pool's dtype. Returns the same shape, in the
+        memory of `out` if that is given (of q's shape and dtype, contiguous); padded tokens are
+        zero. The plan is the current forward context's. Writes no slot. A request's result depends
+        on no slot past its own KV length.
         """
         ...
 

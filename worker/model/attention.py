@@ -1,4 +1,4 @@
-"""The attention op as a layer: whichever backend the current forward pass names."""
+"""The attention of a layer, by whichever backend the current forward pass names."""
 
 from __future__ import annotations
 
@@ -6,54 +6,79 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from worker.attention.qk_rope_store import qk_rope_store
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
-from worker.model.norm import RMSNorm
+from worker.model.layers import (
+    ColumnParallelLinear,
+    Placement,
+    RMSNorm,
+    RowParallelLinear,
+    qkv_rows,
+    selected,
+)
 from worker.model.rotary import RotaryEmbedding
+from worker.model.shape import LayerShape
+from worker.model.shard import Shard, split_heads
 
 
-class Attention(nn.Module):
-    """From the packed projection to attention's output: norms, rope, KV store, attention."""
+class SelfAttention(nn.Module):
+    """Projections, optional norms, rope and attention of one layer."""
 
     def __init__(
         self,
+        shape: LayerShape,
         layer_id: int,
-        num_heads: int,
         rotary: RotaryEmbedding,
-        q_norm: RMSNorm | None = None,
-        k_norm: RMSNorm | None = None,
+        placement: Placement,
+        in_features: int | None = None,
     ) -> None:
+        """in_features: of q, k and v; None: the hidden size."""
         super().__init__()
-        self.layer_id = layer_id  # of the pool
-        self.num_heads = num_heads  # of q, on this rank
-        self.rotary = rotary
-        self.q_norm = q_norm  # of each head, before rope
-        self.k_norm = k_norm
+        num_heads, head_dim, features = shape.num_heads, shape.head_dim, shape.features
+        collective, eps = placement.collective, shape.rms_norm_eps
+        heads = split_heads(num_heads, shape.num_kv_heads, collective.rank, collective.size)
+        self.qkv = ColumnParallelLinear(
+            in_features or shape.hidden_size,
+            qkv_rows(heads, num_heads, shape.num_kv_heads, head_dim),
+            placement,
+            bias=features.qkv_bias,
+        )
+        self.output = RowParallelLinear(
+            "o_proj", num_heads * head_dim, shape.hidden_size, placement, bias=features.output_bias
+        )
+        self.q_norm = self.k_norm = self._norms = None
+        if features.qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps, placement)
+            self.k_norm = RMSNorm(head_dim, eps, placement)
+            self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
+        self.rotary, self.layer_id = rotary, layer_id  # of the pool
+        self._num_heads = heads.num_heads
 
-    def forward(self, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Attend to all stored keys, those of qkv's own tokens included.
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
 
-        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim]; positions: [num_tokens] i64.
-        Returns [num_tokens, num_heads, head_dim].
+        The tokens attend to all stored keys, their own included. positions: [num_tokens] i64.
+        rows: see DecoderLayer.forward.
         """
-        table, norms = self.rotary.table, (self.q_norm, self.k_norm)
-        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
-        eps = 0.0 if self.q_norm is None else self.q_norm.eps
-        out = qkv.new_empty(qkv.shape[0], self.num_heads, table.shape[1])
-        attend(qkv, positions, table, q_weight, k_weight, eps, self.layer_id, out)
-        return out
+        qkv, table = self.qkv(hidden), self.rotary.table
+        attended = qkv.new_empty(qkv.shape[0], self._num_heads, table.shape[1])
+        norms = self._norms or (None, None, 0.0)
+        attend(qkv, positions, table, *norms, self.layer_id, attended)
+        return self.output(selected(attended.flatten(1), rows))
 
-    def store(self, kv: Tensor, positions: Tensor) -> None:
-        """The part of forward() that fills the tokens' KV slots; no token attends.
+    def store(self, hidden: Tensor, positions: Tensor) -> None:
+        """Only the keys and values of forward(), into the tokens' slots."""
+        context, kv = current(), self.qkv.last(hidden, 2)
+        caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
+        qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
 
-        kv: [num_tokens, 2 · num_kv_heads · head_dim]; positions: [num_tokens] i64.
-        """
-        context, (q_norm, k_norm) = current(), (self.q_norm, self.k_norm)
-        qk_rope_store(
-            kv, positions, self.rotary.table, *context.attention.kv(self.layer_id),
-            context.batch.slot_mapping, None if q_norm is None else q_norm.weight,
-            None if k_norm is None else k_norm.weight, 0.0 if k_norm is None else k_norm.eps,
-        )  # fmt: skip
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard."""
+        shards = self.qkv.shards(prefix) | self.output.shards(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            shards |= self.q_norm.shards(f"{prefix}.q_norm")
+            shards |= self.k_norm.shards(f"{prefix}.k_norm")
+        return shards
 
 
 def attend(
@@ -72,13 +97,14 @@ def attend(
     positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
     run.
 
-    qkv .. eps: see qk_rope_store; out: [num_tokens, num_heads, head_dim], contiguous.
+    qkv .. eps: see qk_rope_store_ref; out: [num_tokens, num_heads, head_dim], contiguous.
     """
     context = current()
-    k_cache, v_cache = context.attention.kv(layer_id)
-    q = qk_rope_store(
-        qkv, positions, table, k_cache, v_cache, context.batch.slot_mapping, q_weight, k_weight, eps
-    )
+    caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
+    norms = None
+    if q_weight is not None and k_weight is not None:
+        norms = HeadNorms(q_weight, k_weight, eps)
+    q = qk_rope_store(qkv, Rotation(table, positions), caches, slots, norms)
     if context.breaks is None:
         _attend(layer_id, q, out)
     else:
@@ -90,4 +116,4 @@ def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
     context = current()
     if context.on_layer is not None:
         context.on_layer(layer_id)
-    context.attention.forward(q, None, None, layer_id, out)
+    context.attention.forward(q, layer_id, out)

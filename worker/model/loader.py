@@ -12,14 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.errors import UserError
-from worker.model.architectures import ARCHITECTURES
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
-from worker.model.shape import LayerShape, ModelSpec
+from worker.model.layers import Placement
+from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
 from worker.observe.metrics import Progress, no_progress
 from worker.peers.base import Collective
-from worker.registry import resolve
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -43,7 +42,7 @@ class Loadable(Protocol):
 
 def load_model(
     path: Path,
-    spec: ModelSpec,
+    shape: ModelShape,
     collective: Collective,
     *,
     device: torch.device,
@@ -59,12 +58,11 @@ def load_model(
     type of device).
 
     Raises:
-        ValueError: unknown architecture or format; a file is missing or broken; tensors are
+        ValueError: unknown format; a file is missing or broken; tensors are
             missing, unexpected or of another shape (all of them are named, up to eight).
     """
-    model_class = resolve("model architecture", spec.architecture, ARCHITECTURES)
     check_format(load_format)
-    model: Decoder = model_class(spec, collective, device=device, dtype=dtype)
+    model = Decoder(shape, Placement(collective, dtype, device))
     if load_format == "dummy":
         fill_with_noise(model.shards(), seed, progress)
     else:
@@ -91,7 +89,7 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     for file in weight_files(path):
         for name, tensor in _tensors(file, shards):
             if tensor is not None:
-                shards[name].dest.copy_(tensor)
+                shards[name].fill(tensor)
                 missing.discard(name)
                 progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
@@ -142,4 +140,4 @@ def fill_with_noise(
             whole *= 0.02
         else:
             whole *= shard.full_shape[-1] ** -0.5
-        shard.dest.copy_(whole[shard.index])
+        shard.fill(whole[shard.index])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.model.architectures import ARCHITECTURES
+from worker.model.families import FAMILIES, Features
 from worker.model.fields import Fields, read_fields
 from worker.ops.scaling import ROPE_TYPES, RopeScaling
 
@@ -29,9 +29,14 @@ class LayerShape:
     rope_scaling: RopeScaling | None
     dtype: str  # of the checkpoint
 
+    @property
+    def features(self) -> Features:
+        """What the layers are made of."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec(LayerShape):
+class ModelShape(LayerShape):
     """The shape of the weights, as the file gives it."""
 
     num_layers: int
@@ -42,9 +47,15 @@ class ModelSpec(LayerShape):
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
 
+    @property
+    def features(self) -> Features:
+        """What the layers are made of, by architecture and flags."""
+        family = FAMILIES[self.architecture]
+        return family.features(attention_bias=self.attention_bias, qk_norm=self.qk_norm)
 
-def read_model_spec(path: Path) -> ModelSpec:
-    """The spec of the model in directory `path` (config.json, generation_config.json if any).
+
+def read_model_shape(path: Path) -> ModelShape:
+    """The shape of the model in directory `path` (config.json, generation_config.json if any).
 
     Raises:
         ValueError: a file is missing or no JSON object, or a field is missing or wrong; the
@@ -53,15 +64,15 @@ def read_model_spec(path: Path) -> ModelSpec:
     """
     fields = read_fields(path / "config.json")
     architecture = read_architecture(fields)
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise fields.unsupported(
             "architectures",
-            f"{architecture!r} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}",
+            f"{architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}",
         )
     refuse_what_we_cannot_compute(fields)
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
-    return ModelSpec(
+    return ModelShape(
         architecture=architecture,
         **read_layer_shape(fields),
         num_layers=fields.integer("num_hidden_layers"),

@@ -5,6 +5,7 @@ Free of torch: what cannot be divided is refused before anything starts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,43 @@ class Shard:
     full_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: tuple[slice, ...]  # the part, one slice per dimension
 
+    def fill(self, part: Tensor) -> None:
+        """Store the part, in whatever dtype the checkpoint has it."""
+        self.dest.copy_(part)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """This rank's part of one dimension of a tensor in the checkpoint."""
+
+    size: int  # of the whole dimension
+    held: slice
+
+    def __len__(self) -> int:
+        return self.held.stop - self.held.start
+
+
+def all_of(size: int) -> Part:
+    """A dimension that every rank holds whole."""
+    return Part(size, slice(0, size))
+
+
+def stacked(dest: Tensor, parts: Mapping[str, Part], *inner: Part) -> dict[str, Shard]:
+    """Shards of the tensors that lie one below the other in `dest`, by name.
+
+    parts: their first dimensions; inner: the dimensions behind it, which they share.
+    """
+    shards, start = {}, 0
+    for name, part in parts.items():
+        sizes, index = zip(*((each.size, each.held) for each in (part, *inner)), strict=True)
+        shards[name] = Shard(dest[start : start + len(part)].detach(), sizes, index)
+        start += len(part)
+    return shards
+
 
 def whole(dest: Tensor) -> Shard:
     """A tensor that every rank holds whole."""
-    return Shard(dest, tuple(dest.shape), tuple(slice(0, size) for size in dest.shape))
+    return Shard(dest.detach(), tuple(dest.shape), tuple(slice(0, size) for size in dest.shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,42 +8,32 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from worker.model.layers import Placement
+
 
 class Taps:
-    """A registered buffer for the residual after some layers of a decoder.
-
-    The norm behind a tapped layer writes the sum that it makes anyway into this buffer, so a tap
-    costs no kernel, and graphs write it when they are replayed. A step reads what it has written
-    itself; nothing is kept for the next.
+    """A buffer for the residual after some layers of a decoder, which each step fills anew.
 
     Args:
         layers: numbers of the tapped layers, ascending, each once.
-        max_rows: tokens of a step at most, padding included.
+        max_tokens: of a step, padding included.
         hidden_size: of the model.
-        dtype: of the residual.
-        device: of the buffer.
+        placement: of the model.
     """
 
     def __init__(
-        self,
-        layers: Sequence[int],
-        max_rows: int,
-        hidden_size: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, layers: Sequence[int], max_tokens: int, hidden_size: int, placement: Placement
     ) -> None:
         assert all(a < b for a, b in pairwise(layers))
-        shape = max_rows, len(layers) * hidden_size
-        self._buffer = torch.zeros(shape, dtype=dtype, device=device)
-        parts = self._buffer.view(max_rows, len(layers), hidden_size).unbind(1)
+        shape = max_tokens, len(layers) * hidden_size
+        self._buffer = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+        parts = self._buffer.view(max_tokens, len(layers), hidden_size).unbind(1)
         self._columns = dict(zip(layers, parts, strict=True))
 
-    def after(self, layer: int, num_rows: int) -> Tensor | None:
-        """Where the residual after `layer` goes: [num_rows, hidden], strided; None: nowhere."""
-        column = self._columns.get(layer)
-        return None if column is None else column[:num_rows]
+    def after(self, layer: int) -> Tensor | None:
+        """Where the residual after `layer` goes: [max_tokens, hidden], strided; None: nowhere."""
+        return self._columns.get(layer)
 
-    def rows(self, num_rows: int) -> Tensor:
-        """What the latest step has left: [num_rows, number of taps * hidden]."""
-        return self._buffer[:num_rows]
+    def rows(self, num_tokens: int) -> Tensor:
+        """What the latest step has left: [num_tokens, number of taps * hidden]."""
+        return self._buffer[:num_tokens]

@@ -1,7 +1,7 @@
 """Metric families: declared as tables, with the worker's own; and the page that serves these.
 
 Each worker serves its families on a port of its own (Member.metrics_address), and /live beside
-them; the router's /metrics/targets lists the ports of all. `router.metrics` has the router's table.
+them; the router's /metrics/targets lists the ports of all. The router has a table like this.
 """
 
 from __future__ import annotations

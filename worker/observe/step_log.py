@@ -17,7 +17,7 @@ FLUSH_S = 1.0
 
 
 class StepLine(msgspec.Struct, omit_defaults=True):
-    """One line. `benchmarks.steps` makes a table of them."""
+    """One line of the log, JSON."""
 
     step: int
     at: float  # Unix time at which it was settled, s

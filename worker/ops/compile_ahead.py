@@ -14,12 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from worker.ops.jit import triton
+from worker.ops.jit import replaced, triton
 
 MAX_THREADS = 32  # the compiler takes about 100 MB a thread
 # Threads that parse Python share its count of the depth (python/cpython#106905, to 3.11.7 and
@@ -68,10 +67,10 @@ def _compile_ahead(step: Callable[[], object]) -> int:
     owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
     parse_alone = owner.parse
     with (
-        mock.patch.object(owner, "parse", parse),
+        replaced(owner, "parse", parse),
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
-        mock.patch.object(triton.runtime.jit.JITFunction, "run", ask),
+        replaced(triton.runtime.jit.JITFunction, "run", ask),
         _Zeros(),
     ):
         step()

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -37,3 +39,14 @@ else:
 
     triton = tl = _Absent()
     gdc_launch_dependents = gdc_wait = None
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give the attribute `name` of `owner` another value within the block."""
+    former = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, former)

@@ -1,10 +1,10 @@
 """x @ w.T by the algorithm of cuBLASLt that a search found best for one shape on one kind of card.
 
 The library's own heuristic often misses the best algorithm for products of 80 to 256 rows (ADR
-0010). `tuned/<device>.json`, written by `python -m benchmarks.gemm --tune`, names a better one for
-each exact (m, n, k). An algorithm is eight opaque words that only one version of the library
-understands. So there is no tuned product for other versions, devices or shapes, nor where the
-library refuses an algorithm. None needs scratch, so streams share nothing.
+0010). `tuned/<device>.json`, of which `benchmarks/results/kernels.md` says how it was made, names a
+better one for each exact (m, n, k). An algorithm is eight words that only one version of the
+library understands. So there is no tuned product for other versions, devices or shapes, nor where
+the library refuses an algorithm. None needs scratch, so streams share nothing.
 
 The library is the one that torch has loaded. The constants below are those of its C header.
 """

@@ -1,4 +1,4 @@
-"""Kernels of swiglu.py."""
+"""The kernel of swiglu.py."""
 
 from __future__ import annotations
 

@@ -29,14 +29,15 @@ class Admission:
         me: PeerId,
         engine: Engine,
         scheduler: DecodeScheduler,
-        grammars: Grammars,
         inbound: Inbound,
     ) -> None:
         self.draining = False
         self._me = me
         self._engine = engine
         self._scheduler = scheduler
-        self._grammars = grammars
+        spec = engine.spec
+        path = engine.config.model.directory
+        self.grammars = Grammars(path, spec.vocab_size, spec.eos_token_ids)
         self._inbound = inbound
 
     def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
@@ -69,7 +70,7 @@ class Admission:
         if message.sampling.grammar:  # compiled last: it takes milliseconds, and Busy asks again
             output = message.tokens[message.num_prompt_tokens :]
             try:
-                req.matcher = self._grammars.matcher(message.sampling.grammar, output)
+                req.matcher = self.grammars.matcher(message.sampling.grammar, output)
             except KvlaneError:
                 self._scheduler.finish(req)
                 raise

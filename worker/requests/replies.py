@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
@@ -31,6 +32,16 @@ class _Final:
     sent_at: float = math.inf  # inf: still queued
 
 
+class Last(NamedTuple):
+    """What a step, or a prefill worker, has added to a request."""
+
+    num: int = 1  # of tokens
+    reason: FinishReason | None = None  # why the request ends with them
+    error: Error | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()  # of `num` tokens and more
+    window: Window | None = None  # for `return_trace`
+
+
 class Replies:
     """Outgoing chunks of one decode worker."""
 
@@ -45,18 +56,9 @@ class Replies:
         """Final chunks that a router has not confirmed."""
         return len(self._finals)
 
-    def tokens(
-        self,
-        req: Req,
-        now: float,
-        reason: FinishReason | None = None,
-        error: Error | None = None,
-        logprobs: tuple[TokenLogprob, ...] = (),
-        num: int = 1,
-        window: Window | None = None,
-    ) -> None:
-        """Queue the last `num` of req.tokens, just settled; with the first go its stages."""
-        most = req.sampling.logprobs
+    def tokens(self, req: Req, now: float, last: Last) -> None:
+        """Queue the last of req.tokens, just settled; with the first go its stages."""
+        num, logprobs, most = last.num, last.logprobs, req.sampling.logprobs
         if logprobs and most < 0:  # others of the batch asked for them
             logprobs = ()
         elif logprobs:
@@ -71,12 +73,12 @@ class Replies:
             req.dispatch,
             len(req.tokens) - num,
             tuple(req.tokens[-num:]),
-            reason,
-            error,
+            last.reason,
+            last.error,
             req.num_cached_tokens,
             logprobs,
             stages,
-            window,
+            last.window,
         )
         self.add(req.router, chunk)
 

@@ -16,10 +16,9 @@ from worker.api import (
     Refused,
     Stop,
 )
-from worker.draw.grammar import Grammars
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.requests.admission import Admission
-from worker.requests.replies import Replies
+from worker.requests.replies import Last, Replies
 from worker.requests.siblings import Siblings
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
@@ -46,15 +45,14 @@ class Requests:
     def __init__(
         self, engine: Engine, thread: Post, scheduler: DecodeScheduler, inbound: Inbound
     ) -> None:
-        config, spec = engine.config, engine.spec
+        config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
-        self.grammars = Grammars(config.model.directory, spec.vocab_size, spec.eos_token_ids)
-        self.admission = Admission(thread.me, engine, scheduler, self.grammars, inbound)
+        self.admission = Admission(thread.me, engine, scheduler, inbound)
         self.siblings = Siblings()
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
-        self._eos_ids = frozenset(spec.eos_token_ids)
+        self._eos_ids = frozenset(engine.spec.eos_token_ids)
         self.sweep_at = 0.0
 
     def admit(
@@ -90,7 +88,7 @@ class Requests:
     def pass_on(self, req: Req) -> None:
         """Reply with the token that a prefill worker has drawn, before its KV has landed."""
         reason = finish_reason(req, self._eos_ids)
-        self.replies.tokens(req, time.monotonic(), reason)
+        self.replies.tokens(req, time.monotonic(), Last(reason=reason))
         if reason is not None:
             self.leave(req, reason)
 

@@ -273,5 +273,5 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
     for refused, why in refusals:
         if refused:
             raise Unsupported(f"engine.graph.prefill=compiled {why}", "engine.graph.prefill")
-    rounding = ROUNDING[loaded.model.embedding.weight.dtype]
+    rounding = ROUNDING[loaded.model.placement.dtype]
     return PiecewiseChunks(loaded, memory, TracedForward(loaded.model, by_inductor), rounding)

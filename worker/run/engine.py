@@ -14,7 +14,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
@@ -34,7 +34,7 @@ class Engine:
     """The parts of one worker. Filled by `build_engine`."""
 
     config: WorkerConfig  # resolved
-    spec: ModelSpec
+    spec: ModelShape
     model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity

@@ -24,7 +24,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerHook, forward_context
 from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
@@ -91,9 +91,9 @@ class PiecewiseChunks:
         self.piecewise: dict[int, CapturedChunks] = {}
         self.full: dict[int, CapturedChunks] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
-        weight = loaded.model.embedding.weight
-        shape = self.buckets[-1].num_tokens, weight.shape[1]
-        self.embedded = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        placement = loaded.model.placement
+        shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
+        self.embedded = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
@@ -218,7 +218,7 @@ class PiecewiseChunks:
         counts = range(1, min(int(loaded.config.max_num_reqs), num_tokens) + 1)
         for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
             coarse, longest_ub = min(num_tokens, power_of_two(length)), max(length, bound)
-            variant = attention.variant(num_reqs, num_tokens, coarse, longest_ub)
+            variant = attention.variant(Bounds(num_reqs, num_tokens, coarse, longest_ub))
             if num_reqs - 1 > num_tokens - length or variant in self._launched_variants:
                 continue
             self._launched_variants.add(variant)
@@ -227,7 +227,7 @@ class PiecewiseChunks:
             q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
-                attention.forward(q, None, None, 0)
+                attention.forward(q, 0)
 
     def check(self, bucket: Bucket) -> Sequence[BucketCheck]:
         """Compare results and times of a bucket with eager's; drop the graphs that do not win.

@@ -222,7 +222,7 @@ def _join_ranks(loaded: LoadedModel) -> None:
     """
     collective = loaded.model.collective
     if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
-        nothing = collective.buffer((JOINED,), loaded.model.embedding.weight.dtype)
+        nothing = collective.buffer((JOINED,), loaded.model.placement.dtype)
         collective.all_reduce(nothing.zero_())
 
 

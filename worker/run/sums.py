@@ -15,10 +15,8 @@ class Sums:
     """
 
     def __init__(self, model: Decoder, metrics: WorkerMetrics) -> None:
-        weight = model.embedding.weight
-        self._collective = model.collective
-        self._dtype = weight.dtype
-        self._token_bytes = weight.shape[1] * weight.element_size()
+        self._collective, self._dtype = model.collective, model.placement.dtype
+        self._token_bytes = model.spec.hidden_size * self._dtype.itemsize
         self._metrics = metrics
 
     def settled(self, step: Step) -> None:

@@ -16,7 +16,7 @@ from worker.cache.layout import KVRegion, ModelLayout
 from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
-from worker.model.shape import ModelSpec, read_model_spec
+from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
@@ -113,7 +113,7 @@ def build_engine(
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
     """Read the models' shapes and resolve the configuration, equally on all ranks."""
     assert rank_group.size == configured.tp
-    shape = read_model_spec(configured.model.directory)
+    shape = read_model_shape(configured.model.directory)
     drafter_shape = read_drafter(configured, shape)
     config = configured.resolved(
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
@@ -148,7 +148,7 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
 
 
 def model_layout(
-    config: WorkerConfig, spec: ModelSpec, drafter: DrafterShape | None
+    config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
     """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
     target = KVRegion(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from worker.attention.base import build_attentions
+from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -23,7 +23,7 @@ from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.loader import load_model
-from worker.model.shape import ModelSpec
+from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
@@ -49,7 +49,7 @@ from worker.start.memory import (
     with_penalty_rows,
 )
 from worker.step.buffers import BatchBuffers
-from worker.step.state import StepState, Windows
+from worker.step.state import StateShape, StepState, Windows
 
 log = logging.getLogger("kvlane.start")
 
@@ -62,7 +62,7 @@ class Start:
 
     config: WorkerConfig  # resolved; "auto" is left where memory or weights decide
     configured_len: int | str  # model.max_model_len as configured, maybe "auto"
-    shape: ModelSpec
+    shape: ModelShape
     drafter_shape: DrafterShape | None  # None: no drafter has weights
     model_layout: ModelLayout  # of all ranks together
     rank_group: RankGroup
@@ -114,7 +114,7 @@ def load(start: Start) -> Loaded:
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
-            weights.model.taps = None  # those of that run
+            weights.model.tap((), 0)  # those of that run go
         took.ended("largest steps")
         pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
         config = fit(config, start.configured_len, pages)
@@ -212,28 +212,27 @@ def _assemble(
     max_width = max(widths)
     # A window or a drafter's block may run past max_len.
     longest = max(max_width, config.spec.block) if decodes else 1
-    names, scale = engine.attention.model_dump(), spec.head_dim**-0.5
+    names, heads = engine.attention.model_dump(), model.heads
     if max_width == 1:
         del names["spec"]
-    attention = build_attentions(
-        names, pool, model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, scale
-    )
+    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
+    attention = build_attentions(names, pool, shape)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
             "KV lengths after a step that verifies drafts; set it to triton, or spec.widths to [1]",
             "engine.attention.decode",
         )
-    state = StepState(
+    shape = StateShape(
         int(engine.max_num_reqs),
         -(-(max_len + longest - 1) // page_size) + 1,
         spec.eos_token_ids,
-        pool.device,
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
         vocab_size=spec.vocab_size,
         max_width=max_width,
         max_text=max_len + 1 if decodes and config.spec.reads_text else 0,
     )
+    state = StepState(shape, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
     buffers = BatchBuffers(

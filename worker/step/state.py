@@ -83,32 +83,28 @@ def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]
     return ints, floats
 
 
+class StateShape(NamedTuple):
+    """Of a step state."""
+
+    num_rows: int  # requests at a time, the sink not counted
+    max_pages: int  # of one row
+    eos_ids: Sequence[int]  # end a row that does not ignore them
+    num_penalty_slots: int  # rows at a time that may have penalties or a logit bias
+    vocab_size: int  # width of the penalty tables
+    max_width: int = 1  # tokens of the widest verify window
+    max_text: int = 0  # tokens of a row whose ids are kept; 0: none are
+
+
 class StepState:
     """What the device keeps of each row between steps: tensors [num_rows + 1, ...].
 
     Args:
-        num_rows: requests at a time, the sink not counted.
-        max_pages: of one row.
-        eos_ids: end a row that does not ignore them.
+        shape: of its tensors.
         device: of all tensors.
-        num_penalty_slots: rows at a time that may have penalties or a logit bias.
-        vocab_size: width of the penalty tables.
-        max_width: tokens of the widest verify window.
-        max_text: tokens of a row whose ids are kept; 0: none are.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        max_pages: int,
-        eos_ids: Sequence[int],
-        device: torch.device,
-        *,
-        num_penalty_slots: int,
-        vocab_size: int,
-        max_width: int = 1,
-        max_text: int = 0,
-    ) -> None:
+    def __init__(self, shape: StateShape, device: torch.device) -> None:
+        num_rows, max_pages, eos_ids, num_penalty_slots, vocab_size, max_width, max_text = shape
         n = num_rows + 1
         self.device = device
         self._pin = device.type == "cuda"  # whether host tensors are pinned

@@ -69,28 +69,23 @@ class MooncakePull(Pull):
         self.num_bytes = sum(piece.num_bytes for piece in self._pieces)
         self._reads: list[_Read] = []
         self._failed: list[Run] = []
-        self._state = PullState.RUNNING
+        self.state = PullState.RUNNING
         self._cancelled = False
         self._stalled = False
         self._num_retries = 0
         self._resume_at = 0.0
 
-    @property
-    def over(self) -> bool:
-        """Whether the state is final."""
-        return self._state is not PullState.RUNNING
-
     def poll(self) -> PullState:
         """Collect the reads that have ended and issue as many as may be outstanding."""
-        if self.over:
-            return self._state
+        if self.state is not PullState.RUNNING:
+            return self.state
         deadline = time.perf_counter() + POLL_BUDGET_S
         while True:
             moved = self._collect()
             moved += self._issue(deadline)
             self._settle()
-            if self.over or not moved or time.perf_counter() >= deadline:
-                return self._state
+            if self.state is not PullState.RUNNING or not moved or time.perf_counter() >= deadline:
+                return self.state
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -146,10 +141,10 @@ class MooncakePull(Pull):
             self._failed.clear()
         elif not self._pieces:
             self._peer.finish_copies()
-            self._state = PullState.OK
+            self.state = PullState.OK
 
     def _give_up(self, error: str) -> None:
-        self._state = PullState.FAILED
+        self.state = PullState.FAILED
         self.error = error
         self._pieces.clear()
 
@@ -202,14 +197,14 @@ class MooncakePeer(Peer):
         assert self._engine is not None, "pull on a closed peer"
         check_runs(runs, self._transport.endpoint(), self._endpoint)
         pull = MooncakePull(self, pieces(runs, MAX_PIECE_BYTES[self._transport.kind]))
-        self._pulls = [*(p for p in self._pulls if not p.over), pull]
+        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
         return pull
 
     def close(self) -> None:
         """Let go of the peer; a stopped peer's reads end with the engine's progress timeout."""
         if self._engine is None:
             return
-        running = [pull for pull in self._pulls if not pull.over]
+        running = [pull for pull in self._pulls if pull.state is PullState.RUNNING]
         for pull in running:
             pull.cancel()
         while running := [p for p in running if p.poll() is PullState.RUNNING]:

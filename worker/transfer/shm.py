@@ -49,30 +49,25 @@ class ShmPull(Pull):
         self.error: str | None = None
         self._peer = peer
         self._pieces = pieces(runs, COPY_BYTES)  # not copied yet
-        self._state = PullState.RUNNING
-
-    @property
-    def over(self) -> bool:
-        """Whether the state is final."""
-        return self._state is not PullState.RUNNING
+        self.state = PullState.RUNNING
 
     def poll(self) -> PullState:
         """Copy about MAX_POLL_BYTES, or for POLL_BUDGET_S, and return the state."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         room = MAX_POLL_BYTES
-        while not self.over and room > 0 and time.perf_counter() < deadline:
+        while self.state is PullState.RUNNING and room > 0 and time.perf_counter() < deadline:
             piece = next(self._pieces, None)
             if piece is None:
-                self._state = PullState.OK
+                self.state = PullState.OK
             else:
                 self._peer.copy(piece)
                 room -= piece.num_bytes
-        return self._state
+        return self.state
 
     def cancel(self) -> None:
         """End the pull now: between polls no copy is under way."""
-        if not self.over:
-            self._state = PullState.FAILED
+        if self.state is PullState.RUNNING:
+            self.state = PullState.FAILED
             self.error = "cancelled"
 
 
@@ -102,7 +97,7 @@ class ShmPeer(Peer):
         assert self._remote, "pull on a closed peer"
         check_runs(runs, self._transport.endpoint(), self._endpoint)
         pull = ShmPull(self, runs)
-        self._pulls = [*(p for p in self._pulls if not p.over), pull]
+        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
         return pull
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -162,11 +163,8 @@ class LocalRank:
         """Measure the way from `member`, over connections opened for this."""
         label = f"{self.transport.name}/{self.transport.kind}"
         try:
-            sources = self.connect(member)
-            try:
+            with closing(self.connect(member)) as sources:
                 return PullPath(member.peer, label, *sources.measure())
-            finally:
-                sources.close()
         except (TransferError, OSError) as error:
             return PullPath(member.peer, label, error=str(error))
 

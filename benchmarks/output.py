@@ -1,0 +1,40 @@
+"""What every benchmark does alike: its command line's parser, lists by commas, the JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.load.result import machine, version_of
+
+PACKAGES = ("torch", "triton", "flashinfer-python", "ray", "mooncake-transfer-engine-cuda13")
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it stands, with `--json`."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--json", type=Path, metavar="FILE", help="what was measured")
+    return made
+
+
+def ints(text: str) -> list[int]:
+    """Whole numbers, by commas."""
+    return [int(part) for part in text.split(",")]
+
+
+def shown(options: argparse.Namespace) -> dict[str, str]:
+    """The command line, for the file."""
+    return {name: str(value) for name, value in vars(options).items()}
+
+
+def write(path: Path | None, figures: Mapping[str, Any]) -> None:
+    """Write figures with the machine (its commit, too) and versions; None: nowhere."""
+    if path is not None:
+        versions = {name: version_of(name) for name in PACKAGES}
+        whole = {"machine": machine(), "versions": versions, **figures}
+        path.write_text(json.dumps(whole, indent=1) + "\n")

@@ -1,0 +1,1 @@
+"""Which processes there shall be, and that they are there."""

@@ -1,0 +1,184 @@
+"""The controller: the one actor that owns all others, and the only one with a name in Ray.
+
+It is not detached: when `serve` ends, in whatever way, Ray ends the controller, and with it
+everything that it created.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cluster import logs
+from cluster.config import Config, differences
+from cluster.control.monitor import Monitor, in_time
+from cluster.control.replicas import Event, Replica, ReplicaStatus, State, last_of_its_kind
+from cluster.diagnose.running import ClusterExamination, WorkerAnswer
+from cluster.sites.handles import RayProcess, call
+from cluster.sites.process import Stage
+from cluster.sites.ray_site import Home, RaySite
+from worker.api import Lost
+from worker.errors import UserError, WorldError
+from worker.wire import Event as WireEvent
+from worker.wire import Wire
+
+log = logging.getLogger("kvlane.controller")
+
+NAME = "kvlane-controller"
+NAMESPACE = "kvlane"
+BEAT_S = 1.0
+EXAMINE_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What `serve` shows and waits for."""
+
+    events: tuple[Event, ...]  # those that `serve` has not seen
+    starting: dict[str, Stage]  # of the names that are not ready
+    waiting: str  # what placement waits for, or ""
+    urls: tuple[str, ...]  # of the routers that are ready: one for each node that has some
+    drained: bool  # nothing is left to serve
+
+
+class Controller:
+    """Ray actor around a Monitor and the Wire that pings for it. Every method is a coroutine."""
+
+    def __init__(self, config: Config, home: Home) -> None:
+        logs.begin("controller", config.cluster)
+        self._config = config
+        self._site = RaySite(config, home)
+        self._monitor: Monitor | None = None
+        self._wire: Wire | None = None
+        self._drained = False
+        self._placed = asyncio.Event()  # room is reserved, or there is none
+        self._ready = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return "controller"
+
+    async def start(self) -> None:
+        """Place and start everything; returns when all of it is ready.
+
+        Raises:
+            Placement, UserError, WorldError: the cluster cannot start; the message is for the user.
+        """
+        try:
+            roles = await self._site.open()
+        finally:
+            self._placed.set()
+        loop = asyncio.get_running_loop()
+
+        def deliver(events: Sequence[WireEvent]) -> None:
+            for peer, message in events:
+                if isinstance(message, Lost):
+                    loop.call_soon_threadsafe(monitor.lost, peer, message.reason)
+
+        wire = Wire(f"controller/{secrets.token_hex(4)}", self._config.ping, deliver)
+        replicas = [Replica(name, role) for name, role in roles.items()]
+        monitor = Monitor(replicas, self._site, wire, self._config.cluster)
+        self._wire, self._monitor = wire, monitor
+        wire.start()
+        self._beat(loop, wire)
+        await monitor.start()
+        self._ready.set()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
+        """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
+        wire.beat()
+        loop.call_later(BEAT_S, self._beat, loop, wire)
+
+    def _replicas(self) -> list[Replica]:
+        return [] if self._monitor is None else self._monitor.replicas()
+
+    async def progress(self, num_seen: int) -> Progress:
+        """What has happened after the first `num_seen` events."""
+        replicas = self._replicas()
+        routers = [r.member for r in replicas if r.role == "router" and r.member is not None]
+        return Progress(
+            events=() if self._monitor is None else tuple(self._monitor.events[num_seen:]),
+            starting={r.name: r.stage for r in replicas if r.state is State.STARTING},
+            waiting=self._site.waiting,
+            urls=tuple(dict.fromkeys(member.address for member in routers)),
+            drained=self._drained,
+        )
+
+    async def status(self) -> list[ReplicaStatus]:
+        """One row a name."""
+        return [] if self._monitor is None else await self._monitor.status()
+
+    async def examine(self) -> ClusterExamination:
+        """What `doctor` judges. One worker after another: each measures its paths alone."""
+        workers = [replica for replica in self._replicas() if replica.role != "router"]
+        answers = [await _examined(worker) for worker in workers]
+        return ClusterExamination(self._config, self._site.config, tuple(answers))
+
+    async def join(self, config: Config) -> tuple[str, ...]:
+        """For a second `serve`: waits until this cluster is ready; URLs of its routers.
+
+        Raises UserError if it runs with another configuration.
+        """
+        if paths := differences(self._config, config):
+            raise UserError(
+                "kvlane runs on this Ray cluster already, with another value of "
+                f"{', '.join(paths)}; end it first: kvlane down"
+            )
+        await self._ready.wait()
+        return (await self.progress(0)).urls
+
+    async def warning(self, name: str) -> str:
+        """What to say before `name` is drained, or ''."""
+        return last_of_its_kind(name, self._replicas())
+
+    async def drain(self, name: str | None, timeout_s: float | None) -> bool:
+        """Drain one name, or everything, in which case `serve` ends too.
+
+        Returns whether all work was finished in time. Raises UserError for an unknown name.
+        """
+        if self._monitor is None:
+            raise UserError("the cluster is still being placed")
+        if name is not None:
+            if warning := last_of_its_kind(name, self._replicas()):
+                log.warning("%s", warning)
+            return await self._monitor.drain([name], timeout_s)
+        idle = await self._monitor.stop(timeout_s)
+        self._drained = True
+        return idle
+
+    async def down(self) -> bool:
+        """End everything, and `serve` too, as Ctrl-C there does; whether no request was cut off."""
+        if self._monitor is None:  # it is being placed: `start` fails, and so does `serve`
+            self._site.closing = True
+            await self._placed.wait()
+            return True
+        return await self.drain(None, self._config.cluster.drain_timeout_s)
+
+    async def stop(self, drain_timeout_s: float) -> bool:
+        """End everything; returns whether all requests were finished in `drain_timeout_s`."""
+        idle = True
+        self._site.closing = True
+        if self._monitor is None:  # else groups that are being placed would stay in Ray
+            await self._placed.wait()
+        if self._monitor is not None:
+            idle = await self._monitor.stop(drain_timeout_s)
+        if self._wire is not None:
+            await asyncio.to_thread(self._wire.close)
+        return idle
+
+
+async def _examined(replica: Replica) -> WorkerAnswer:
+    """What a worker says to the doctor, or why it does not."""
+    process, asked_at = replica.reachable, time.time()
+    examination, error = None, f"it is {replica.state}"
+    if isinstance(process, RayProcess):
+        try:
+            asked = call(process.actor.examine)
+            examination = await in_time(asked, EXAMINE_TIMEOUT_S, "answer the doctor")
+            error = ""
+        except WorldError as e:
+            error = str(e)
+    return WorkerAnswer(replica.name, replica.role, asked_at, time.time(), examination, error)

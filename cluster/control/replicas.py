@@ -1,0 +1,155 @@
+"""The names of a cluster, and the state of the process that each of them has. No Ray, no I/O."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+import msgspec
+
+from cluster.sites.process import Process, Report, Stage
+from worker.api import Change, Member, Role
+
+START = Stage()
+NUM_CHANGES = 100  # that routers learn of
+
+
+class State(StrEnum):
+    """State of a replica's process."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"  # dead or being killed; a new process follows unless the replica is leaving
+
+
+@dataclass(slots=True, frozen=True)
+class Event:
+    """One line of progress."""
+
+    name: str
+    state: State
+    text: str
+
+
+@dataclass(slots=True, frozen=True)
+class ReplicaStatus:
+    """One row of `status`."""
+
+    name: str
+    role: Role
+    state: State
+    incarnation: str
+    restarts: int
+    node: str = ""  # this and the rest: until it is ready, nothing
+    pid: int = 0
+    pids: tuple[int, ...] = ()  # of all ranks, `pid` first
+    address: str = ""
+    metrics_address: str = ""
+    counters: dict[str, int] | None = None  # None: it did not answer, either
+
+
+@dataclass(slots=True)
+class Replica:
+    """A worker or router. Its processes come one after another; each is a new incarnation.
+
+    Invariant: `member` is set from the moment the process is ready until it is known to be dead or
+    has stopped; `process` is set from its creation until it is gone for certain.
+    """
+
+    name: str
+    role: Role
+    state: State = State.STARTING
+    incarnation: str = ""
+    restarts: int = 0
+    leaving: bool = False  # it gets no further process
+    member: Member | None = None
+    process: Process | None = None
+    stage: Stage = START  # of the start of the process
+    stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
+    given_up: asyncio.Future[str] = field(init=False)  # why it is
+
+    @property
+    def reachable(self) -> Process | None:
+        """The process, if it is ready."""
+        return self.process if self.member is not None else None
+
+    def begin(self, incarnation: str) -> None:
+        """A new incarnation starts."""
+        assert self.process is None, f"{self.name} is taken"
+        self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
+        self.given_up = asyncio.get_running_loop().create_future()
+
+    def give_up(self, reason: str, *, is_dead: bool = False) -> None:
+        """The process is to be replaced: it is dead, or it does not answer."""
+        if not self.given_up.done():
+            self.given_up.set_result(reason if is_dead else f"it does not answer ({reason})")
+
+    def status(self, report: Report | None) -> ReplicaStatus:
+        """Its row of `status`."""
+        row = ReplicaStatus(self.name, self.role, self.state, self.incarnation, self.restarts)
+        if self.member is None or self.process is None:
+            return row
+        return replace(
+            row,
+            node=self.member.node,
+            pid=self.member.pid,
+            pids=self.process.pids,
+            address=self.member.address,
+            metrics_address=self.member.metrics_address,
+            counters=report.counters if report else None,
+        )
+
+
+class Changes:
+    """The last changes of all replicas: deaths and their reasons, replacements, drains."""
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[float, Change]] = deque(maxlen=NUM_CHANGES)
+
+    def add(self, replica: Replica, state: str, text: str) -> None:
+        """One that happens now."""
+        change = Change(replica.name, replica.role, replica.incarnation, state, text, 0.0)
+        self._last.append((time.monotonic(), change))
+
+    def last(self, name: str) -> str:
+        """The last state of a replica; "" if nothing is kept of it."""
+        states = (change.state for _, change in reversed(self._last) if change.name == name)
+        return next(states, "")
+
+    def listed(self) -> list[Change]:
+        """All of them, the oldest first, with their ages of now."""
+        now = time.monotonic()
+        return [msgspec.structs.replace(change, ago_s=now - at) for at, change in self._last]
+
+
+def address_stays(leaving: Replica, replicas: Iterable[Replica]) -> bool:
+    """Whether replicas that stay are reached at the address of a ready one that leaves."""
+    mine = leaving.member
+    assert mine is not None
+    staying = [r.member for r in replicas if r is not leaving and not r.leaving]
+    return any(m and (m.node, m.address) == (mine.node, mine.address) for m in staying)
+
+
+def last_of_its_kind(name: str, replicas: Sequence[Replica]) -> str:
+    """A warning if requests need this replica and nobody can take its place; else ''."""
+    replica = next((r for r in replicas if r.name == name), None)
+    if replica is None or replica.role == "prefill":  # decode workers can prefill
+        return ""
+    if any(r.role == replica.role and r is not replica and not r.leaving for r in replicas):
+        return ""
+    kind = "router" if replica.role == "router" else "decode worker"
+    return (
+        f"{name} is the last {kind}: without it no request is answered "
+        "(drain without a name ends the whole cluster)"
+    )
+
+
+def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:
+    """Seconds to wait before the next incarnation: first_s, doubled with each early death."""
+    return min(first_s * 2.0 ** min(deaths_in_a_row - 1, 30), max_s)

@@ -1,0 +1,1 @@
+"""What `serve` refuses or warns of, and what `doctor` tells."""

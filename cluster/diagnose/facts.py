@@ -1,0 +1,171 @@
+"""The one place where the doctor reads a machine. Judging is `machine.py`'s.
+
+Imports neither torch nor Ray.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import os
+import re
+import resource
+import shutil
+import tomllib
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from cluster.diagnose.driver import Driver, read_driver
+from worker.errors import MissingLibrary
+from worker.transfer import mooncake_libraries
+
+PROJECT = Path(__file__).parents[2] / "pyproject.toml"
+CAP_IPC_LOCK = 14
+NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and beginning of the class, on the PCI bus
+MOONCAKE = "mooncake-transfer-engine"
+WHEELS = (MOONCAKE, f"{MOONCAKE}-non-cuda", f"{MOONCAKE}-cuda13")  # that bring it
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A port of an RDMA card, as the kernel shows it."""
+
+    name: str  # "mlx5_0/1"
+    state: str  # "ACTIVE", "DOWN", …
+    rate: str  # "400 Gb/sec (4X NDR)"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One machine, as one process on it sees it."""
+
+    driver: Driver
+    num_pci_gpus: int  # NVIDIA's on the PCI bus, whoever drives them
+    torch_cuda: str | None  # that torch was built for; "": CPU only; None: there is no torch
+    rdma_ports: tuple[Port, ...]
+    can_open_rdma: bool  # a device file of a card
+    memlock_bytes: int | None  # that the process may lock; None: any number
+    shm_bytes: int  # free in /dev/shm
+    num_files: int  # that the process may open
+    mooncake: str  # what it lacks, and what to install; "": it can be loaded
+    versions: dict[str, str]  # of what is installed: kvlane, and what it wants
+    needed: tuple[str, ...]  # requirements of pyproject.toml
+    optional: tuple[str, ...]  # those of its extra
+    extra: str  # cuda where there are GPUs, else cpu
+
+
+def read_facts() -> Facts:
+    """Look at this machine; takes about a tenth of a second."""
+    driver = read_driver()
+    extra = "cuda" if driver.gpus else "cpu"
+    needed, optional = requirements(""), requirements(extra)
+    names = [*(Requirement(text).name for text in (*needed, *optional)), "kvlane", *WHEELS]
+    return Facts(
+        driver=driver,
+        num_pci_gpus=_num_pci_gpus(),
+        torch_cuda=_torch_cuda(),
+        rdma_ports=_rdma_ports(),
+        can_open_rdma=any(os.access(p, os.R_OK | os.W_OK) for p in _files("/dev/infiniband")),
+        memlock_bytes=_memlock_bytes(),
+        shm_bytes=_free_bytes("/dev/shm"),
+        num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray takes what it may
+        mooncake=_mooncake(),
+        versions={name: version for name in names if (version := _version(name))},
+        needed=needed,
+        optional=tuple(text for text in optional if text not in needed),
+        extra=extra,
+    )
+
+
+def requirements(extra: str) -> tuple[str, ...]:
+    """What this kvlane wants with `extra`: by its pyproject.toml or, installed, its metadata."""
+    wanted: list[str] = []
+    if PROJECT.is_file():
+        project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
+        extras = project["optional-dependencies"]
+        wanted = [*project["dependencies"], *(extras[extra] if extra else ())]
+    else:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            wanted = metadata.requires("kvlane") or []
+    markers = ((text, Requirement(text).marker) for text in wanted)
+    return tuple(text for text, m in markers if m is None or m.evaluate({"extra": extra}))
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _torch_cuda() -> str | None:
+    """Read without importing torch."""
+    spec = find_spec("torch")
+    if spec is None or not spec.origin:
+        return None
+    path = Path(spec.origin).with_name("version.py")
+    value = re.search(r"^cuda\b[^=]*=\s*(.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return str(ast.literal_eval(value[1]) or "") if value else ""
+
+
+def _mooncake() -> str:
+    try:
+        mooncake_libraries.check_installed()
+    except MissingLibrary as error:
+        return str(error)
+    return ""
+
+
+def _num_pci_gpus() -> int:
+    devices = _files("/sys/bus/pci/devices")
+    return sum(
+        _text(device / "vendor") == NVIDIA and _text(device / "class").startswith(DISPLAY)
+        for device in devices
+    )
+
+
+def _rdma_ports() -> tuple[Port, ...]:
+    cards = _files("/sys/class/infiniband")
+    ports = (port for card in cards for port in _files(card / "ports"))
+    return tuple(
+        Port(
+            f"{port.parents[1].name}/{port.name}",
+            _text(port / "state").rpartition(": ")[2],
+            _text(port / "rate"),
+        )
+        for port in ports
+    )
+
+
+def _memlock_bytes() -> int | None:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    capabilities = re.search(r"^CapEff:\s*(\w+)$", status, re.MULTILINE)
+    if capabilities and int(capabilities[1], 16) >> CAP_IPC_LOCK & 1:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _free_bytes(path: str) -> int:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return 0
+
+
+def _files(directory: str | Path) -> list[Path]:
+    try:
+        return sorted(Path(directory).iterdir())
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,84 @@
+"""One finding of a check, and how all of them are shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+
+from worker.errors import UserError
+
+REFUSED = "serve refuses to start with it"
+# A message of ours most often ends with the remedy.
+WITH_REMEDY = re.compile(r"(.+?)(?:; |\. |: (?=pip |--))(.+)", re.DOTALL)
+FIELDS = ("subject", "level", "what", "why", "remedy", "where", "figures")  # of JSON
+SUBJECTS = {"cluster": "ports", "model": "model"}  # section of a field -> what it is about
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"  # it works, and not as well as it could
+    FAILURE = "failure"  # something that was asked for does not work
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, and what is there. An ok one has nothing to say beyond `what`."""
+
+    level: Level
+    subject: str
+    what: str
+    why: str = ""  # it matters
+    remedy: str = ""
+    where: str = ""  # worker or node; "": this machine
+    figures: dict[str, float] | None = field(default=None, hash=False)  # that `what` rounds
+    error: UserError | None = field(default=None, compare=False)  # with which `serve` refuses it
+
+    def at(self, where: str) -> Finding:
+        """The same finding at another place."""
+        return replace(self, where=where)
+
+    @property
+    def lines(self) -> list[str]:
+        """For people."""
+        place = f"{self.where}: " if self.where else ""
+        first = f"{self.level:<8} {self.subject:<10} {place}{self.what}"
+        return [first, *(f"{'':19} {text}" for text in (self.why, self.remedy) if text)]
+
+
+ok = partial(Finding, Level.OK)
+warning = partial(Finding, Level.WARNING)
+failure = partial(Finding, Level.FAILURE)
+
+
+def refused(error: UserError) -> Finding:
+    """A failure with which `serve` does not start."""
+    subject = SUBJECTS.get((error.param or "").split(".")[0], "config")
+    parts = WITH_REMEDY.fullmatch(str(error))
+    what, remedy = parts.groups() if parts else (str(error), f"change {error.param or 'it'}")
+    return failure(subject, what, REFUSED, remedy, error=error)
+
+
+def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
+    """All of them."""
+    if as_json:
+        rows = [{name: getattr(finding, name) for name in FIELDS} for finding in findings]
+        return json.dumps(rows, indent=2)
+    count = Counter(finding.level for finding in findings)
+    total = ", ".join(
+        f"{count[level]} {level}{'s' * (level is not Level.OK and count[level] > 1)}"
+        for level in reversed(Level)
+        if count[level]
+    )
+    return "\n".join([*(line for finding in findings for line in finding.lines), total])
+
+
+def has_failure(findings: Iterable[Finding]) -> bool:
+    """Whether one of them is a failure."""
+    return any(finding.level is Level.FAILURE for finding in findings)

@@ -1,0 +1,193 @@
+"""Mistakes in the settings: names, ports, files, and what a machine has not. `serve` refuses them.
+
+Imports neither torch nor Ray, which take seconds: a mistake is shown in less than one.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+
+from cluster.config import Config, WorkerRole
+from cluster.resolve import ROLES, reserved, with_devices, with_transport
+from router.dispatch.policy import POLICIES
+from router.http.keys import read_keys
+from router.http.port import listen
+from worker.attention.backends import ATTENTION
+from worker.config import check_collective
+from worker.errors import UserError
+from worker.observe.tracing import check_tracing
+from worker.transfer.base import KINDS
+
+EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
+PACKAGES = {  # of attention backends
+    "triton": "triton",
+    "by_length": "flashinfer",
+    "flashinfer": "flashinfer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What is checked."""
+
+    config: Config  # as the user wrote it
+    num_gpus: int  # that a Ray of our own on this machine will count
+    decided: Config  # with devices and transport as such a Ray leads to
+
+    @classmethod
+    def here(cls, config: Config, num_gpus: int) -> Settings:
+        """For a Ray of our own."""
+        decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
+        return cls(config, num_gpus, with_transport(decided, ["this machine"]))
+
+
+def mistakes(settings: Settings) -> list[UserError]:
+    """All that is wrong where `serve` starts Ray on this machine: each names the field."""
+    return [error for check in CHECKS for error in check(settings)]
+
+
+def mistakes_of_joining(config: Config) -> list[UserError]:
+    """The same for a Ray cluster that runs already: its nodes are not this machine."""
+    checks = (_names, _keys) if _beside_serve(config) else (_names,)
+    settings = Settings(config, 0, config)
+    return [error for check in checks for error in check(settings)]
+
+
+def check_port(config: Config) -> None:
+    """Whether routers can listen there, else UserError; once no kvlane runs on that Ray cluster."""
+    if _beside_serve(config):
+        for error in _port(Settings(config, 0, config)):
+            raise error
+
+
+def _beside_serve(config: Config) -> bool:
+    """Whether the routers of a Ray cluster that we join run on this machine."""
+    return not config.routers.num_cpus and not config.routers.resources
+
+
+def _names(settings: Settings) -> Iterator[UserError]:
+    """Names that come from tables."""
+    config, transport = settings.config, settings.config.transport
+    named: dict[str, tuple[str, Iterable[str]]] = {
+        "router.policy": (config.router.policy, POLICIES)
+    }
+    if transport.name != "auto":
+        named["transport.name"] = transport.name, KINDS
+    if transport.kind != "auto" and transport.name in KINDS:
+        named["transport.kind"] = transport.kind, KINDS[transport.name]
+    for role in ROLES:
+        for kind, name in config.role(role).engine.attention.model_dump().items():
+            named[f"{role}.engine.attention.{kind}"] = name, (*ATTENTION, "auto")
+    for path, (name, choices) in named.items():
+        if name not in choices:
+            yield UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
+
+
+def _keys(settings: Settings) -> Iterator[UserError]:
+    try:
+        if settings.config.router.api_key_file:
+            read_keys(settings.config.router.api_key_file)
+    except UserError as error:
+        yield UserError(f"router.api_key_file: {error}", error.param)
+
+
+def _port(settings: Settings) -> Iterator[UserError]:
+    """The routers' address is bound for a moment, as the first of them does it."""
+    host, port = settings.config.cluster.host, settings.config.cluster.port
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        if error.errno == errno.EADDRINUSE:
+            reason += "; end what listens there, or choose --port N (0: any free one)"
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        path = "cluster.port" if of_port else "cluster.host"
+        yield UserError(f"{path}: {host}:{port}: {reason}", path)
+
+
+def _cpus(settings: Settings) -> Iterator[UserError]:
+    num_cpus = settings.decided.cluster.local_ray.num_cpus
+    needed = reserved(settings.decided, "CPU")
+    if num_cpus != "auto" and needed > num_cpus:
+        path = "cluster.local_ray.num_cpus"
+        yield UserError(f"{path}: is {num_cpus}, but all processes reserve {needed:g}", path)
+
+
+def _gpus(settings: Settings) -> Iterator[UserError]:
+    decided, num_gpus = settings.decided, settings.num_gpus
+    wanted = {role: _num_gpus(decided, role) for role in ROLES}
+    if sum(wanted.values()) <= num_gpus:
+        return
+    roles = [role for role, num in wanted.items() if num]
+    whose = " and ".join(f"{wanted[role]:g} for {role}" for role in roles)
+    on_cpu = " ".join(f"--set {r}.num_gpus=0 --set {r}.engine.device=cpu" for r in roles)
+    share = " ".join(f"--set {role}.num_gpus=0.5" for role in roles)
+    of_ranks = [role for role in ROLES if wanted[role] and decided.role(role).tp > 1]
+    path = f"{of_ranks[-1]}.tp" if of_ranks else f"{roles[-1]}.num_gpus"
+    remedy = f"On the CPU: {on_cpu}"
+    if of_ranks and wanted["prefill"] and wanted["decode"] <= num_gpus:
+        remedy = f"Decode workers alone: --prefill 0. {remedy}"
+    elif num_gpus and not of_ranks:
+        remedy = f"{remedy}; to share a GPU: {share}"
+    yield UserError(
+        f"{path}: GPUs are asked for ({whose}), and here are {num_gpus}. {remedy}", path
+    )
+
+
+def _num_gpus(decided: Config, role: WorkerRole) -> float:
+    """That all workers of a role reserve together."""
+    part = decided.role(role)
+    return float(part.num_gpus) * part.tp * part.replicas
+
+
+def _collective(settings: Settings) -> Iterator[UserError]:
+    for role in ROLES:
+        engine, path = settings.decided.role(role).engine, f"{role}.engine.collective"
+        try:
+            if engine.collective != "auto":
+                cpu, who = engine.device == "cpu", f"{role} workers compute"
+                check_collective(engine.collective, cpu=cpu, path=path, who=who)
+        except UserError as error:
+            yield error
+
+
+def _torch(settings: Settings) -> Iterator[UserError]:
+    on_gpus = [f"{role}.engine.device" for role in ROLES if _num_gpus(settings.decided, role)]
+    path = [*on_gpus, "decode.engine.device"][0]
+    if find_spec("torch") is None:
+        yield UserError(f"{path}: torch is not installed: {EXTRAS}", path)
+    elif on_gpus and settings.num_gpus and metadata.version("torch").endswith("+cpu"):
+        remedy = "--set prefill.engine.device=cpu --set decode.engine.device=cpu"
+        yield UserError(
+            f"{path}: torch {metadata.version('torch')} cannot use the GPU: "
+            f"pip install 'kvlane[cuda]', or {remedy}",
+            path,
+        )
+
+
+def _attention(settings: Settings) -> Iterator[UserError]:
+    """Packages of the backends that were chosen by name."""
+    for role in ROLES:
+        part = settings.decided.role(role)
+        for kind, name in part.engine.attention.model_dump().items():
+            package = PACKAGES.get(name)
+            if part.replicas and package and find_spec(package) is None:
+                path = f"{role}.engine.attention.{kind}"
+                remedy = "which is not installed: pip install 'kvlane[cuda]'"
+                yield UserError(f"{path}: {name} needs {package}, {remedy}", path)
+
+
+def _tracing(settings: Settings) -> Iterator[UserError]:
+    try:
+        check_tracing(settings.config.tracing)
+    except UserError as error:
+        yield error
+
+
+CHECKS = (
+    _names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing,
+)  # fmt: skip

@@ -1,0 +1,1 @@
+"""The command `serve`: its processes, its Ray, its lines."""

@@ -1,0 +1,169 @@
+"""Start a Ray of our own or join one, and call the controller on it.
+
+Import this module only after `cli` has prepared the environment: Ray reads it when imported.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cluster.config import Config
+from cluster.control.controller import NAME, NAMESPACE, Controller
+from cluster.resolve import reserved, with_devices
+from cluster.sites.ray_private import (
+    RAY,
+    silence_worker_deaths,
+    start_what_is_needed,
+    stay_on_loopback,
+)
+from cluster.sites.ray_site import Home
+from worker.errors import KvlaneError, UserError, WorldError
+
+CONNECT_TIMEOUT_S = 5.0
+DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
+
+
+@dataclass(frozen=True, slots=True)
+class RaySession:
+    """Our connection to Ray."""
+
+    address: str
+    local: bool
+
+    def close(self) -> None:
+        """Disconnect; most of a Ray of our own ends with it."""
+        RAY.shutdown()
+
+
+def start_local(config: Config, directory: Path) -> RaySession:
+    """Start a Ray of our own, with the resources that `config` asks for; or raise WorldError.
+
+    It listens on free ports of 127.0.0.1 only, has no dashboard, and writes into `directory`.
+    """
+    stay_on_loopback()
+    start_what_is_needed()
+    silence_worker_deaths()
+    asked = config.cluster.local_ray
+    try:
+        context = RAY.init(
+            address="local",
+            namespace=NAMESPACE,
+            num_cpus=num_cpus(config) if asked.num_cpus == "auto" else asked.num_cpus,
+            num_gpus=None if asked.num_gpus == "auto" else asked.num_gpus,
+            object_store_memory=asked.object_store_bytes,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(directory),
+        )
+    except Exception as error:  # no narrower one: Ray raises a plain Exception after a time-out
+        raise WorldError(f"Ray did not start: {error}") from error
+    return RaySession(str(context.address_info["gcs_address"]), local=True)
+
+
+def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySession:
+    """Connect to a running Ray cluster.
+
+    Args:
+        address: HOST:PORT of its GCS.
+        quiet: do not print what its processes log.
+        loopback: it was started by `start_local`.
+
+    Raises UserError for the address of the job API, WorldError if nobody answers.
+    """
+    if address.startswith(("http://", "https://")):
+        raise UserError(
+            f"{address} is Ray's job API; submit a job there (ray job submit --working-dir . -- "
+            "python -m cluster serve …) or give the address of the cluster itself, HOST:6379"
+        )
+    host, _, port = address.rpartition(":")
+    if port.isdigit():  # Ray itself would try for ever; without a port it looks the address up
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
+        except OSError as error:
+            raise WorldError(f"no Ray cluster answers at {address}: {error}") from error
+    if loopback:
+        stay_on_loopback()
+    silence_worker_deaths()
+    try:
+        context = RAY.init(
+            address=address,
+            namespace=NAMESPACE,
+            logging_level=logging.ERROR,
+            log_to_driver=not quiet,
+        )
+    except (RayError, RuntimeError, ConnectionError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise WorldError(f"cannot join the Ray cluster at {address}: {reason}") from error
+    return RaySession(str(context.address_info["gcs_address"]), local=False)
+
+
+def create_controller(config: Config, session: RaySession) -> Any:
+    """The controller of a new cluster, on this node."""
+    node_id = RAY.get_runtime_context().get_node_id()
+    options = RAY.remote(Controller).options(
+        name=NAME,
+        namespace=NAMESPACE,
+        num_cpus=0,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )
+    return options.remote(config, Home(node_id, RAY.util.get_node_ip_address(), session.local))
+
+
+def find_controller() -> Any | None:
+    """The running controller, if there is one."""
+    try:
+        return RAY.get_actor(NAME, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def ask(method: Any, *args: object) -> Any:
+    """Call the controller from outside of any event loop; raises as `wait_for`."""
+    return wait_for(method.remote(*args))
+
+
+def wait_for(reference: Any) -> Any:
+    """The result of a call under way; raises what it raised, or WorldError of a dead controller."""
+    try:
+        return RAY.get(reference)
+    except RayTaskError as error:
+        cause = cast("BaseException", error.cause)  # pyright: ignore[reportUnknownMemberType]
+        if isinstance(cause, KvlaneError):
+            raise cause from None
+        raise
+    except (RayActorError, RaySystemError) as error:
+        raise WorldError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+
+
+def is_over(reference: Any, timeout_s: float) -> bool:
+    """Wait for a call, but at most `timeout_s`. Signals are served meanwhile."""
+    ready, _ = RAY.wait([reference], timeout=timeout_s)
+    return bool(ready)
+
+
+def wait_gone() -> None:
+    """Wait until Ray has forgotten a controller that was told to end; else raise WorldError."""
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while find_controller() is not None:
+        if time.monotonic() > deadline:
+            raise WorldError(
+                f"all workers are stopped, but serve is still there: {DOWN_TIMEOUT_S:g} s"
+            )
+        time.sleep(0.1)
+
+
+def num_cpus(config: Config) -> int:
+    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
+    config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
+    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))

@@ -1,0 +1,247 @@
+"""The process that the user starts and signals. A child of it runs Ray and the cluster.
+
+A start of Ray is native code with threads of its own: a signal in the middle of it may be
+swallowed, hang or end in a segmentation fault. So signals meet this process, which only waits. It
+imports no Ray, owns all files, and is the subreaper of all that the child starts: a process whose
+parent has died becomes its child. In whatever state the child is, all below it can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.serve.lifetime import RayDirectory, StateFile
+from worker.transfer.host import process_stat
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+# The path of a socket has 107 characters at most. Below this root our directory takes 19 of them,
+# and Ray's names up to 64.
+MAX_ROOT_PATH = 24
+SHORT_ROOT = Path("/tmp")
+KILL_TIMEOUT_S = 5.0
+LOOK_S = 1.0  # how often to look at the child, should a SIGCHLD be missed
+READY = b"\n"
+PRCTL = ctypes.CDLL(None, use_errno=True).prctl
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long the child may take to end by itself after a signal; then it is killed."""
+
+    starting_s: float  # 0: it is killed at once
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What the child uses; this process owns it."""
+
+    directory: Path | None  # for Ray's files; None: it joins a Ray
+    state: StateFile
+    ready_pipe: int
+
+    def ready(self) -> None:
+        """From now on a signal is passed on to the child, which drains."""
+        os.write(self.ready_pipe, READY)
+
+
+def supervise(
+    run: Callable[[Lent], int], temp_root: Path | None, runtime_dir: Path, limits: Limits
+) -> int:
+    """Call `run` in a child process, until it ends or SIGINT, SIGTERM or SIGHUP ask for the end.
+
+    The first signal is passed on to the child as SIGTERM if it has time left, the second one kills.
+    Afterwards nothing is left, and these signals stay blocked: nothing may interrupt that.
+
+    Args:
+        run: returns the exit code.
+        temp_root: where to make a directory for Ray's files; None: `run` joins a Ray.
+        runtime_dir: for the state file.
+
+    Returns:
+        the exit code: the child's, or 128 + signal if it was killed.
+    """
+    asking = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
+        asking.discard(signal.SIGHUP)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in asking:
+        signal.signal(number, _keep_for_main)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*asking, signal.SIGCHLD})
+    PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    directory, state = None, None
+    try:
+        if temp_root is not None:
+            is_short = len(str(temp_root)) <= MAX_ROOT_PATH
+            directory = RayDirectory(temp_root if is_short else SHORT_ROOT)
+        state = StateFile(runtime_dir)
+        reads, writes = os.pipe()
+        os.set_blocking(reads, False)
+        lent = Lent(directory.path if directory else None, state, writes)
+        child = _fork(lambda: run(lent), before)
+        if directory is not None:
+            start_watchdog(directory.path)
+        return _Wait(child, reads, asking, limits).until_over()
+    finally:
+        kill_descendants()
+        if state is not None:
+            state.remove()
+        if directory is not None:
+            directory.remove()
+
+
+def _keep_for_main(number: int, _: object) -> None:
+    """Hand the main thread, where `sigtimedwait` finds it, a signal that a library's thread got.
+
+    Threads that checks and downloads leave behind do not block signals, as ours does.
+    """
+    signal.pthread_kill(threading.main_thread().ident or 0, number)
+
+
+class _Wait:
+    """Waits for the child and for signals. All of these are blocked, so none comes in between."""
+
+    def __init__(self, child: int, ready: int, asking: set[signal.Signals], limits: Limits) -> None:
+        self._child, self._ready, self._asking, self._limits = child, ready, asking, limits
+        self._asked = 0  # the first signal
+        self._interrupts = False  # it came before the child was ready
+        self._deadline = 0.0
+
+    def until_over(self) -> int:
+        """The exit code."""
+        while True:
+            got = signal.sigtimedwait({*self._asking, signal.SIGCHLD}, LOOK_S)
+            code = self._ended()
+            if code is not None:
+                return code
+            if got is not None and got.si_signo in self._asking and self._ask(got.si_signo):
+                return _interrupted(got.si_signo)
+            if self._asked and time.monotonic() > self._deadline:
+                return _interrupted(self._asked)
+
+    def _ask(self, number: int) -> bool:
+        """Pass on a signal; whether the child is to be killed instead."""
+        if self._asked:
+            return True
+        self._interrupts = not self._is_ready()
+        limit_s = self._limits.starting_s if self._interrupts else self._limits.ready_s
+        if limit_s == 0:
+            return True
+        self._asked, self._deadline = number, time.monotonic() + limit_s
+        os.kill(self._child, signal.SIGTERM)
+        return False
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            return os.read(self._ready, 1) == READY
+        return False
+
+    def _ended(self) -> int | None:
+        """Reap all that have ended; the child's exit code if it is among them."""
+        code = None
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child:
+                    code = os.waitstatus_to_exitcode(ended[1])
+        if code is None or (code >= 0 and not self._interrupts):
+            return code
+        if self._asked or -code in self._asking:  # maybe sent to both of us
+            return _interrupted(self._asked or -code)
+        name = signal.Signals(-code).name
+        print(f"error: the process that runs the cluster was ended by {name}", file=sys.stderr)
+        return 1
+
+
+def _interrupted(number: int) -> int:
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")  # the child's last line may be half done
+    print("interrupted", file=sys.stderr)
+    return 128 + number
+
+
+def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
+    """Start a child that calls `run` and exits with its result; the pid.
+
+    It has a session of its own, so that Ctrl-C in a terminal does not reach what it starts, and it
+    is killed when this process dies. No thread of ours runs beside the fork, only idle ones of
+    libraries that the child does not use again.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() == parent:
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # drops what has come before setsid
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            code = run()
+            sys.stdout.flush()
+    except SystemExit:  # Ray's own answer to SIGTERM
+        pass
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        os._exit(code)  # nothing of the parent's may be cleaned up twice
+
+
+def start_watchdog(directory: Path) -> None:
+    """Start `watchdog.py`, which cleans up if this process gets SIGKILL.
+
+    It waits for the end of its stdin, which this process holds open.
+    """
+    script = Path(__file__).with_name("watchdog.py")
+    stdin, _held = os.pipe()  # the second one stays open
+    subprocess.Popen(
+        [sys.executable, "-I", "-S", str(script), str(directory)],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C in a terminal must not reach it
+    )
+    os.close(stdin)
+
+
+def kill_descendants() -> None:
+    """SIGKILL all processes below this one, and reap them. This process started all of them."""
+    deadline = time.monotonic() + KILL_TIMEOUT_S
+    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids below `root`, parents first."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            with contextlib.suppress(OSError):
+                pid = int(path.name)
+                children.setdefault(process_stat(pid).parent, []).append(pid)
+    below, num_seen = list(children.get(root, ())), 0
+    while num_seen < len(below):
+        below += children.get(below[num_seen], ())
+        num_seen += 1
+    return below

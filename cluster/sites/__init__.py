@@ -1,0 +1,1 @@
+"""Where processes are put, and what stands for one."""

@@ -1,0 +1,213 @@
+"""The Ray actors: what runs in the process of a worker's rank or of a router.
+
+Ray never restarts an actor of ours (max_restarts=0). It reports a death after about 20 ms, and the
+monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from cluster import logs
+from cluster.config import ClusterConfig, Config
+from cluster.diagnose.running import Examination, examined_here
+from cluster.sites.kill import Identity
+from cluster.sites.process import Membership, Report, Stage
+from cluster.sites.ray_private import RAY
+from worker.api import Member
+from worker.config import WorkerConfig
+from worker.observe.tracing import tracer_of
+from worker.peers.rendezvous import free_rendezvous
+
+LOCAL_HOST = "127.0.0.1"
+
+
+@contextmanager
+def no_collections() -> Generator[None]:
+    """For imports of what stays: a fifth of their time is spent on looking for garbage in it.
+
+    Nothing made until then is looked at afterwards, either: a collection of garbage walks through
+    all libraries otherwise, and every stream waits.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which process of the cluster an actor is."""
+
+    name: str  # of the worker or router
+    incarnation: str
+    cluster: ClusterConfig
+    host: str = LOCAL_HOST  # address of its node
+    rank: int = 0
+
+
+class ProcessActor:
+    """What the actors of workers and routers share. Each of them has a process of its own."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        name, rank = assignment.name, assignment.rank
+        self._process_name = f"{name}.{rank}" if rank else name
+        logs.begin(self._process_name, assignment.cluster)
+        self._assignment = assignment
+        self._lock = threading.Lock()
+        self._version = -1  # of the last membership
+        self._part: Any = None  # the Worker, Rank or RouterServer, from `start` on
+        self._stage = Stage()
+
+    def __repr__(self) -> str:
+        return self._process_name  # Ray puts it before every line that the process prints
+
+    def identify(self) -> Identity:
+        """Which process this is. Asked first, because whoever kills it needs it."""
+        return Identity.own()
+
+    def stage(self) -> Stage:
+        """How far `start` is."""
+        return self._stage
+
+    def _progress(self, stage: str, done: int, total: int) -> None:
+        self._stage = Stage(stage, done / total)
+
+    def update(self, membership: Membership) -> None:
+        """The members from now on. Calls may overtake each other: an older list is ignored."""
+        with self._lock:
+            if membership.version > self._version:
+                self._version = membership.version
+                self._take(membership)
+
+    def _take(self, membership: Membership) -> None:
+        self._part.update_members(membership.members)
+
+    def drain(self, address_stays: bool) -> None:
+        """Take no new requests; `address_stays`: processes at the same address do."""
+        self._part.drain()
+
+
+class WorkerActor(ProcessActor):
+    """A rank of a prefill or decode worker. Rank 0 is the member, which speaks for all ranks."""
+
+    def __init__(self, assignment: Assignment, config: WorkerConfig) -> None:
+        super().__init__(assignment)
+        self._config = config
+
+    def rendezvous(self) -> str:
+        """Where its ranks shall meet: at a port of this node."""
+        return free_rendezvous(self._assignment.host)
+
+    def start(self, rendezvous: str = "") -> Member | None:
+        """Load the weights and listen; may take minutes. The member; None of a rank above 0.
+
+        rendezvous: where its ranks meet, all of which start at the same time; "": it is alone.
+        """
+        me = self._assignment
+        make: Callable[..., Any]
+        with no_collections():  # torch: imported in this process only
+            if me.rank:
+                from worker.rank import Place, Rank
+
+                make = partial(Rank, rank=me.rank)
+            else:
+                from worker.worker import Place, Worker
+
+                make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
+        place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
+        self._part = make(self._config, place)
+        member = cast("Member | None", self._part.start())
+        gc.collect()
+        gc.freeze()  # what is loaded now stays, too
+        return member
+
+    def run(self) -> None:
+        """Returns once the engine has ended."""
+        self._part.join()
+
+    def report(self) -> Report:
+        """Idle or not, and the counters."""
+        return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
+
+    def examine(self) -> Examination:
+        """Its machine and the ways of KV to it, for `doctor`; takes seconds."""
+        return examined_here(self._part.measured_paths)
+
+    def stop(self) -> None:
+        """End threads and sockets."""
+        self._part.stop()
+
+
+class RankActor(WorkerActor):
+    """A rank above 0: its process has another name in `ps`."""
+
+
+class RouterActor(ProcessActor):
+    """One router: the OpenAI API, on the port that all routers of its node share."""
+
+    def __init__(self, assignment: Assignment, config: Config) -> None:
+        super().__init__(assignment)
+        self._config = config
+        self._stopped = threading.Event()
+
+    def load(self) -> None:
+        """Load tokenizer and template."""
+        with no_collections():
+            # Its libraries are needed in this process only.
+            from router.http.app import Place, RouterServer, Settings
+
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
+        config, name = self._config, self._assignment.name
+        node = RAY.util.get_node_ip_address()
+        self._part = RouterServer(
+            Settings(config.router, config.model, config.ping, config.shown()),
+            Place(
+                name,
+                self._assignment.incarnation,
+                config.cluster.host,
+                config.cluster.port,
+                node="" if node == LOCAL_HOST else node,  # that is Ray's, where it is our own
+                shared=config.routers.num > 1,
+            ),
+            tracer=tracer_of(config.tracing, "router", name),
+        )
+
+    def start(self, port: int, joins: bool) -> Member:
+        """Listen; `joins`: routers of this cluster do so there."""
+        member = cast("Member", self._part.start(port, joins=joins))
+        gc.collect()
+        gc.freeze()
+        return member
+
+    def _take(self, membership: Membership) -> None:
+        self._part.update_members(membership.members, membership.changes)
+
+    def drain(self, address_stays: bool) -> None:
+        """Take no new requests; leave the port if another router stays there."""
+        self._part.drain(others=address_stays)
+
+    def run(self) -> None:
+        """Returns once it was stopped."""
+        self._stopped.wait()
+
+    def report(self) -> Report:
+        """Idle when no request is in flight."""
+        num_inflight = int(self._part.num_inflight())
+        return Report(idle=num_inflight == 0, counters={"num_inflight": num_inflight})
+
+    def stop(self) -> None:
+        """Close the port and all connections."""
+        try:
+            self._part.stop()
+        finally:
+            self._stopped.set()

@@ -1,0 +1,113 @@
+"""What the monitor needs from outside: a site that makes processes, and links that ping them.
+
+`sites.handles` and `sites.ray_site` implement this over Ray, tests without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from worker.api import Change, Member, PeerId
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What a process says of itself when asked."""
+
+    idle: bool
+    counters: dict[str, int]
+
+
+@dataclass(slots=True, frozen=True)
+class Stage:
+    """How far a process is with its start."""
+
+    name: str = "load"  # or "capture": graphs of a worker
+    part: float = 0.0  # done of it, of 1
+
+
+@dataclass(slots=True, frozen=True)
+class Membership:
+    """What every process learns whenever a member comes or goes."""
+
+    version: int  # ascends
+    members: Sequence[Member]  # all of them
+    changes: Sequence[Change]  # the last ones, the oldest first
+
+
+class Process(Protocol):
+    """One incarnation of a worker or router. Once it is dead, every call raises PeerLost."""
+
+    @property
+    def place(self) -> str:
+        """Where it runs, for people: node and pid."""
+        ...
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """One for each rank, in order; a router has one."""
+        ...
+
+    async def start(self) -> Member:
+        """Load and listen. Raises UserError if what was asked for cannot work."""
+        ...
+
+    async def stage(self) -> Stage:
+        """How far `start` is."""
+        ...
+
+    async def run(self) -> None:
+        """Returns when it was stopped; raises PeerLost as soon as it has died."""
+        ...
+
+    async def update(self, membership: Membership) -> None:
+        """Give it the list of members; a version older than the last one is ignored."""
+        ...
+
+    async def drain(self, address_stays: bool) -> None:
+        """Let it take no new work and finish what it has.
+
+        address_stays: processes at the same address go on, as routers that share a port.
+        """
+        ...
+
+    async def report(self) -> Report:
+        """Whether it is idle, and its counters."""
+        ...
+
+    async def stop(self) -> None:
+        """End its threads and sockets; `run` returns then."""
+        ...
+
+
+class Site(Protocol):
+    """Where processes come from."""
+
+    async def create(self, name: str, incarnation: str) -> Process:
+        """Start a process for `name`, in the placement group of the one before if that exists.
+
+        Raises Placement if there is no room, PeerLost if it died while it started.
+        """
+        ...
+
+    async def kill(self, process: Process) -> None:
+        """Returns when the process is gone for certain, or its node is."""
+        ...
+
+    async def release(self, name: str) -> None:
+        """Give back what was reserved for `name`."""
+        ...
+
+
+class Links(Protocol):
+    """Pings processes; `worker.wire.Wire` is one."""
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        """Start to ping."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Stop pinging."""
+        ...

@@ -1,0 +1,352 @@
+"""The life of one request between the HTTP front and the decode workers.
+
+    submit -> queued -> at a worker -> tokens -> _end
+                 ^           |  refused, or lost before its first token
+                 '-----------'
+
+All state belongs to the router's loop. Every request leaves through `_end`, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from router.config import RouterConfig
+from router.dispatch.mailbox import Delta, Mailbox, Scored
+from router.dispatch.members import Known, Members, drafting
+from router.dispatch.policy.base import Policy
+from router.dispatch.queue import Queue, Req
+from router.errors import ApiError
+from router.observe.metrics import RouterMetrics, prefilled
+from router.observe.vllm import Live
+from worker.api import (
+    Abort,
+    Ack,
+    Chunks,
+    Error,
+    FinishReason,
+    Lost,
+    Member,
+    PeerId,
+    Pong,
+    Refused,
+    Stop,
+    TokenChunk,
+    TokenLogprob,
+)
+from worker.errors import LibraryError, contained
+from worker.wire import Event, Wire
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Trace
+
+log = logging.getLogger("kvlane.router")
+
+MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
+RECONNECT_S = 1.0
+NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
+DETOKENIZER = contained("the detokenizer")
+FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
+
+
+class Dispatcher:
+    """Sends requests to decode workers and turns what comes back into deltas.
+
+    `wire` is started, and hands its events to `deliver`.
+    """
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        wire: Wire,
+        members: Members,
+        policy: Policy,
+        metrics: RouterMetrics,
+    ) -> None:
+        self._config = config
+        self._wire = wire
+        self._members = members
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._reqs: dict[str, Req] = {}  # every request that has not ended
+        self.reqs: Mapping[str, Req] = self._reqs  # to be counted by others
+        self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
+        self._touched: list[Mailbox] = []  # have got text since the last flush
+        # When each stream that got a token now had got one before. Streams of one worker get theirs
+        # at the same time, so most of these are equal.
+        self._lasts: list[float] = []
+        self._closed = False
+        live = Live(
+            running=lambda: len(self._reqs) - len(self._queue),
+            waiting=lambda: len(self._queue),
+            outputs=lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
+            alive=lambda role: len(members.live(role)),
+            decodes=lambda: [known.stats for known in members.live("decode")],
+            drafting=partial(drafting, members),
+        )
+        metrics.watch(live)
+
+    def check_room(self, num_choices: int) -> None:
+        """Refuse a request whose choices would exceed max_inflight.
+
+        Raises:
+            ApiError: 429.
+        """
+        if len(self._reqs) + num_choices > self._config.max_inflight:
+            raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
+
+    def submit(self, req: Req, server: Trace | None = None) -> None:
+        """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
+
+        Its stages are below the present one of `server`.
+        """
+        now, timeout_s = time.monotonic(), self._config.request_timeout_s
+        req.arrived_at, req.deadline = now, now + timeout_s
+        if server is not None:
+            req.trace = server.below(now, {"kvlane.choice": req.index})
+        self._reqs[req.req_id] = req
+        if self._closed:
+            self._end(req, FinishReason.ERROR, error=_stopping())
+            return
+        late = ApiError("timeout", f"not finished within {timeout_s:g} s")
+        req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
+        self._queue.add(req)
+
+    def give_up(self, req: Req, error: ApiError | None = None) -> None:
+        """End a request from this side, with an error or because its client is gone.
+
+        Tells the worker that has it. Does nothing to a request that has ended.
+        """
+        if not req.outcome:
+            self._queue.abort(req)
+            reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+            self._end(req, reason, error=error)
+
+    def deliver(self, events: Sequence[Event]) -> None:
+        """What arrived on the wire, in order; each stream that got text is flushed once."""
+        now = time.monotonic()
+        for peer, message in events:
+            try:
+                match message:
+                    case Chunks():
+                        for chunk in message.chunks:
+                            self._on_chunk(peer, chunk, now)
+                    case Pong():
+                        self._members.pong(peer, message.stats)
+                        self._queue.place()
+                    case Refused():
+                        self._on_refused(peer, message)
+                    case Lost():
+                        self._on_lost(peer, message.reason)
+                    case _:
+                        log.warning("%s sent a %s to a router", peer, type(message).__name__)
+            except Exception:  # a bug of ours: the other messages are other requests'
+                log.exception("a %s of %s", type(message).__name__, peer)
+        if self._touched:  # behind the tasks that were woken: first chunks leave first
+            self._loop.call_soon(_flush, self._touched)
+            self._touched = []
+        if self._lasts:
+            self._metrics.itl.observe_since(now, self._lasts)
+            self._lasts = []
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """The controller's whole list; workers that are no longer on it are lost."""
+        added, removed = self._members.update(members)
+        for member in removed:
+            self._wire.disconnect(member.peer)
+            self._on_lost(member.peer, "no longer a member")
+        for member in added:
+            self._wire.connect(member.peer, member.address)
+
+    def close(self) -> None:
+        """End every request with an error; later ones end at once."""
+        self._closed = True
+        for req in list(self._reqs.values()):
+            self.give_up(req, _stopping())
+
+    def _on_chunk(self, peer: PeerId, chunk: TokenChunk, now: float) -> None:
+        if chunk.finish_reason is not None:
+            self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
+        req = self._reqs.get(chunk.req_id)
+        if req is None or req.dispatch != chunk.dispatch or req.choice is None:
+            self._metrics.stale_chunks.inc()
+            if chunk.finish_reason is None:  # the worker still computes it
+                self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
+            return
+        failed = chunk.finish_reason in FAILED
+        first = req.position - chunk.position  # of its tokens, the first that is new
+        if first < 0 and not (failed and not chunk.tokens):
+            log.error("req_id=%s: %s left out tokens", req.req_id, peer)
+            self._queue.abort(req)
+            self._lose(req, "gap")
+            return
+        if chunk.num_cached_tokens > req.num_cached_tokens:
+            req.num_cached_tokens = chunk.num_cached_tokens
+        if chunk.stages is not None:
+            req.stages, req.decoded_by = chunk.stages, peer
+        tokens, logprobs = chunk.tokens, chunk.logprobs
+        if first > 0:
+            tokens, logprobs = tokens[first:], logprobs[first:]
+        elif chunk.window is not None:
+            req.windows.append(chunk.window)
+        try:
+            if tokens and self._emit(req, tokens, logprobs, now):
+                return
+            if failed:
+                self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
+            elif chunk.finish_reason is not None:
+                with DETOKENIZER:
+                    rest = req.output.finish()
+                self._end(req, chunk.finish_reason, rest)
+        except LibraryError as error:
+            error.log(req.req_id)
+            self.give_up(req, ApiError(error.code, str(error)))
+
+    def _emit(
+        self, req: Req, tokens: tuple[int, ...], logprobs: tuple[TokenLogprob, ...], now: float
+    ) -> bool:
+        """Pass tokens on; True when a stop string has ended the request."""
+        before, is_first = req.last_token_at, not req.tokens
+        req.last_token_at = now
+        if is_first:
+            req.first_token_at = now
+            where = _prefilled(req, self._members.get(req.decoded_by))
+            self._metrics.first_token(where, now - req.arrived_at, req.trace_id)
+            self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
+        with DETOKENIZER:
+            piece = req.output.feed(tokens)
+        num = piece.num_tokens
+        tokens = tokens[:num]
+        if not is_first and (num > 1 or req.trace_id):  # tokens of one step share its time
+            self._metrics.itl.observe((now - before) / num, req.trace_id, num)
+        elif not is_first:
+            self._lasts.append(before)
+        req.tokens.extend(tokens)
+        scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
+        if piece.stopped:
+            assert req.choice is not None
+            self._wire.send(req.choice.decode, Stop(req.req_id, req.dispatch, req.position))
+            self._end(req, FinishReason.STOP, piece.text, scored=scored)
+        elif piece.text or scored:
+            req.mailbox.put(Delta(req.index, piece.text, scored=scored))
+            self._touched.append(req.mailbox)
+        return piece.stopped
+
+    def _on_refused(self, peer: PeerId, refused: Refused) -> None:
+        req = self._reqs.get(refused.req_id)
+        if req is None or req.dispatch != refused.dispatch or req.choice is None:
+            return
+        if refused.error.code in NOT_RETRIED:
+            self._end(req, FinishReason.ERROR, error=_failure(refused.error))
+            return
+        if req.trace is not None:
+            req.trace.leave(time.monotonic(), {}, refused.error.code, refused.error.message)
+        self._queue.leave(req, served=False)
+        self._queue.pause(peer, refused.retry_after_s)
+        self._metrics.retried("refused")
+        self._queue.add(req, first=True)
+
+    def _on_lost(self, peer: PeerId, reason: str) -> None:
+        known = self._members.get(peer)
+        self._members.lost(peer)
+        there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
+        level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
+        log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
+        for req in there:
+            self._lose(req, "worker_lost")
+        if known is not None and not self._closed:  # the controller still lists it: ask again
+            self._loop.call_later(RECONNECT_S, self._connect_again, known.member)
+
+    def _connect_again(self, member: Member) -> None:
+        if self._members.get(member.peer) is not None and not self._closed:
+            self._wire.connect(member.peer, member.address)
+
+    def _lose(self, req: Req, cause: str) -> None:
+        """`req` has lost its worker, which is gone or has left out tokens of it."""
+        req.num_losses += 1
+        if req.num_losses >= MAX_LOSSES:
+            message = "the request was present when two workers were lost; it is not tried again"
+            error = ApiError("internal_error", message)
+            error.retry = False
+            self._end(req, FinishReason.ERROR, error=error)
+        elif req.tokens:
+            error = ApiError("worker_lost", "the worker that had the request is lost")
+            self._end(req, FinishReason.ERROR, error=error)
+        else:
+            assert req.choice is not None
+            if req.trace is not None:
+                req.trace.leave(time.monotonic(), error=cause)
+            req.avoid, req.waiting_since = req.choice.decode, None
+            self._queue.leave(req, served=False)
+            self._metrics.retried(cause)
+            self._queue.add(req, first=True)
+
+    def _waited(self, req: Req) -> None:
+        """The queue timeout has passed: no decode worker had room, or there is none."""
+        if self._members.live("decode"):
+            error = ApiError("busy", "no decode worker had room in time", retry_after_s=1)
+        else:
+            error = ApiError("no_worker", "no decode worker is alive", retry_after_s=1)
+        self.give_up(req, error)
+
+    def _end(
+        self,
+        req: Req,
+        reason: FinishReason,
+        text: str = "",
+        error: ApiError | None = None,
+        scored: Scored = (),
+    ) -> None:
+        """The only exit: frees what `req` holds, counts it and tells the client's task."""
+        assert not req.outcome, "a request ends once"
+        req.outcome = error.code if error is not None else str(reason)
+        del self._reqs[req.req_id]
+        for timer in req.timers:
+            timer.cancel()
+        self._queue.leave(req, served=True)
+        spent, windows = req.spent, req.windows if req.sampling.return_trace else None
+        req.mailbox.put(Delta(req.index, text, reason, error, scored, spent, windows))
+        metrics, now = self._metrics, time.monotonic()
+        if req.trace is not None:
+            cut_off = req.outcome if reason in FAILED else ""
+            why = str(error) if error is not None else None
+            req.trace.leave(now, {"kvlane.output_tokens": len(req.tokens)}, cut_off, why)
+        if spent is not None:
+            metrics.spent(spent, len(req.tokens), req.trace_id)
+        metrics.ended(req.outcome)
+        metrics.e2e.observe(now - req.arrived_at, req.trace_id)
+        metrics.queue_time.observe(req.queued_s, req.trace_id)
+        metrics.generation_tokens.inc(len(req.tokens))
+        metrics.output_length.observe(len(req.tokens))
+        log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
+        if not self._closed:
+            self._queue.place()
+
+
+def _prefilled(req: Req, decode: Known | None) -> str:
+    """Where its prompt was prefilled; decode: the worker that it is at."""
+    page_size = decode.stats.page_size if decode is not None else 0
+    cached = len(req.prompt) - req.num_cached_tokens <= page_size
+    return prefilled(req.stages, req.decoded_by, cached=cached)
+
+
+def _flush(mailboxes: Sequence[Mailbox]) -> None:
+    for mailbox in mailboxes:
+        mailbox.flush()
+
+
+def _failure(error: Error | None) -> ApiError:
+    """What a worker's typed error means to the client."""
+    if error is None:
+        return ApiError("world_error", "the worker gave the request up")
+    retry_after_s = 1.0 if error.code in ("busy", "out_of_pages") else None
+    return ApiError(error.code, error.message, param=error.param, retry_after_s=retry_after_s)
+
+
+def _stopping() -> ApiError:
+    return ApiError("draining", "the router is stopping", retry_after_s=1)

@@ -1,0 +1,184 @@
+"""What the router knows of the cluster's members: the controller's list, Pongs, its own counts.
+
+Loop thread only. A Pong may be as old as the ping interval. So the requests that this router has
+sent since then are added to the figures of the Pong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from worker.api import Change, Member, PeerId, Role, WorkerStats
+
+WORKERS = ("prefill", "decode")
+
+
+@dataclass(slots=True, eq=False)
+class Known:
+    """One member, and what is known of its load."""
+
+    member: Member
+    stats: WorkerStats = field(default_factory=WorkerStats)
+    live: bool = False  # has sent a Pong, and was not lost since
+    heard_at: float = 0.0  # monotonic, of the last Pong; 0: there was none
+    num_sent: int = 0  # requests of this router that are there now
+    num_sent_at_pong: int = 0
+    num_proposed_tokens: int = 0  # of prompts for which it became first candidate since the Pong
+    busy_until: float = 0.0  # monotonic; it has refused, and gets nothing before unless `room`
+    room: int = 0  # requests that may be sent although it is busy
+
+    @property
+    def peer(self) -> PeerId:
+        """Its address on the wire."""
+        return self.member.peer
+
+    @property
+    def num_requests(self) -> int:
+        """Requests there: other routers' as of the last Pong, ours as of now."""
+        of_others = self.stats.num_running + self.stats.num_waiting - self.num_sent_at_pong
+        return max(0, of_others) + self.num_sent
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that wait there, as far as this router can know."""
+        return self.stats.num_queued_tokens + self.num_proposed_tokens
+
+
+class Members:
+    """The table of members. `update` takes the controller's list, the others what was observed."""
+
+    def __init__(self) -> None:
+        self._known: dict[PeerId, Known] = {}
+        self._changes: Sequence[Change] = ()
+        self._noted_at = 0.0
+
+    def note_changes(self, changes: Sequence[Change]) -> list[Change]:
+        """What the controller says has happened, all of it, the oldest first.
+
+        Returns:
+            Deaths of workers among them, in the meantime: what is told first was before.
+        """
+        known = {(change.name, change.incarnation, change.state) for change in self._changes}
+        self._changes, self._noted_at = changes, time.monotonic()
+        new = [
+            change
+            for change in changes
+            if change.state == "lost"
+            and change.role in WORKERS
+            and (change.name, change.incarnation, change.state) not in known
+        ]
+        return new if known else []
+
+    def changes(self) -> list[Change]:
+        """What has happened, as of now, the last first."""
+        age_s = time.monotonic() - self._noted_at
+        newest_first = reversed(self._changes)
+        replace = msgspec.structs.replace
+        return [replace(change, ago_s=change.ago_s + age_s) for change in newest_first]
+
+    def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+        """Take the whole new list.
+
+        Returns:
+            Workers that came and workers that went; routers and controllers are only listed.
+        """
+        now = {member.peer: member for member in members}
+        added = [member for peer, member in now.items() if peer not in self._known]
+        removed = [known.member for peer, known in self._known.items() if peer not in now]
+        for member in removed:
+            del self._known[member.peer]
+        for member in added:
+            self._known[member.peer] = Known(member)
+        return [m for m in added if _is_worker(m)], [m for m in removed if _is_worker(m)]
+
+    def get(self, peer: PeerId) -> Known | None:
+        """The member of this address, while the controller lists it."""
+        return self._known.get(peer)
+
+    def pong(self, peer: PeerId, stats: WorkerStats | None) -> None:
+        """A member has answered a ping."""
+        known = self._known.get(peer)
+        if known is None:
+            return
+        known.live, known.heard_at = True, time.monotonic()
+        if stats is not None:
+            known.stats = stats
+            known.num_sent_at_pong = known.num_sent
+            known.num_proposed_tokens = 0
+        free_rows = known.stats.max_num_reqs - known.stats.num_running - known.stats.num_waiting
+        if not known.stats.draining and free_rows > 0 and known.stats.num_free_pages > 0:
+            known.room = max(known.room, free_rows)
+
+    def lost(self, peer: PeerId) -> None:
+        """A member has stopped answering; it counts again from its next Pong on."""
+        known = self._known.get(peer)
+        if known is not None:
+            self._known[peer] = Known(known.member, heard_at=known.heard_at)
+
+    def refused(self, peer: PeerId, until: float) -> None:
+        """A decode worker had no room: it gets no request until then, or until it has room."""
+        known = self._known.get(peer)
+        if known is not None:
+            known.busy_until, known.room = max(known.busy_until, until), 0
+
+    def sent(self, peer: PeerId, candidate: PeerId | None, num_tokens: int, now: float) -> None:
+        """A request goes to `peer`, which will probably let `candidate` compute the prompt."""
+        known = self._known[peer]
+        known.num_sent += 1
+        if known.busy_until > now:
+            known.room -= 1
+        prefill = self._known.get(candidate) if candidate is not None else None
+        if prefill is not None:
+            prefill.num_proposed_tokens += num_tokens
+
+    def left(self, peer: PeerId, *, gives_room: bool) -> None:
+        """A request is no longer at `peer`; with `gives_room` another may be sent there."""
+        known = self._known.get(peer)
+        if known is not None and known.num_sent > 0:
+            known.num_sent -= 1
+            known.room += gives_room and known.busy_until > 0
+
+    def max_model_lens(self) -> list[int]:
+        """The longest request, in tokens, of each listed decode worker that names it."""
+        decodes = [k.member for k in self._known.values() if k.member.role == "decode"]
+        return [member.max_model_len for member in decodes if member.max_model_len]
+
+    def live(self, role: Role) -> list[Known]:
+        """Members of a role that answer."""
+        return [k for k in self._known.values() if k.live and k.member.role == role]
+
+    def open_decode(self, now: float) -> list[Known]:
+        """Decode workers to which a request may be sent now."""
+        return [
+            known
+            for known in self.live("decode")
+            if not known.stats.draining and (known.busy_until <= now or known.room > 0)
+        ]
+
+    def open_prefill(self) -> list[Known]:
+        """Prefill workers that may become candidates of a request."""
+        return [known for known in self.live("prefill") if not known.stats.draining]
+
+    def all(self) -> list[Known]:
+        """Every member that the controller lists."""
+        return list(self._known.values())
+
+
+def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
+    """What decode workers that verify drafts said last, by name, if `router` is to tell of it.
+
+    The first by name is: all routers know the same.
+    """
+    names = (known.member.name for known in members.all() if known.member.role == "router")
+    if any(name < router for name in names):
+        return {}
+    live = members.live("decode")
+    return {known.member.name: known.stats for known in live if known.stats.drafted}
+
+
+def _is_worker(member: Member) -> bool:
+    return member.role in WORKERS

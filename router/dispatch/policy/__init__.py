@@ -1,0 +1,20 @@
+"""Routing policies by name."""
+
+from __future__ import annotations
+
+from router.dispatch.policy.base import Policy
+from worker.registry import resolve
+
+POLICIES = {
+    "least_loaded": "router.dispatch.policy.least_loaded:LeastLoaded",
+    "round_robin": "router.dispatch.policy.round_robin:RoundRobin",
+}
+
+
+def policy(name: str) -> Policy:
+    """A fresh policy.
+
+    Raises:
+        UserError: no policy has this name; the message lists those that do.
+    """
+    return resolve("routing policy", name, POLICIES)()

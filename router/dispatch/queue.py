@@ -1,0 +1,224 @@
+"""Requests on their way to a decode worker: the queue, and who is sent next.
+
+The queue is in order of arrival. A worker that has refused a request gets none for a pause
+(`Members.refused`). While no worker is open the whole queue waits: until a worker reports room, one
+of this router's requests leaves it, a new worker comes, or the pause is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from router.dispatch.mailbox import Mailbox
+from router.dispatch.members import Known, Members
+from router.dispatch.policy.base import Asked, Choice, Policy
+from router.observe.spent import Spent
+from router.text.output import OutputText
+from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
+from worker.wire import Wire
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Trace
+
+log = logging.getLogger("kvlane.router")
+
+MAX_JITTER = 0.5  # of retry_after_s
+MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One choice of an HTTP request, with all that is needed to send it again."""
+
+    req_id: str  # unique in the cluster: workers know it by this
+    index: int
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    output: OutputText
+    mailbox: Mailbox
+    leader: Req | None = None  # another choice with the same prompt, submitted before this one
+    arrived_at: float = 0.0  # monotonic, set by `Dispatcher.submit`
+    deadline: float = 0.0  # as well
+    tokens: list[int] = field(default_factory=list[int])  # output so far
+    dispatch: int = 0  # how often it was sent to a worker
+    choice: Choice | None = None  # the workers it was sent to; None while it waits
+    num_losses: int = 0
+    num_cached_tokens: int = 0
+    avoid: PeerId = ""  # the worker that was lost with it: another one is preferred
+    queued_at: float = 0.0  # when it last came into the queue
+    queued_s: float = 0.0  # all its time in the queue
+    waiting_since: float | None = None  # start of the queue timeout; a refusal does not restart it
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    stages: Stages | None = None  # measured by the workers, until the first token
+    decoded_by: PeerId = ""
+    windows: list[Window] = field(default_factory=list[Window])  # its trace, if it is asked for
+    timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
+    trace: Trace | None = None  # its stages here; None = not traced
+    trace_id: str = ""  # for exemplars
+    outcome: str = ""  # set by `_end`
+
+    @property
+    def position(self) -> int:
+        """The position of the next token in prompt + output."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def spent(self) -> Spent | None:
+        """Where its time went; None before the first token."""
+        stages = self.stages
+        if stages is None:
+            return None
+        return Spent(
+            router_queue_s=self.queued_s,
+            stages=stages,
+            decode_s=self.last_token_at - self.first_token_at,
+            first_token_s=self.first_token_at - self.arrived_at,
+            decoded_by=self.decoded_by,
+        )
+
+    @property
+    def asked(self) -> Asked:
+        """What the policy sees of it."""
+        return Asked(self.req_id, self.prompt)
+
+
+def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
+    """Prompt, output and cached tokens of all choices together; a prompt counts once."""
+    leaders = [req for req in reqs if req.leader is None]
+    return (
+        sum(len(req.prompt) for req in leaders),
+        sum(len(req.tokens) for req in reqs),
+        sum(req.num_cached_tokens for req in leaders),
+    )
+
+
+class Queue:
+    """The requests that wait.
+
+    Only this class changes where a request is: in the queue (its choice is None) or at a worker.
+    `expired` is called with a request that has waited for `queue_timeout_s` at a stretch.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        members: Members,
+        policy: Policy,
+        queue_timeout_s: float,
+        expired: Callable[[Req], None],
+    ) -> None:
+        self._wire = wire
+        self._members = members
+        self._policy = policy
+        self._queue_timeout_s = queue_timeout_s
+        self._expired = expired
+        self._loop = asyncio.get_running_loop()
+        self._waiting: OrderedDict[str, Req] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add(self, req: Req, *, first: bool = False) -> None:
+        """Queue `req` at the end, or in front if it comes back from a worker; then `place`.
+
+        One that a worker has refused expires at once if its queue timeout has passed meanwhile.
+        """
+        assert req.choice is None
+        now = req.queued_at = time.monotonic()
+        if req.trace is not None:
+            req.trace.enter("router_queue", now)
+        if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
+            self._expired(req)
+            return
+        self._waiting[req.req_id] = req
+        if first:
+            self._waiting.move_to_end(req.req_id, last=False)
+        self.place()
+        if req.waiting_since is None and (first or req.choice is None):
+            req.waiting_since = now
+            req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
+
+    def place(self) -> None:
+        """Send as many as workers may take now, in the order of the queue."""
+        while self._waiting:
+            decode = self._members.open_decode(time.monotonic())
+            if not decode:
+                return
+            _, req = self._waiting.popitem(last=False)
+            preferred = [known for known in decode if known.peer != req.avoid]
+            prefill = self._members.open_prefill()
+            with_leader, after = _follow(req, decode)
+            choice = self._policy.choose(req.asked, with_leader or preferred or decode, prefill)
+            self._send(req, choice, after)
+
+    def leave(self, req: Req, *, served: bool) -> None:
+        """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
+        self._waiting.pop(req.req_id, None)
+        choice, req.choice = req.choice, None
+        if choice is None:
+            req.queued_s += time.monotonic() - req.queued_at
+            return
+        self._members.left(choice.decode, gives_room=served)
+        self._policy.settled(req.asked, choice, req.num_cached_tokens if served else None)
+
+    def pause(self, peer: PeerId, retry_after_s: float) -> None:
+        """A worker has refused: send it nothing for a while, then `place` again."""
+        pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
+        self._members.refused(peer, time.monotonic() + pause_s)
+        self._loop.call_later(pause_s, self.place)
+
+    def abort(self, req: Req) -> None:
+        """Tell the worker that has `req`, if one has, to drop it."""
+        if req.choice is not None:
+            self._wire.send(req.choice.decode, Abort(req.req_id, req.dispatch))
+
+    def _late(self, req: Req, since: float) -> None:
+        """The queue timeout of the wait that began at `since`."""
+        if not req.outcome and req.choice is None and req.waiting_since == since:
+            self._expired(req)
+
+    def _send(self, req: Req, choice: Choice, after: str) -> None:
+        now = time.monotonic()
+        req.dispatch += 1
+        req.choice = choice
+        req.queued_s += now - req.queued_at
+        first = choice.candidates[0].peer if choice.candidates else None
+        self._members.sent(choice.decode, first, len(req.prompt), now)
+        trace = ""
+        if req.trace is not None:
+            req.trace.enter("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
+            trace = req.trace.carried
+        generate = Generate(
+            req_id=req.req_id,
+            dispatch=req.dispatch,
+            tokens=(*req.prompt, *req.tokens),
+            num_prompt_tokens=len(req.prompt),
+            sampling=req.sampling,
+            timeout_s=max(0.001, req.deadline - now),
+            candidates=choice.candidates,
+            after=after,
+            trace=trace,
+        )
+        log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, choice.decode)
+        self._wire.send(choice.decode, generate)
+
+
+def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
+    """The worker where this choice can share its leader's prompt, and the leader's req_id.
+
+    Neither if the leader is at none of these workers, or if this choice was sent before: after a
+    refusal or loss it no longer follows.
+    """
+    leader = req.leader
+    if leader is None or leader.choice is None or req.dispatch > 0:
+        return [], ""
+    at = [known for known in decode if known.peer == leader.choice.decode]
+    return at, leader.req_id if at else ""

@@ -1,0 +1,1 @@
+"""The HTTP server: connections, routes, answers and who may ask."""

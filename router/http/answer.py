@@ -1,0 +1,246 @@
+"""Answers: one HTTP request from its dispatch to the last byte, streamed or whole.
+
+Nothing is sent before the first delta, so that a request which fails before its first token gets an
+HTTP status of its own. A stream then ends in exactly one of two ways: with finish chunks for all
+choices, or with one error event; `[DONE]` follows both. A stream is never just cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from router.config import RouterConfig
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.mailbox import Delta, Mailbox
+from router.dispatch.queue import Req
+from router.errors import ApiError, of_grammar
+from router.http.connection import Outlet
+from router.http.exchange import Exchange
+from router.openai.body import Body, merged, num_scored
+from router.openai.logprobs import mean
+from router.openai.prepared import Prepared
+from worker.api import FinishReason
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _Gone(Exception):
+    """The client has closed the connection, or reads nothing."""
+
+
+class Answer(Response):
+    """Runs a prepared request; aborts what is left of it when the client goes.
+
+    The choices are added to `exchange`. `config` limits silence, ours (`sse_ping_s`) and a client's
+    (`keep_alive_s`). `closed` is called once, when nothing of the request is left.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        dispatcher: Dispatcher,
+        exchange: Exchange,
+        config: RouterConfig,
+        closed: Callable[[], None],
+    ) -> None:
+        self.background = None
+        self.status_code = 200
+        self._prepared = prepared
+        self._dispatcher = dispatcher
+        self._exchange = exchange
+        self._ping_s = config.sse_ping_s
+        self._read_timeout_s = config.keep_alive_s
+        self._closed = closed
+        self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
+        self._reqs, exchange.n = exchange.reqs, prepared.num_kept
+        self._num_open = len(prepared.choices)
+        self._error: Exception | None = None
+        self._started = False
+        self._wrote_at = 0.0  # the last part of a stream
+        self._pinger: asyncio.TimerHandle | None = None
+        self._body = Body(prepared, exchange.unique_id, exchange.reqs)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request from submission to the last byte, as an ASGI application."""
+        self._outlet: Outlet = scope["outlet"]
+        self._outlet.watch(self._leave)
+        try:
+            self._submit()
+            if self._outlet.is_gone:  # it has left before it was watched
+                self._leave()
+            await (self._stream(send) if self._prepared.streamed else self._whole(send))
+        except _Gone:
+            self._exchange.failure = "client_gone"
+        except ApiError as error:
+            await self._fail(error, scope, receive, send)
+        except Exception:
+            await self._fail(ApiError("internal_error", "internal error"), scope, receive, send)
+            raise
+        finally:
+            self._outlet.watch(None)
+            self._mailbox.close()
+            self._leave()
+            self._closed()
+
+    def _submit(self) -> None:
+        exchange = self._exchange
+        for index, choice in enumerate(self._prepared.choices):
+            req = Req(
+                req_id=f"{exchange.unique_id}-{index}",
+                index=index,
+                prompt=choice.prompt,
+                sampling=choice.sampling,
+                output=choice.output,
+                mailbox=self._mailbox,
+                leader=None if choice.leader is None else self._reqs[choice.leader],
+                trace_id=exchange.trace_id,
+            )
+            self._dispatcher.submit(req, exchange.trace)
+            self._reqs.append(req)
+
+    def _leave(self) -> None:
+        """The client is gone, or has all that it will get."""
+        for req in self._reqs:
+            self._dispatcher.give_up(req)
+
+    async def _deltas(self) -> list[Delta]:
+        """The next deltas. An error among them ends the list, and the next call raises it.
+
+        Raises:
+            ApiError: a choice has failed, and with it the request.
+            _Gone: the client has closed the connection.
+        """
+        deltas = await self._mailbox.get() if self._error is None else []
+        if self._error is not None:  # of the deltas before, or of `_write_now`
+            raise self._error
+        for i, delta in enumerate(deltas):
+            if delta.error is not None:
+                self._error = of_grammar(delta.error, self._prepared.grammar_param)
+                return deltas[:i] or await self._deltas()
+            if delta.finish_reason is FinishReason.ABORT:
+                raise _Gone
+            self._num_open -= delta.finish_reason is not None
+        return deltas
+
+    async def _whole(self, send: Send) -> None:
+        deltas: list[Delta] = []
+        while self._num_open:
+            deltas += await self._deltas()
+        answers = self._kept(merged(deltas))
+        body = await _written(answers, self._body.whole)
+        length = str(len(body)).encode()
+        await self._start(
+            send, [(b"content-type", b"application/json"), (b"content-length", length)]
+        )
+        await send({"type": "http.response.body", "body": body})
+
+    def _kept(self, answers: Sequence[Delta]) -> list[Delta]:
+        """The answers to return: the best samples of each prompt, best first."""
+        ordered = sorted(answers, key=lambda answer: answer.index)
+        size, kept = self._prepared.num_samples, self._prepared.num_kept
+        if kept == size:
+            return ordered
+        best: list[Delta] = []
+        for start in range(0, len(ordered), size):
+            samples = ordered[start : start + size]
+            best += sorted(samples, key=lambda answer: -mean(answer.scored))[:kept]
+        return best
+
+    async def _stream(self, send: Send) -> None:
+        self._wrote_at = time.monotonic()
+        self._ping()
+        try:
+            while self._num_open:
+                deltas = await self._deltas()
+                if not self._started:
+                    await self._start(send, SSE_HEADERS)
+                events = await _written(deltas, self._body.events)
+                if not events and self._silent_s >= self._ping_s:  # nothing certain yet
+                    events = PING
+                if not self._num_open:
+                    await self._write(send, events + self._body.usage() + DONE, more=False)
+                elif events:
+                    await self._write(send, events)
+        finally:
+            if self._pinger is not None:
+                self._pinger.cancel()
+
+    def _write_now(self, deltas: list[Delta]) -> bool:
+        """Write text without the task, if all before it has left and the client keeps up."""
+        outlet = self._outlet
+        if not outlet.is_open or (deltas[0].scored and num_scored(deltas) > THREAD_SCORED):
+            return False
+        try:
+            events = self._body.events(deltas)
+        except Exception as error:  # the task raises it: other requests have no part in it
+            self._error = error
+            return False
+        if events:
+            outlet.write_now(events)
+            self._wrote_at = time.monotonic()
+        return True
+
+    def _ping(self) -> None:
+        """Wake the task when the stream has been silent for too long; one timer for all chunks."""
+        left_s = self._ping_s - self._silent_s
+        if left_s <= 0:
+            self._mailbox.nudge()
+            left_s = self._ping_s
+        self._pinger = asyncio.get_running_loop().call_later(left_s, self._ping)
+
+    @property
+    def _silent_s(self) -> float:
+        return time.monotonic() - self._wrote_at
+
+    async def _start(self, send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+        self._started = self._mailbox.has_begun = True
+        self._outlet.hold()
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with the error: an event if the stream has begun, else a status of its own."""
+        self._exchange.failure = error.code
+        if self._started:
+            event = b"data: %s\n\n" % json.dumps(error.body).encode()
+            with suppress(_Gone):
+                await self._write(send, event + DONE, more=False)
+        else:
+            await error.response(scope, receive, send)
+
+    async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        """Part of a stream.
+
+        Raises:
+            _Gone: the client has read too little of what came before for too long.
+        """
+        message = {"type": "http.response.body", "body": body, "more_body": more}
+        if self._outlet.is_full:
+            try:
+                async with asyncio.timeout(self._read_timeout_s):
+                    await send(message)
+            except TimeoutError:
+                raise _Gone from None
+        else:
+            await send(message)
+        self._wrote_at = time.monotonic()
+
+
+async def _written(deltas: list[Delta], write: Callable[[list[Delta]], bytes]) -> bytes:
+    """What `write` makes of `deltas`, in a thread if they hold many logprobs."""
+    if num_scored(deltas) > THREAD_SCORED:
+        return await asyncio.to_thread(write, deltas)
+    return write(deltas)

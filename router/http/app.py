@@ -1,0 +1,381 @@
+"""The router: one thread with its asyncio loop, its HTTP socket and its wire."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import uvicorn
+
+from router.config import RouterConfig
+from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.members import Members
+from router.dispatch.policy import policy
+from router.http.connection import limited
+from router.http.keys import read_keys
+from router.http.origins import origins
+from router.http.port import accept_all, listen
+from router.http.routes import application
+from router.observe.metrics import RouterMetrics
+from router.openai.defaults import Defaults, defaults_of
+from router.openai.served import Served
+from router.show.front import Front
+from router.show.siblings import Siblings
+from router.text.tokenizer import Text
+from worker.api import Change, Member
+from worker.config import ModelConfig, PingConfig
+from worker.errors import UserError, WorldError
+from worker.wire import Event, Wire
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Tracer
+
+log = logging.getLogger("kvlane.router")
+
+BEAT_S = 1.0
+DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
+ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
+LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
+CLOSE = (b"connection", b"close")
+
+
+class _Server(uvicorn.Server):
+    """Sets `ready` when it accepts connections; can leave a port that others listen on, too."""
+
+    def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
+        super().__init__(config)
+        self._ready = ready
+        self._listeners: list[socket.socket] = []
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listeners = sockets or []
+        await super().startup(sockets)
+        self._ready.set()
+
+    async def leave(self) -> None:
+        """Close the first listener. A connection that is open closes after its next answer."""
+        config, state, listener = self.config, self.server_state, self._listeners[0]
+        loop = asyncio.get_running_loop()
+        if listener.fileno() < 0:  # it was left before
+            return
+        # Whom the loop has accepted gets a transport at its next turn, while the server is open.
+        loop.remove_reader(listener.fileno())
+        await asyncio.sleep(0)
+        state.default_headers = [*state.default_headers, CLOSE]
+        config.encoded_headers.append(CLOSE)  # of which uvicorn makes them anew every second
+        waiting = list(accept_all(listener))
+        self.servers[0].close()
+        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+        protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
+        for connection in waiting:
+            await loop.connect_accepted_socket(protocol, connection)
+
+
+class _Arrivals:
+    """Events on their way from the wire's thread to the loop.
+
+    Frames that come while the loop is busy are taken together, so that what a stream got of several
+    steps leaves in one chunk.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Event]], None]
+    ) -> None:
+        self._loop = loop
+        self._deliver = deliver
+        self._events: deque[Event] = deque()
+        self._is_due = False  # a `_take` is to come
+
+    def put(self, events: Sequence[Event]) -> None:
+        """For the wire's thread."""
+        self._events.extend(events)
+        if not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        self._is_due = False  # before the events are taken: what comes from now on posts again
+        self._deliver([self._events.popleft() for _ in range(len(self._events))])
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The sections of the configuration that a router follows."""
+
+    router: RouterConfig
+    model: ModelConfig  # whose tokenizer, template and limits apply
+    ping: PingConfig  # how the wire pings
+    shown: Mapping[str, object] = field(default_factory=dict[str, object])  # for GET /config
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which router this is, and where it listens."""
+
+    name: str  # stays the same when the router is started again
+    incarnation: str  # new with every start
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 takes a free one
+    node: str = ""  # this node's address for other nodes; used where `host` is any address
+    shared: bool = False
+    """Other routers may join the port. Then this one also has a port of its own, for what is asked
+    of this very router."""
+
+    def reachable_at(self, port: int) -> str:
+        """host:port, as other nodes reach it."""
+        any_host = self.host in ("0.0.0.0", "::")
+        host = (self.node or socket.gethostname()) if any_host else self.host
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def listeners(self, port: int, *, joins: bool) -> list[socket.socket]:
+        """The sockets: of the port, and of the router's own where the port is shared.
+
+        Raises:
+            UserError: the address cannot be bound.
+        """
+        try:
+            first = listen(self.host, port, shared=self.shared, joins=joins)
+            return [first, listen(self.host, 0)] if self.shared else [first]
+        except OSError as error:
+            reason = (error.strerror or str(error)).partition(" (while")[0]
+            message = f"cannot listen on {self.host}:{port}: {reason}"
+            raise UserError(message, "cluster.port") from error
+
+
+class RouterServer:
+    """One router: serves HTTP in a thread of its own until it is stopped.
+
+    All methods may be called from any thread; what they change is changed on the router's loop.
+
+    `tracer` makes the spans of requests, and is closed at the end; None: nobody wants them.
+
+    Raises:
+        UserError: the model directory or the file of API keys is unfit, or no policy has the name.
+    """
+
+    def __init__(self, settings: Settings, place: Place, *, tracer: Tracer | None = None) -> None:
+        self._settings = settings
+        self._place = place
+        self._tracer = tracer
+        self._members = Members()
+        config, model = settings.router, settings.model
+        self._policy = policy(config.policy)
+        self._api_keys = read_keys(config.api_key_file)
+        text = Text(model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend)
+        follows = config.generation_config == "auto"
+        self._served = Served(
+            model=model.name,
+            text=text,
+            config=config,
+            members=self._members,
+            model_max_len=_max_model_len(model, text),
+            defaults=defaults_of(model.directory) if follows else Defaults(),
+        )
+        # The last that the controller has sent, also from before the start.
+        self.listed: tuple[Member, ...] = ()
+        self._changes: tuple[Change, ...] = ()
+        self._ready = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        # Set by the router's thread, which alone may change what they hold.
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.front: Front | None = None
+        self.server: _Server | None = None
+
+    def start(self, port: int | None = None, *, joins: bool = False) -> Member:
+        """Listen, start the thread, and return once requests are accepted.
+
+        Args:
+            port: instead of the one that it was made with.
+            joins: other routers of this cluster listen there; else nobody may.
+
+        Returns:
+            This router as a member; its address is that of its HTTP socket.
+
+        Raises:
+            UserError: the address cannot be bound.
+        """
+        place = self._place
+        listeners = place.listeners(place.port if port is None else port, joins=joins)
+        addresses = [place.reachable_at(listener.getsockname()[1]) for listener in listeners]
+        member = Member(
+            name=place.name,
+            role="router",
+            incarnation=place.incarnation,
+            address=f"http://{addresses[0]}",
+            metrics_address=addresses[-1],
+            model=self._served.model,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+        )
+        self._thread = threading.Thread(
+            target=self._run, args=(listeners, member), name="kvlane-router", daemon=True
+        )
+        self._thread.start()
+        self._ready.wait()
+        if self._failure is not None:
+            raise self._failure
+        return member
+
+    def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
+        """The controller's whole list; a worker that is no longer on it is lost at once.
+
+        `changes` has what has happened to members, for the dashboard.
+        """
+        self.listed, self._changes = tuple(members), tuple(changes)
+        self._post(self._apply_members)
+
+    def drain(self, *, others: bool = False) -> None:
+        """Take no new work; running requests finish.
+
+        Args:
+            others: routers that stay listen on the same port. Then this one leaves it, having
+                taken who waits there, and serves its clients until they connect to another one.
+                Else new requests are answered with 503.
+        """
+        if self.loop is not None:
+            begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self.loop)
+            begun.result(DRAIN_TIMEOUT_S)
+
+    def num_inflight(self) -> int:
+        """HTTP generation requests that have not ended. An answer also says that the loop turns.
+
+        Raises:
+            WorldError: the loop hangs.
+        """
+        turned = threading.Event()
+        self._post(turned.set)
+        if self.loop is not None and not turned.wait(ANSWER_TIMEOUT_S):
+            raise WorldError(f"its loop has hung for {ANSWER_TIMEOUT_S:g} s")
+        return self.front.num_open if self.front is not None else 0
+
+    def stop(self) -> None:
+        """End open streams with an error event, close everything, and wait for the thread."""
+        self._post(self._begin_stop)
+        if self._thread is not None:
+            self._thread.join()
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def _post(self, action: Callable[[], None]) -> None:
+        loop = self.loop
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(action)
+        except RuntimeError:
+            log.debug("the router has stopped")
+
+    # Everything below runs in the router's thread.
+
+    def _run(self, listeners: list[socket.socket], member: Member) -> None:
+        try:
+            asyncio.run(self._main(listeners, member))
+        except BaseException as error:
+            self._failure = error
+            if self._ready.is_set():
+                raise
+        finally:
+            self._ready.set()
+
+    async def _main(self, listeners: list[socket.socket], member: Member) -> None:
+        loop = asyncio.get_running_loop()
+        arrivals = _Arrivals(loop, self._deliver)
+        place, settings = self._place, self._settings
+        wire = Wire(f"{place.name}/{place.incarnation}", settings.ping, arrivals.put)
+        wire.start()
+        try:
+            config = settings.router
+            metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
+            metrics.watch_encoder(self._served.text.encoder)
+            siblings = Siblings(self._members, member)
+            self.front = Front(
+                served=self._served,
+                dispatcher=Dispatcher(config, wire, self._members, self._policy, metrics),
+                metrics=metrics,
+                siblings=siblings,
+                shown=settings.shown,
+                cors_origins=origins(config, place.host),
+                api_keys=self._api_keys,
+                tracer=self._tracer,
+            )
+            self.loop = loop
+            self._apply_members()
+            self._beat(loop, wire)
+            self.front.period.keep(loop)
+            await self._serve(listeners)
+            await siblings.close()
+        finally:
+            self.loop = None
+            wire.close()
+
+    async def _serve(self, listeners: list[socket.socket]) -> None:
+        assert self.front is not None
+        limits = self._settings.router
+        config = uvicorn.Config(
+            application(self.front),
+            http=limited(limits),
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,  # nothing here looks at the client's address
+            log_level=logging.WARNING,  # start and end are logged by the monitor
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_keep_alive=max(1, round(limits.keep_alive_s)),
+            timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
+        )
+        self.server = _Server(config, self._ready)
+        await self.server.serve(sockets=listeners)
+
+    def _deliver(self, events: Sequence[Event]) -> None:
+        assert self.front is not None
+        self.front.dispatcher.deliver(events)
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
+        wire.beat()
+        loop.call_later(BEAT_S, self._beat, loop, wire)
+
+    def _apply_members(self) -> None:
+        assert self.front is not None
+        for death in self._members.note_changes(self._changes):
+            self.front.metrics.deaths(death.role).inc()
+        self.front.dispatcher.update_members(self.listed)
+
+    async def _begin_drain(self, others: bool) -> None:
+        front, server = self.front, self.server
+        assert front is not None
+        assert server is not None
+        if not others:
+            front.draining = True
+            return
+
+        def over() -> None:
+            front.num_open -= 1
+
+        front.num_open += 1  # or it would be idle, and whoever has just connected be cut off
+        asyncio.get_running_loop().call_later(LAST_REQUEST_S, over)
+        await server.leave()
+
+    def _begin_stop(self) -> None:
+        assert self.front is not None
+        assert self.server is not None
+        self.front.draining = True
+        self.front.dispatcher.close()
+        self.server.should_exit = True
+
+
+def _max_model_len(model: ModelConfig, text: Text) -> int:
+    if model.max_model_len == "auto":
+        return text.model_max_len
+    if model.max_model_len > text.model_max_len:
+        raise UserError(f"the model has {text.model_max_len} positions", "model.max_model_len")
+    return model.max_model_len

@@ -1,0 +1,275 @@
+"""uvicorn's HTTP protocol, with what serving streams needs beside it.
+
+- Limits on how long a request may take to arrive, and on the size of its head. uvicorn limits only
+  how long a connection may be idle between two requests: a client that sends half a request, or a
+  byte now and then, would keep its connection and our memory for ever.
+- `Outlet`: the head leaves with the first part of the body, and further parts leave without ASGI.
+- One `Host` header, trailers apart from headers, and no 400 into the middle of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import weakref
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+
+from router.config import RouterConfig
+from router.errors import ApiError
+
+log = logging.getLogger("kvlane.router")
+
+GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers of all responses
+# Of a head, of trailers, or of whatever else brings a request no further, beyond the segment in
+# which it began; as in h11.
+MAX_HEAD_BYTES = 16 << 10
+INVALID = "Invalid HTTP request received."
+UPGRADING = (b"upgrade", b"connection", b"http2-settings")
+
+
+class Outlet:
+    """The way out of one response, in place of its transport. The loop's; routes get it by scope.
+
+    uvicorn's `cycle` writes the response on `connection`.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
+        self._cycle: RequestResponseCycle = weakref.proxy(cycle)  # which owns this
+        self._connection = connection
+        self._transport = cycle.transport
+        self._holds = False
+        self._held = b""
+
+    def hold(self) -> None:
+        """Keep what is written next, which is the head, until something follows it."""
+        self._holds = True
+
+    def write(self, part: bytes) -> None:
+        """What uvicorn's cycle writes."""
+        if self._holds and not self._held:
+            self._held = part
+        else:
+            self._transport.write(self._held + part)
+            self._holds, self._held = False, b""
+
+    def close(self) -> None:
+        """Close the connection; what is held was not meant to leave alone."""
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._transport.is_closing()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a part of the body may leave now: its head has, and the client reads."""
+        cycle = self._cycle
+        return not (
+            self._holds
+            or cycle.flow.write_paused
+            or self.is_gone
+            or cycle.response_complete
+            or not cycle.chunked_encoding  # it has not begun
+        )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next part waits for the client to read."""
+        return self._cycle.flow.write_paused
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has closed the connection."""
+        # uvicorn marks only the last of several requests that were sent ahead.
+        return self._cycle.disconnected or self._transport.is_closing()
+
+    def watch(self, leave: Callable[[], None] | None) -> None:
+        """Call `leave` when the client closes the connection; None: no more."""
+        self._connection.leave = leave
+        # A large body may have left reading paused, and then nobody notices. Where further requests
+        # wait it stays so: uvicorn reads no more of them than came at once.
+        if leave is not None and not self._connection.pipeline:
+            self._cycle.flow.resume_reading()
+
+    def write_now(self, part: bytes) -> None:
+        """Write a part of the body, past ASGI; only if `is_open`."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
+class _Awaited(Enum):
+    """What a client is to send next."""
+
+    ANYTHING = auto()  # it has connected, and sent nothing
+    HEAD = auto()
+    BODY = auto()
+    NOTHING = auto()  # a request is here; another one may come
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. `limited` makes the subclass whose limits are those of a configuration."""
+
+    header_timeout_s: float
+    body_timeout_s: float
+    leave: Callable[[], None] | None = None  # of the answer that is being written
+    _state = _Awaited.ANYTHING
+    _moved = False  # what arrived last was a part of a body, or began or ended something
+    _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
+    _refused = ""  # why what came after the last whole request is no request
+    _timed: tuple[object, object] = (None, None)  # for what the timer runs
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        # asyncio does this only for sockets that name their protocol, which accepted ones do not.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone, or was cut."""
+        self._stop()
+        super().connection_lost(exc)
+        if self.leave is not None:
+            self.leave()
+
+    def data_received(self, data: bytes) -> None:
+        """A part of a request, maybe the end of it and more."""
+        self._moved, rest = False, data
+        while rest and not self._refused and not self.transport.is_closing():
+            try:
+                self.parser.feed_data(rest)
+                rest = b""
+            except httptools.HttpParserUpgrade as upgrade:
+                rest = self._declined(rest[cast("int", upgrade.args[0]) :])
+            except httptools.HttpParserError:
+                self.send_400_response(INVALID)
+        self._idle_bytes = 0 if self._moved else self._idle_bytes + len(data)
+        if self._idle_bytes > MAX_HEAD_BYTES and not self._refused:
+            self.send_400_response(INVALID)
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request, behind the answers to those before it."""
+        log.debug("%s: %s", self.client, msg)
+        begun = self._state is not _Awaited.BODY or self.cycle.response_started
+        if self.pipeline or (self._is_answering and begun):
+            self._refused = msg
+        else:
+            super().send_400_response(msg)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request is here."""
+        self._state, self._moved = _Awaited.HEAD, True
+        self._unset_keepalive_if_required()
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header is here. Trailers come behind the body, when its route has read the headers."""
+        if self._state is _Awaited.HEAD:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """A request's head is here."""
+        if self.parser.should_upgrade():
+            return  # `_declined` sees to it
+        version = self.parser.get_http_version()
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if version != "1.0" and (version != "1.1" or num_hosts != 1):
+            raise ValueError("another version, or not one Host")  # the parser makes it a 400
+        self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
+        super().on_headers_complete()
+        self._state, self._moved = _Awaited.BODY, True
+        cycle: Any = self.cycle
+        cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body is here."""
+        self._moved = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """All of a request is here."""
+        self._moved = True
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+            self._state = _Awaited.NOTHING
+
+    def on_response_complete(self) -> None:
+        """The next request on this connection may be here already, or a part of it."""
+        super().on_response_complete()
+        if self._refused and not self._is_answering and not self.transport.is_closing():
+            super().send_400_response(self._refused)
+        self._watch()
+
+    @property
+    def _is_answering(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)  # none before the first request
+        return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
+
+    def _declined(self, rest: bytes) -> bytes:
+        """A request that asks for another protocol, as one that does not: Java's client asks for
+        h2c every time. The parser drops the body of such a request, so a new one gets its head
+        without the question, and then `rest`.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":
+            self.send_400_response(INVALID)
+            return b""
+        version = self.parser.get_http_version().encode()
+        kept = [header for header in self.headers if header[0] not in UPGRADING]
+        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+        self.parser = httptools.HttpRequestParser(self)
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines) + rest
+
+    def _watch(self) -> None:
+        """Start the timer of what is awaited now, if that is something else than before."""
+        state = self._state
+        # A head is not awaited behind a request that is being answered: reading may be paused.
+        awaited = not self.pipeline and (
+            state is _Awaited.BODY or (state is not _Awaited.NOTHING and not self._is_answering)
+        )
+        if not awaited or self.transport.is_closing():
+            self._stop()
+        elif self._timed != (state, self.cycle):
+            self._stop()
+            self._timed = state, self.cycle
+            body = state is _Awaited.BODY
+            limit_s = self.body_timeout_s + GRACE_S if body else self.header_timeout_s
+            self._timer = self.loop.call_later(limit_s, self._cut)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timed = None, (None, None)
+
+    def _cut(self) -> None:
+        """Close the connection; a client that has sent a part of a head learns why."""
+        part = "body" if self._state is _Awaited.BODY else "head"
+        log.debug("%s: cut, its %s took too long", self.client, part)
+        if self._state is _Awaited.HEAD:
+            message = f"the request's head did not arrive within {self.header_timeout_s:g} s"
+            response = ApiError("request_timeout", message).response
+            lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
+            self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
+        self.transport.close()
+        self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either
+
+
+def limited(config: RouterConfig) -> type[LimitedProtocol]:
+    """The protocol with the limits of `config`."""
+
+    class Protocol(LimitedProtocol):
+        header_timeout_s = config.header_timeout_s
+        body_timeout_s = config.body_timeout_s
+
+    return Protocol

@@ -1,0 +1,248 @@
+"""The document at /openapi.json: what is served, with the schemas that bodies are checked against.
+
+Routes read their bodies themselves, and answers are msgspec's, so FastAPI knows of neither. This
+table does; pydantic describes what comes in, msgspec what goes out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+from msgspec import Struct
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from router.http.auth import GUARDED
+from router.openai.reply import (
+    ChatChoice,
+    ChunkChoice,
+    Completion,
+    DetokenizeReply,
+    Model,
+    ModelList,
+    TextChoice,
+    TokenizeReply,
+)
+from router.openai.schema import ChatBody, CompletionBody
+from router.openai.tokens import DetokenizeBody, TokenizeBody
+
+REF = "#/components/schemas/"
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+
+
+class ChatCompletion(Completion[ChatChoice], kw_only=True):
+    """A whole answer."""
+
+
+class ChatCompletionChunk(Completion[ChunkChoice], kw_only=True):
+    """One event of a stream; the event after the last one is `[DONE]`."""
+
+
+class TextCompletion(Completion[TextChoice], kw_only=True):
+    """A whole answer, or one event of a stream; the event after the last one is `[DONE]`."""
+
+
+class Status(Struct):
+    """The answer to a probe."""
+
+    status: str
+    reason: str = ""
+    workers: dict[str, str] = {}
+
+
+class ErrorObject(Struct):
+    """Why a request failed; `param` is the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(Struct):
+    """The body of every response whose status is 400 or more."""
+
+    error: ErrorObject
+
+
+class Content(NamedTuple):
+    """A body of one media type."""
+
+    media: str
+    schema: type[Struct] | type[BaseModel] | None
+    example: Any
+
+    def shown(self, model: str) -> dict[str, Any]:
+        """As it stands in the document, with an example that names the served model."""
+        example = self.example
+        if isinstance(example, dict) and "model" in example:
+            example = {**cast("dict[str, Any]", example), "model": model}
+        reference = {"$ref": REF + self.schema.__name__} if self.schema else {}
+        return {self.media: {"schema": reference, "example": example}}
+
+
+class Operation(NamedTuple):
+    """One method of a path; POST if it has a body."""
+
+    path: str
+    summary: str
+    replies: Sequence[Content]
+    body: Content | None = None
+
+
+USAGE = {
+    "prompt_tokens": 12,
+    "completion_tokens": 3,
+    "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}
+ERROR = {
+    "message": "temperature: Input should be greater than or equal to 0",
+    "type": "invalid_request_error",
+    "param": "temperature",
+    "code": "invalid_value",
+}
+CARD = {
+    "id": "tiny",
+    "object": "model",
+    "created": 1700000000,
+    "owned_by": "kvlane",
+    "max_model_len": 4096,
+}
+
+
+def _answer(kind: str, **choice: Any) -> dict[str, Any]:
+    head = {"id": "cmpl-5e0c", "object": kind, "created": 1700000000, "model": "tiny"}
+    return head | {"choices": [{"index": 0, "logprobs": None, **choice}]}
+
+
+def _events(*chunks: dict[str, Any]) -> str:
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+CHAT = _answer(
+    "chat.completion",
+    message={"role": "assistant", "content": "Hello!", "refusal": None},
+    finish_reason="stop",
+) | {"usage": USAGE}
+CHUNK = "chat.completion.chunk"
+CHAT_STREAM = _events(
+    _answer(CHUNK, delta={"role": "assistant", "content": ""}, finish_reason=None),
+    _answer(CHUNK, delta={"content": "Hello!"}, finish_reason="stop"),
+)
+CONTINUED = _answer("text_completion", text=" there was", finish_reason="length")
+TARGETS = [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]
+TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
+HELLO = [{"role": "user", "content": "Hello"}]
+PAGES: tuple[tuple[str, str, Content], ...] = (
+    ("/v1/models", "All models: one", Content(JSON, ModelList, {"object": "list", "data": [CARD]})),
+    ("/v1/models/{name}", "The model of this name", Content(JSON, Model, CARD)),
+    ("/health", "Whether a decode worker answers", Content(JSON, Status, {"status": "ok"})),
+    (
+        "/live", "That this router's loop turns, and which workers make progress",
+        Content(JSON, Status, {"status": "live", "workers": {"decode-0": "live"}}),
+    ),
+    ("/ready", "Whether requests can be served now", Content(JSON, Status, {"status": "ready"})),
+    ("/metrics", "The routers' metrics, for Prometheus", Content(TEXT, None, "# HELP …")),
+    (
+        "/metrics/targets",
+        "Where every member serves its metrics, for Prometheus' HTTP service discovery",
+        Content(JSON, None, TARGETS),
+    ),
+    (
+        "/dashboard/data",
+        "Workers, load, throughput and latencies of the last minutes, and who was replaced",
+        Content(JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),
+    ),
+    (
+        "/config", "The resolved configuration and the members of the cluster",
+        Content(JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),
+    ),
+)  # fmt: skip
+OPERATIONS = (
+    Operation(
+        "/v1/chat/completions",
+        "Answer a chat",
+        (Content(JSON, ChatCompletion, CHAT), Content(EVENTS, ChatCompletionChunk, CHAT_STREAM)),
+        Content(JSON, ChatBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}),
+    ),
+    Operation(
+        "/v1/completions",
+        "Continue a text",
+        (
+            Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
+            Content(EVENTS, TextCompletion, _events(CONTINUED)),
+        ),
+        Content(
+            JSON, CompletionBody, {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}
+        ),
+    ),
+    Operation(
+        "/tokenize",
+        "The tokens of a text or of a chat",
+        (Content(JSON, TokenizeReply, TOKENS),),
+        Content(JSON, TokenizeBody, {"model": "tiny", "prompt": "Hello"}),
+    ),
+    Operation(
+        "/detokenize",
+        "The text of tokens",
+        (Content(JSON, DetokenizeReply, {"prompt": "Hello"}),),
+        Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
+    ),
+    *(Operation(path, summary, (content,)) for path, summary, content in PAGES),
+)
+
+
+def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
+    """The document; `keys`: some paths need one."""
+    bodies = [op.body.schema for op in OPERATIONS if op.body is not None]
+    _, schemas = models_json_schema(
+        [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]
+        ref_template=REF + "{model}",
+    )
+    replies = {reply.schema for op in OPERATIONS for reply in op.replies if reply.schema}
+    _, more = msgspec.json.schema_components(
+        sorted([*replies, ErrorReply], key=lambda schema: schema.__name__),
+        ref_template=REF + "{name}",
+    )
+    components: dict[str, Any] = {"schemas": schemas["$defs"] | more}
+    if keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    paths: dict[str, Any] = {}
+    for op in OPERATIONS:
+        shown = _operation(op, model)
+        if keys and op.path.startswith(GUARDED):
+            shown["security"] = [{"key": []}]
+        paths[op.path] = {"post" if op.body else "get": shown}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "kvlane", "version": version, "description": "OpenAI's API."},
+        "paths": paths,
+        "components": components,
+    }
+
+
+def _operation(op: Operation, model: str) -> dict[str, Any]:
+    content = {media: value for reply in op.replies for media, value in reply.shown(model).items()}
+    failed = Content(JSON, ErrorReply, {"error": ERROR}).shown(model)
+    responses = {
+        "200": {"description": "Served", "content": content},
+        "4XX": {"description": "The request is wrong, or comes too early", "content": failed},
+        "5XX": {"description": "It could not be served", "content": failed},
+    }
+    if op.path in ("/health", "/ready"):
+        responses["503"] = {"description": "Not now; `reason` says why", "content": content}
+    shown: dict[str, Any] = {
+        "summary": op.summary,
+        "operationId": op.path.strip("/").replace("/", "_").replace("{name}", "name"),
+        "responses": responses,
+    }
+    if op.body is not None:
+        shown["requestBody"] = {"required": True, "content": op.body.shown(model)}
+    if "{name}" in op.path:
+        name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        shown["parameters"] = [name | {"example": model}]
+    return shown

@@ -1,0 +1,230 @@
+"""The HTTP routes, the layers around them, and the form in which errors are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from codecs import BOM_UTF8
+from collections.abc import Callable
+from functools import partial
+from http import HTTPStatus
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from fastapi_offline import FastAPIOffline
+from msgspec import UNSET, Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp
+
+from router.errors import ApiError
+from router.http.answer import Answer
+from router.http.auth import ApiKeys
+from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
+from router.http.openapi import document
+from router.http.origins import with_cors
+from router.openai.prepare import Preparer
+from router.openai.prepared import Prepared
+from router.openai.reply import Model, ModelList
+from router.openai.tokens import detokenize, tokenize
+from router.show.front import Front
+from router.show.pages import Pages
+from router.show.status import StatusRoutes, version
+from router.text.grammar import Validator
+from worker.errors import KvlaneError, LibraryError, UserError, contained
+
+THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
+# Fields that may take long to prepare, and the escape with which JSON may spell their names.
+SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
+NOT_SERVED = (
+    "/v1/embeddings",
+    "/v1/audio/{rest:path}",
+    "/v1/images/{rest:path}",
+    "/v1/responses",
+    "/v1/responses/{rest:path}",
+    "/v1/moderations",
+)
+
+Result = TypeVar("Result")
+Prepare = Callable[[bytes], Prepared]
+
+
+def is_slow(raw: bytes) -> bool:
+    """Whether preparing a body could hold the loop up for other requests."""
+    return len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_WORDS)
+
+
+class Routes:
+    """Generation, models and tokenization."""
+
+    def __init__(self, front: Front) -> None:
+        self._front, self._served = front, front.served
+        text = front.served.text
+        self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self._generate(request, self._preparer.chat)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self._generate(request, self._preparer.completion)
+
+    async def models(self) -> Response:
+        """GET /v1/models: the model that is served."""
+        return _json(ModelList([self._model()]))
+
+    async def one_model(self, name: str) -> Response:
+        """GET /v1/models/{name}."""
+        self._served.check_model(name)
+        return _json(self._model())
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        return _json(await self._run(await self._body(request), partial(tokenize, self._served)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return _json(await self._run(await self._body(request), partial(detokenize, self._served)))
+
+    async def not_served(self, request: Request) -> Response:
+        """Endpoints of OpenAI's API that this server does not have."""
+        message = f"{request.url.path} is not served: this server generates text only"
+        raise ApiError("unsupported", message, status=404)
+
+    async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
+        """Run `work`, in a thread if it may take long: a large body, or a grammar to build.
+
+        Raises:
+            KvlaneError: what is wrong with the body, or whatever a library raised.
+        """
+
+        def run() -> Result:
+            with contained("the preparation of a request"):
+                return work(raw)
+
+        return await asyncio.to_thread(run) if is_slow(raw) else run()
+
+    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+        front = self._front
+        try:
+            if front.draining:
+                raise ApiError("draining", "the router is draining", retry_after_s=1)
+            prepared = await self._run(await self._body(request), prepare)
+            front.dispatcher.check_room(len(prepared.choices))
+        except KvlaneError as error:
+            front.metrics.refused(error.code)
+            raise
+        front.num_open += 1
+        return Answer(
+            prepared,
+            front.dispatcher,
+            Exchange.of(request.scope),
+            self._served.config,
+            self._closed,
+        )
+
+    def _closed(self) -> None:
+        self._front.num_open -= 1
+
+    async def _body(self, request: Request) -> bytes:
+        config = self._served.config
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            message = f"Content-Encoding {encoding[:40]}: send the body as it is"
+            raise ApiError("unsupported", message, status=415)
+        limit = config.max_body_bytes
+        error = ApiError("body_too_large", f"the body is larger than {limit} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > limit:
+            raise error
+        body = bytearray()
+        try:
+            async with asyncio.timeout(config.body_timeout_s):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        raise error
+        except TimeoutError:
+            message = f"the body did not arrive within {config.body_timeout_s:g} s"
+            raise ApiError("request_timeout", message) from None
+        return bytes(body.removeprefix(BOM_UTF8))
+
+    def _model(self) -> Model:
+        served = self._served
+        return Model(
+            id=served.model,
+            created=served.started_at,
+            max_model_len=served.max_model_len,
+            default_sampling_params=served.defaults.model_dump(),
+            simulated_accept_len=served.simulated_accept_len or UNSET,
+        )
+
+
+def _json(body: Struct) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    """Every exception a route may raise, in OpenAI's format; unknown ones are also logged."""
+    match error:
+        case ApiError():
+            failure, headers = error, {}
+        case UserError():
+            failure, headers = ApiError(error.code, str(error), param=error.param, status=400), {}
+        case KvlaneError():
+            if isinstance(error, LibraryError):
+                error.log(Exchange.of(request.scope).unique_id)
+            failure, headers = ApiError(error.code, str(error)), {}
+        case HTTPException():
+            code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
+            failure = ApiError(code, str(error.detail), status=error.status_code)
+            headers = dict(error.headers or {})  # 405 says what is allowed
+        case ClientDisconnect():
+            return Response(status_code=CLIENT_GONE)
+        case _:
+            failure, headers = ApiError("internal_error", "internal error"), {}
+    Exchange.of(request.scope).failure = failure.code
+    response = failure.response
+    response.headers.update(headers)
+    if response.headers.get("allow") == "GET":
+        response.headers["allow"] = "GET, HEAD"
+    return response
+
+
+def application(front: Front) -> ASGIApp:
+    """The ASGI application over `front`."""
+    routes, status = Routes(front), StatusRoutes(front)
+    # Its /docs brings Swagger UI along, so that it works where there is no internet.
+    app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
+    shown = document(version(), front.served.model, keys=bool(front.api_keys))
+    app.openapi = lambda: shown
+    for path, endpoint in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.completions),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        app.add_route(path, endpoint, methods=["POST"])  # they read their bodies themselves
+    for path, endpoint in (
+        ("/v1/models", routes.models),
+        ("/v1/models/{name:path}", routes.one_model),
+        ("/", status.index),
+        ("/health", status.health),
+        ("/live", status.live),
+        ("/ready", status.ready),
+        ("/metrics", status.metrics),
+        ("/metrics/targets", status.targets),
+        ("/config", status.config),
+    ):
+        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+    Pages(front).add_to(app)
+    for path in NOT_SERVED:
+        app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
+    for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _on_error)
+    layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
+    layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
+    level = logging.INFO if front.served.config.access_log else logging.DEBUG
+    return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

@@ -1,0 +1,1 @@
+"""What a router counts, and the form in which it says so."""

@@ -1,0 +1,198 @@
+"""The router's metric families, in a registry of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client.registry import Collector
+
+from router.observe.exposition import text
+from router.observe.spent import Spent
+from router.observe.tally import Tallies
+from router.observe.vllm import Live, VllmMetrics
+from router.text.encoder import Encoder
+from worker.api import PeerId, Role, Stages
+from worker.observe.metrics import Families, counter, gauge, histogram, reading
+
+TTFT_BUCKETS = (
+    0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1, 1.5, 2.5, 5, 10, 20, 40, 80,
+)  # fmt: skip
+ITL_BUCKETS = (
+    0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.025, 0.03, 0.035, 0.04, 0.06, 0.08,
+    0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8,
+)  # fmt: skip
+E2E_BUCKETS = (
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+
+STAGE_BUCKETS = (
+    0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100,
+)  # fmt: skip
+TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+STAGES = (
+    "router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step", "decode",
+)  # fmt: skip
+RETRY_CAUSES = ("refused", "worker_lost", "gap")
+# Counted from 0 on, so that the first of each shows in a rate; and other codes of errors.
+OUTCOMES = (
+    "stop", "length", "abort", "busy", "worker_lost", "no_worker", "timeout", "internal_error",
+)  # fmt: skip
+PREFILLS = ("local", "pulled", "cached")
+WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+def by_stage(spent: Spent) -> dict[str, float]:
+    """Seconds by name of the stage, in the order of `STAGES`."""
+    at = spent.stages
+    return {
+        "router_queue": spent.router_queue_s,
+        "prefill_queue": at.prefill_queue_s,
+        "prefill": at.prefill_s,
+        "transfer": at.transfer_s,
+        "decode_queue": at.decode_queue_s,
+        "first_step": at.first_step_s,
+        "decode": spent.decode_s,
+    }
+
+
+def prefilled(stages: Stages | None, decoded_by: PeerId, *, cached: bool) -> str:
+    """Where a prompt's KV was computed, one of PREFILLS: elsewhere, before, or where it decodes.
+
+    Args:
+        stages: of the choice.
+        decoded_by: the worker that it is at.
+        cached: less than a page of it was left to compute.
+    """
+    if stages is not None and stages.prefilled_by not in ("", decoded_by):
+        return "pulled"
+    return "cached" if cached else "local"
+
+
+class RouterMetrics(Families):
+    """All families of one router; none grows with requests.
+
+    Args:
+        model: the served name.
+        worker: this router's name.
+        vllm: the group of families with vLLM's names as well.
+    """
+
+    histogram_type = Tallies
+
+    requests = counter(
+        "requests",
+        "Choices ended, and requests refused at once: stop, length, abort or an error code",
+        "outcome",
+    )
+    retries = counter("retries", "Choices sent to a worker again, by cause", "cause")
+    dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
+    prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that had their first token")
+    cached_tokens = counter(
+        "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
+    )
+    generation_tokens = counter("generation_tokens", "Output tokens of ended choices")
+    ttft = histogram(
+        "time_to_first_token_seconds",
+        "From arrival to the first token, by where the prompt was prefilled",
+        "prefill",
+        buckets=TTFT_BUCKETS,
+    )
+    itl = histogram(
+        "inter_token_latency_seconds",
+        "Between two tokens; those of one step share the time since the step before",
+        buckets=ITL_BUCKETS,
+    )
+    e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", buckets=E2E_BUCKETS)
+    queue_time = histogram(
+        "request_queue_time_seconds", "Spent waiting for a decode worker", buckets=E2E_BUCKETS
+    )
+    prompt_length = histogram(
+        "request_prompt_tokens", "Prompt tokens of one choice", buckets=TOKEN_BUCKETS
+    )
+    output_length = histogram(
+        "request_generation_tokens", "Output tokens of one choice", buckets=TOKEN_BUCKETS
+    )
+    stages = histogram(
+        "request_stage_seconds",
+        "Time of ended choices by stage, in the order in which they pass them",
+        "stage",
+        buckets=STAGE_BUCKETS,
+    )
+    running = gauge("requests_running", "Choices that are at a decode worker")
+    waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
+    decoding = gauge("requests_decoding", "Choices that have had their first token")
+    alive = gauge("workers_alive", "Workers that answer this router", "worker_role")
+    deaths = counter(
+        "worker_deaths",
+        "Workers that died, each with all of its ranks, since this router has been here",
+        "worker_role",
+    )
+    prompt_chars = reading("prompt_chars", "Characters of prompts that were tokenized in parts")
+    prompt_chars_known = reading(
+        "prompt_chars_known", "Characters of prompts in parts whose tokens were known"
+    )
+
+    def __init__(self, model: str, worker: str, *, vllm: bool = True) -> None:
+        super().__init__(model=model, role="router", worker=worker)
+        self.count_from_zero(
+            requests=OUTCOMES, retries=RETRY_CAUSES, ttft=PREFILLS, stages=STAGES,
+            deaths=WORKER_ROLES,
+        )  # fmt: skip
+        self.stale_chunks = self.dropped("chunk")
+        self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
+        self._vllm: VllmMetrics | None = None
+        if vllm:
+            self._vllm = VllmMetrics(self)
+            self.registry.register(self._vllm)
+
+    def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:
+        """Observe one choice's first token; where: see `prefilled`."""
+        self.ttft(where).observe(seconds, trace_id)
+
+    def prompt(self, num_tokens: int, num_cached: int) -> None:
+        """Count the prompt of a choice that has got its first token."""
+        self.prompt_tokens.inc(num_tokens)
+        self.prompt_length.observe(num_tokens)
+        self.cached_tokens.inc(num_cached)
+
+    def ended(self, outcome: str) -> None:
+        """Count the end of one choice."""
+        self.requests(outcome).inc()
+        if self._vllm is not None:
+            self._vllm.ended(outcome)
+
+    def refused(self, outcome: str) -> None:
+        """Count a request of which no choice was made, by the code of its error."""
+        self.requests(outcome).inc()
+
+    def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
+        """Observe where the time of one choice with so many output tokens went."""
+        for stage, seconds in by_stage(spent).items():
+            self.stages(stage).observe(seconds, trace_id)
+        if self._vllm is not None:
+            self._vllm.spent(spent, num_tokens)
+
+    def retried(self, cause: str) -> None:
+        """Count one re-dispatch or return to the queue."""
+        self.retries(cause).inc()
+
+    def watch(self, live: Live) -> None:
+        """Gauges read from `live` when they are scraped."""
+        self.on_scrape(self.running, live.running)
+        self.on_scrape(self.waiting, live.waiting)
+        self.on_scrape(self.decoding, lambda: len(live.outputs()))
+        for role in WORKER_ROLES:
+            self.on_scrape(self.alive(role), partial(live.alive, role))
+        if self._vllm is not None:
+            self._vllm.live = live
+
+    def watch_encoder(self, encoder: Encoder) -> None:
+        """Read these counts when they are scraped."""
+        self.on_scrape(self.prompt_chars, lambda: encoder.num_chars)
+        self.on_scrape(self.prompt_chars_known, lambda: encoder.num_known)
+
+    def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
+        """The exposition; encode: writes its form."""
+        return encode(self.registry)

@@ -1,0 +1,1 @@
+"""OpenAI's API: bodies of requests and of answers."""

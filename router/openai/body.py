@@ -1,0 +1,112 @@
+"""The bytes of an answer: its whole body, or the events of its stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+from msgspec.json import encode as to_json
+
+from router.dispatch.mailbox import Delta
+from router.dispatch.queue import Req, counted
+from router.observe.metrics import by_stage
+from router.openai.prepared import Prepared
+from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage
+
+
+class Body:
+    """What one answer says, in the form of its endpoint; `reqs` gets its choices meanwhile."""
+
+    def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
+        self._prepared = prepared
+        self._reqs = reqs
+        self._opened = set[int]()  # choices that have their first event
+        self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
+        self._completion = Completion[Choice](
+            id=self.answer_id,
+            object=prepared.writer.chunk_object,
+            created=int(time.time()),
+            model=prepared.model,
+            choices=(),
+            usage=None if prepared.include_usage else UNSET,
+        )
+
+    def whole(self, answers: Sequence[Delta]) -> bytes:
+        """An answer that is not streamed; `answers` are its choices."""
+        writer, completion = self._prepared.writer, self._completion
+        choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
+        for choice, answer in zip(choices, answers, strict=True):
+            self._account(choice, answer)
+        completion.object, completion.choices = writer.whole_object, choices
+        completion.usage = self._usage()
+        return to_json(completion)
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
+        writer, events = self._prepared.writer, list[bytes]()
+        for delta in merged(deltas) if len(deltas) > 1 else deltas:
+            if delta.index not in self._opened:
+                self._opened.add(delta.index)
+                opening = writer.opening(delta.index)
+                if opening is not None:
+                    events.append(self._event(opening))
+            choice = writer.chunk(delta)
+            if choice is not None:
+                if delta.finish_reason is not None:
+                    self._account(choice, delta)
+                events.append(self._event(choice))
+        return b"".join(events)
+
+    def usage(self) -> bytes:
+        """The last event, if it was asked for."""
+        if not self._prepared.include_usage:
+            return b""
+        self._completion.usage = self._usage()
+        return self._event()
+
+    def _event(self, *choices: Choice) -> bytes:
+        completion = self._completion
+        completion.choices = choices
+        if self._prepared.continuous_usage:
+            completion.usage = self._usage()
+        return b"data: %b\n\n" % to_json(completion)
+
+    def _account(self, choice: Choice, delta: Delta) -> None:
+        """Add the accept trace and the time of each stage, if asked for and known."""
+        if delta.windows is not None:
+            steps = map(msgspec.structs.asdict, delta.windows)
+            choice.kvlane_trace = [TracedStep(**step) for step in steps]
+        if not self._prepared.return_stages or delta.spent is None:
+            return
+        spent = delta.spent
+        choice.stages = StageTimes(
+            **{f"{stage}_s": seconds for stage, seconds in by_stage(spent).items()},
+            first_token_s=spent.first_token_s,
+            prefilled_by=spent.stages.prefilled_by.partition("/")[0] or None,
+            decoded_by=spent.decoded_by.partition("/")[0],
+        )
+
+    def _usage(self) -> Usage:
+        return Usage.of(*counted(self._reqs))
+
+
+def num_scored(deltas: Sequence[Delta]) -> int:
+    """Tokens with logprobs, and steps of accept traces, in `deltas`."""
+    return sum([len(delta.scored) + len(delta.windows or ()) for delta in deltas])
+
+
+def merged(deltas: Sequence[Delta]) -> list[Delta]:
+    """One delta for each choice: the sum of its deltas."""
+    piled: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        piled.setdefault(delta.index, []).append(delta)
+    return [_sum(deltas_of) if len(deltas_of) > 1 else deltas_of[0] for deltas_of in piled.values()]
+
+
+def _sum(deltas: Sequence[Delta]) -> Delta:
+    text = "".join(delta.text for delta in deltas)
+    scored = tuple(token for delta in deltas for token in delta.scored)
+    last = deltas[-1]
+    return Delta(last.index, text, last.finish_reason, None, scored, last.spent, last.windows)

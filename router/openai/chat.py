@@ -1,0 +1,183 @@
+"""POST /v1/chat/completions: messages to a prompt, answers to chat choices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from msgspec import UNSET
+
+from router.dispatch.mailbox import Delta
+from router.errors import invalid
+from router.openai.logprobs import BytesOf, chat_logprobs
+from router.openai.prepared import AnswerWriter
+from router.openai.reply import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    Choice,
+    ChunkChoice,
+    DeltaMessage,
+    FunctionCall,
+    ToolCall,
+)
+from router.openai.schema import Message
+from router.text.parsers import Parsed, Parser, Plain
+from router.text.tokenizer import Text, text_of_parts
+from worker.api import FinishReason
+from worker.errors import UserError
+
+
+class ChatWriter(AnswerWriter):
+    """Chat completions and their chunks.
+
+    Args:
+        parser: makes the parser of one answer.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
+
+    prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, parser: Callable[[], Parser], bytes_of: BytesOf | None) -> None:
+        self._parser = parser
+        self._bytes_of = bytes_of
+        self._parsers: dict[int, Parser] = {}
+        self._called: set[int] = set()  # choices with a tool call
+        # Most chunks are this one with another text; each is encoded before the next is made.
+        self._text_chunk = ChunkChoice(
+            index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
+        )
+
+    def opening(self, index: int) -> Choice | None:
+        """The role comes first, in a chunk of its own."""
+        delta = DeltaMessage(role="assistant", content="", refusal=None)
+        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+
+    def chunk(self, delta: Delta) -> Choice | None:
+        if self._parser is Plain and delta.finish_reason is None and not delta.scored:
+            text = self._text_chunk
+            text.index, text.delta.content = delta.index, delta.text
+            return text
+        parsed, reason = self._parsed(delta), self._reason(delta)
+        if not parsed and reason is None and not delta.scored:
+            return None
+        return ChunkChoice(
+            index=delta.index,
+            delta=_delta(parsed),
+            logprobs=self._logprobs(delta),
+            finish_reason=reason,
+        )
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        parsed = self._parsed(delta)
+        content = parsed.content if parsed.content or not parsed.calls else None
+        calls = [
+            ToolCall(
+                id=call.id,
+                type="function",
+                function=FunctionCall(name=call.name, arguments=call.arguments),
+            )
+            for call in parsed.calls
+        ]
+        message = AssistantMessage(
+            content=content, reasoning_content=parsed.reasoning or UNSET, tool_calls=calls or UNSET
+        )
+        reason = self._reason(delta)
+        assert reason is not None
+        return ChatChoice(
+            index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
+        )
+
+    def _parsed(self, delta: Delta) -> Parsed:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._parser()
+        parsed = parser.feed(delta.text) if delta.text else Parsed()
+        if delta.finish_reason is not None:
+            parsed += parser.finish()
+        if parsed.calls:
+            self._called.add(delta.index)
+        return parsed
+
+    def _reason(self, delta: Delta) -> str | None:
+        if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
+            return "tool_calls"
+        return delta.finish_reason
+
+    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        if self._bytes_of is None or not delta.scored:
+            return None
+        return chat_logprobs(delta.scored, self._bytes_of)
+
+
+def _delta(parsed: Parsed) -> DeltaMessage:
+    """Only what is new is written; a call's id, type and name come with its first part."""
+    calls = [
+        ToolCall(
+            index=part.index,
+            id=part.id or UNSET,
+            type="function" if part.id else UNSET,
+            function=FunctionCall(name=part.name if part.id else UNSET, arguments=part.arguments),
+        )
+        for part in parsed.calls
+    ]
+    return DeltaMessage(
+        content=parsed.content or UNSET,
+        reasoning_content=parsed.reasoning or UNSET,
+        tool_calls=calls or UNSET,
+    )
+
+
+def rendered(
+    messages: Sequence[Message],
+    text: Text,
+    *,
+    add_generation_prompt: bool,
+    extra: dict[str, Any],
+    tools: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The prompt of a chat, special tokens written out.
+
+    Raises:
+        UserError: a content part is not text, or the template refuses the messages.
+        ApiError: a tool call of an earlier answer is malformed.
+    """
+    knows_developer = "developer" in text.template_source
+    plain: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        content = message.content
+        try:
+            shown = content if isinstance(content, str) else text_of_parts(content)
+        except UserError as error:
+            raise UserError(str(error), f"messages.{i}.content") from None
+        role = message.role
+        role = "system" if role == "developer" and not knows_developer else role
+        one = {"role": role, "content": shown, **(message.model_extra or {})}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                _earlier_call(call, f"messages.{i}.tool_calls.{j}")
+                for j, call in enumerate(message.tool_calls)
+            ]
+        plain.append(one)
+    return text.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+
+
+def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call with its arguments as an object, which is what templates expect."""
+    function = call.get("function")
+    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    if not isinstance(fields.get("name"), str):
+        raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
+    arguments: Any = fields.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        path = f"{where}.function.arguments"
+        raise invalid(f"{path}: must be a JSON object, as text", path)
+    return call | {"function": fields | {"arguments": arguments}}

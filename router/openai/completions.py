@@ -1,0 +1,88 @@
+"""POST /v1/completions: prompts as text or token ids, answers to text choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.dispatch.mailbox import Delta
+from router.openai.logprobs import BytesOf, text_logprobs
+from router.openai.prepared import AnswerWriter
+from router.openai.reply import Choice, TextChoice, TextLogprobs
+from router.openai.schema import CompletionBody
+from router.openai.served import Served
+from router.text.tokenizer import Text
+
+
+class TextWriter(AnswerWriter):
+    """Text completions; chunks have the same form.
+
+    Args:
+        echoes: the prompt that each choice repeats before its own text; empty without echo.
+        bytes_of: of a token, for logprobs; None when none were asked for.
+    """
+
+    prefix = "cmpl"
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
+        self._echoes = echoes
+        self._bytes_of = bytes_of
+        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
+
+    def opening(self, index: int) -> Choice | None:
+        """The prompt, if it is to be echoed."""
+        if not self._echoes:
+            return None
+        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
+
+    def chunk(self, delta: Delta) -> Choice:
+        return self._choice(delta.index, delta, delta.text)
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        echo = self._echoes[delta.index] if self._echoes else ""
+        return self._choice(index, delta, echo + delta.text)
+
+    def _choice(self, index: int, delta: Delta, text: str) -> Choice:
+        return TextChoice(
+            index=index,
+            text=text,
+            logprobs=self._logprobs(delta) if delta.scored else None,
+            finish_reason=delta.finish_reason,
+        )
+
+    def _logprobs(self, delta: Delta) -> TextLogprobs | None:
+        if self._bytes_of is None:
+            return None
+        offset = self._offsets.get(delta.index, 0)
+        logprobs = text_logprobs(delta.scored, self._bytes_of, offset)
+        self._offsets[delta.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
+        return logprobs
+
+
+def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:
+    """Every prompt of the request.
+
+    Raises:
+        ApiError: one is too long, or a token id does not exist.
+    """
+    adds = body.add_special_tokens is not False
+    tokens: list[tuple[int, ...]] = []
+    for prompt in body.prompt:
+        if isinstance(prompt, str):
+            tokens.append(served.encode(prompt, "prompt", adds=adds))
+        else:
+            served.check_tokens(prompt, "prompt")
+            tokens.append(tuple(prompt))
+    return tokens
+
+
+def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
+    """The prompt that each choice repeats before its own text; empty without echo."""
+    if not body.echo:
+        return []
+    shown = [
+        prompt if isinstance(prompt, str) else text.decode(tokens)
+        for prompt, tokens in zip(body.prompt, prompts, strict=True)
+    ]
+    return [prompt for prompt in shown for _ in range(body.num_samples)]

@@ -1,0 +1,90 @@
+"""The constraint of an output, from the fields of a request that may ask for one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+from router.errors import invalid, unsupported
+from router.openai.schema import GenerationBody
+from router.text.bounded import Bounds
+from router.text.grammar import Part, quoted, regex_part, schema_part
+
+FIELDS = ("json", "regex", "choice", "grammar")
+NOT_BUILT = "structural_tag"  # of structured_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """One constraint of the output, and the field that asks for it."""
+
+    part: Part
+    param: str
+
+
+def _choice_part(choice: Any, param: str) -> Part:
+    items = cast("list[Any]", choice) if isinstance(choice, list) else []
+    if not items or not all(isinstance(item, str) and item for item in items):
+        raise invalid(f"{param}: must be a list of strings, none empty", param)
+    return {"lark_grammar": "start: " + " | ".join(quoted(item) for item in items)}
+
+
+def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
+    if kind == "json":
+        return schema_part(value, param, bounds)
+    if kind == "choice":
+        return _choice_part(value, param)
+    if not isinstance(value, str) or not value:
+        raise invalid(f"{param}: must be a string that is not empty", param)
+    if kind == "regex":
+        return regex_part(value)
+    return {"lark_grammar": value}
+
+
+def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None:
+    param = "response_format"
+    kind = value.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint(schema_part({"type": "object"}, param, bounds), param)
+    if kind != "json_schema":
+        raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
+    wrapped = value.get("json_schema")
+    fields = cast("dict[str, Any]", wrapped) if isinstance(wrapped, dict) else {}
+    schema = fields.get("schema")
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
+    lenient = fields.get("strict") is not True
+    return Constraint(schema_part(schema, param, bounds, lenient=lenient), param)
+
+
+def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
+    """The constraint of a request's output; None if there is none.
+
+    Raises:
+        ApiError: a constraint is malformed, or there is more than one.
+    """
+    constraints: list[Constraint] = []
+    if body.response_format is not None:
+        formed = _response_format(body.response_format, bounds)
+        constraints += [] if formed is None else [formed]
+    for kind in FIELDS:
+        value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
+        if value is not None:
+            constraints.append(Constraint(_part(kind, value, param, bounds), param))
+    asked = body.structured_outputs or {}
+    for kind in FIELDS:
+        value, param = asked.get(kind), f"structured_outputs.{kind}"
+        if value is not None:
+            constraints.append(Constraint(_part(kind, value, param, bounds), param))
+    if asked.get("json_object"):
+        param = "structured_outputs.json_object"
+        constraints.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
+    if asked.get(NOT_BUILT) is not None:
+        param = f"structured_outputs.{NOT_BUILT}"
+        raise unsupported(f"{param} is not supported yet", param)
+    if len(constraints) > 1:
+        first, second = (constraint.param for constraint in constraints[:2])
+        raise invalid(f"{second} contradicts {first}: only one constraint is allowed", second)
+    return constraints[0] if constraints else None

@@ -1,0 +1,71 @@
+"""Logprobs of tokens in the two forms of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from router.dispatch.mailbox import Scored
+from router.openai.reply import ChatLogprobs, ContentLogprob, TextLogprobs, TopLogprob
+from worker.api import TokenLogprob
+
+BytesOf = Callable[[int], bytes]
+
+LOWEST = -9999.0  # JSON has no infinity; vLLM writes this too
+
+
+def finite(logprob: float) -> float:
+    """A number that JSON can hold."""
+    return logprob if logprob > LOWEST else LOWEST
+
+
+def _shown(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
+    """choices[].logprobs of a chat."""
+
+    def top(token: int, logprob: float) -> TopLogprob:
+        raw = bytes_of(token)
+        return TopLogprob(token=_shown(raw), bytes=list(raw), logprob=finite(logprob))
+
+    def one(token: int, scores: TokenLogprob) -> ContentLogprob:
+        raw = bytes_of(token)
+        return ContentLogprob(
+            token=_shown(raw),
+            bytes=list(raw),
+            logprob=finite(scores.logprob),
+            top_logprobs=[top(*alternative) for alternative in scores.top],
+        )
+
+    return ChatLogprobs(content=[one(*token) for token in scored])
+
+
+def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprobs:
+    """choices[].logprobs of a completion; the first token begins at `offset`.
+
+    A token's own logprob is always among the alternatives.
+    """
+    tokens = [_shown(bytes_of(token)) for token, _ in scored]
+    offsets: list[int] = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token)
+    return TextLogprobs(
+        tokens=tokens,
+        token_logprobs=[finite(scores.logprob) for _, scores in scored],
+        top_logprobs=[
+            {
+                _shown(bytes_of(i)): finite(value)
+                for i, value in ((token, scores.logprob), *scores.top)
+            }
+            for token, scores in scored
+        ],
+        text_offset=offsets,
+    )
+
+
+def mean(scored: Scored) -> float:
+    """The mean logprob of an answer, by which best_of chooses; no token is the worst answer."""
+    values = [finite(scores.logprob) for _, scores in scored]
+    return sum(values) / len(values) if values else LOWEST

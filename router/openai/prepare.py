@@ -1,0 +1,235 @@
+"""From an HTTP body to a `Prepared` request: checks, template, tokenizer, grammar. Any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+
+import msgspec
+
+from router.config import RouterConfig
+from router.errors import ApiError, invalid
+from router.openai import chat, completions
+from router.openai.constraints import constraint_of
+from router.openai.prepared import AnswerWriter, Prepared, PreparedChoice
+from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
+from router.openai.served import Served
+from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
+from router.text.bounded import Bounds
+from router.text.grammar import Validator, composed, think_rules
+from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
+from router.text.reasoning import Reasoning
+
+AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
+AUTO_CALLS = 8, 128
+
+
+class Think(Enum):
+    """Whether an answer begins with reasoning."""
+
+    NEVER = "never"
+    MAYBE = "maybe"  # the answer may open it
+    OPENED = "opened"  # the prompt has opened it
+
+
+@dataclass(slots=True)
+class _Job:
+    """What one endpoint makes of a body, beside its prompts."""
+
+    writer: AnswerWriter
+    param: str  # the field with the prompts
+    grammar: str = ""
+    grammar_param: str = ""  # the field that asks for the grammar
+    markers: Sequence[str] = ()  # written out although they may be special tokens
+    over: Callable[[], Callable[[str], bool] | None] = lambda: None  # see `OutputText`
+
+
+class Preparer:
+    """Turns bodies into prepared requests."""
+
+    def __init__(self, served: Served, validator: Validator) -> None:
+        self._served = served
+        self._validator = validator
+        template, config = served.text.template_source, served.config
+        asked = config.tool_parser
+        self._format: CallFormat = detected(template) if asked == "auto" else asked
+        self._bounds = _bounds(config, served.model_max_len)
+        reasons = THINK in template if config.reasoning_parser == "auto" else True
+        self._reasons = reasons and config.reasoning_parser != "none"
+
+    def chat(self, raw: bytes) -> Prepared:
+        """POST /v1/chat/completions.
+
+        Raises, as all methods here do:
+            ApiError, UserError: what is wrong, and in which field.
+        """
+        body = parse(ChatBody, raw)
+        self._served.check_model(body.model)
+        text, tools = self._served.text, tools_of(body)
+        prompt = chat.rendered(
+            body.messages,
+            text,
+            add_generation_prompt=body.add_generation_prompt,
+            extra=body.chat_template_kwargs,
+            tools=tools.given,
+        )
+        think = self._think(prompt)
+        tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+        writer = chat.ChatWriter(
+            self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
+        )
+        job = _Job(writer, "messages", *self._grammar(body, tools, think))
+        if tools.functions or think is not Think.NEVER:
+            job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
+        return self._prepared(body, [tokens], job)
+
+    def completion(self, raw: bytes) -> Prepared:
+        """POST /v1/completions."""
+        body = parse(CompletionBody, raw)
+        self._served.check_model(body.model)
+        limit = self._served.config.max_inflight
+        if len(body.prompt) * body.num_samples > limit:
+            raise invalid(f"prompt: at most {limit} choices", "prompt")
+        text, prompts = self._served.text, completions.prompts(body, self._served)
+        writer = completions.TextWriter(
+            completions.echoes(body, prompts, text),
+            text.token_bytes if body.num_logprobs >= 0 else None,
+        )
+        grammar = self._grammar(body, Tools([]), Think.NEVER)
+        return self._prepared(body, prompts, _Job(writer, "prompt", *grammar))
+
+    def _think(self, prompt: str) -> Think:
+        """Whether an answer begins with reasoning; a template may have opened or closed it."""
+        if not self._reasons:
+            return Think.NEVER
+        end = prompt.rstrip()
+        if end.endswith(THINK_END):
+            return Think.NEVER
+        return Think.OPENED if end.endswith(THINK) else Think.MAYBE
+
+    def _parser(self, tools: Tools, think: Think) -> Callable[[], Parser]:
+        def make() -> Parser:
+            return _thinking(parser(self._format, tools), think)
+
+        return make if tools.functions or think is not Think.NEVER else Plain
+
+    def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
+        """A function that says when the only call allowed has ended; None if more are allowed."""
+        calls = parser(self._format, tools)
+        if not isinstance(calls, FirstCallOnly):
+            return None
+        answer = _thinking(calls, think)
+
+        def over(text: str) -> bool:
+            answer.feed(text)
+            return calls.over
+
+        return over
+
+    def _is_token(self, mark: str) -> bool:
+        token = self._served.text.token_of(mark)
+        return token is not None and self._validator.is_special(token)
+
+    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
+        """The grammar of the output, and the field that asks for it; both empty without any."""
+        constraint = constraint_of(body, self._bounds)
+        if constraint is None and not tools.demands:
+            return "", ""
+        may_call = tools.demands or (tools.functions and self._format != "none")
+        param = "tools" if constraint is None or tools.demands else constraint.param
+        self._validator.require(param)
+        parts, rules = [], []
+        if may_call:
+            parts, rules = call_rules(self._format, tools, self._is_token, self._bounds)
+        alternatives = ["calls"] if may_call else []
+        if constraint is not None and not tools.demands:
+            if may_call:  # checked alone first, so that an error names the right field
+                self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
+            parts = [*parts, ("form", constraint.part)]
+            alternatives = ["@form", *alternatives]
+        if think is not Think.NEVER:
+            first = think_rules(
+                THINK,
+                THINK_END,
+                opened=think is Think.OPENED,
+                as_tokens=self._is_token(THINK) and self._is_token(THINK_END),
+            )
+        else:
+            first = ""
+        grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
+        self._validator.check(grammar, param)
+        return grammar, param
+
+    def _prepared(
+        self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job
+    ) -> Prepared:
+        served, choices = self._served, list[PreparedChoice]()
+        text = served.text
+        skip = text.special_ids_but(job.markers) if body.skip_special_tokens else frozenset[int]()
+        for prompt in prompts:
+            max_tokens = allowed_tokens(len(prompt), body, served, job.param)
+            sampling = body.sampling(max_tokens, text.vocab_size, served.defaults, job.grammar)
+            if body.num_samples > body.n:  # the best are chosen by their logprobs
+                sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
+            leader = len(choices)
+            for i in range(body.num_samples):
+                output = text.output(
+                    prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
+                )
+                own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
+                choices.append(PreparedChoice(prompt, own, output, leader if i else None))
+        options = body.stream_options
+        return Prepared(
+            writer=job.writer,
+            model=self._served.model,
+            choices=choices,
+            streamed=body.stream,
+            num_samples=body.num_samples,
+            num_kept=body.n,
+            include_usage=options is not None and options.include_usage,
+            continuous_usage=options is not None and options.continuous_usage_stats,
+            return_stages=body.return_stages,
+            grammar_param=job.grammar_param,
+        )
+
+
+def _thinking(inner: Parser, think: Think) -> Parser:
+    return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
+
+
+def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:
+    """How many tokens the output may have.
+
+    Args:
+        num_prompt_tokens: of this choice.
+        body: may name a limit.
+        served: has the limit of prompt and output together.
+        param: the field that holds the prompt.
+
+    Raises:
+        ApiError: 400, the prompt is empty or leaves less room than the body asks for.
+    """
+    limit = served.max_model_len
+    if num_prompt_tokens == 0:
+        raise invalid("the prompt is empty", param)
+    room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
+    if room >= (asked or 1):
+        return asked or min(room, body.default_max_tokens or room)
+    message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
+    if asked is not None:
+        message += f" and {field} is {asked}"
+    fits = room > 0  # then a shorter output would fit
+    raise ApiError("context_length_exceeded", message, param=field if fits else param)
+
+
+def _bounds(config: RouterConfig, context: int) -> Bounds:
+    chars, calls = config.max_string_chars, config.max_tool_calls
+    if chars == "auto":
+        least, most = AUTO_STRING_CHARS
+        chars = min(max(context // 4, least), most)
+    if calls == "auto":
+        least, most = AUTO_CALLS
+        calls = min(max(context // 256, least), most)
+    return Bounds(chars, config.max_integer, calls)

@@ -1,0 +1,58 @@
+"""A request that has passed every check: `prepare` makes it, `sse` answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.dispatch.mailbox import Delta
+from router.openai.reply import Choice
+from router.text.output import OutputText
+from worker.api import Sampling
+
+
+class AnswerWriter(Protocol):
+    """Writes the choices of an endpoint's answers; keeps what earlier chunks of a choice held."""
+
+    prefix: str  # of the answer's id
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> Choice | None:
+        """What the endpoint sends of a choice before its first text, if anything."""
+        ...
+
+    def chunk(self, delta: Delta) -> Choice | None:
+        """What a chunk says of a delta; None when nothing is certain yet."""
+        ...
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        """A choice of a whole answer; `delta` is all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedChoice:
+    """One choice to compute."""
+
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    output: OutputText
+    leader: int | None = None  # an earlier choice with the same prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has passed every check."""
+
+    writer: AnswerWriter
+    model: str
+    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
+    streamed: bool
+    num_samples: int = 1
+    num_kept: int = 1  # samples of each prompt to return: the best by mean logprob
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_stages: bool = False
+    grammar_param: str = ""  # the field that asked for the grammar, if there is one

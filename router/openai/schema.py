@@ -1,0 +1,361 @@
+"""Bodies of HTTP requests, and the one table of fields that are not supported yet.
+
+Unknown fields are accepted, as in vLLM; null means the default. Responses: `router.openai.reply`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from router.errors import ApiError, invalid, unsupported
+from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
+
+MAX_STOP_STRINGS = 64
+MAX_CHOICES = 128
+MAX_BIASES = 1024
+MAX_TOOLS = 512
+MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
+FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
+MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
+# Fields of a body that workers get as they are.
+AS_GIVEN = ("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "return_trace")
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+
+ItemT = TypeVar("ItemT")
+# A list whose check stops at the first wrong item. Collecting the errors of all items took 15 s and
+# 2.7 GB for a body of 4 MB.
+Many = Annotated[list[ItemT], Field(fail_fast=True)]
+
+
+def _listed(value: Any) -> Any:
+    """A single stop string counts as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def _few(value: Any) -> Any:
+    """Refuses a mapping with too many entries before they are checked."""
+    if isinstance(value, dict) and len(cast("dict[Any, Any]", value)) > MAX_BIASES:
+        raise ValueError(f"must have at most {MAX_BIASES} entries")
+    return cast("Any", value)
+
+
+def _prompts(value: Any) -> Any:
+    """Normalises the four forms of `prompt` to a list of strings or of lists of ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a string, a list of strings, token ids, or lists of token ids")
+    items = cast("list[Any]", value)
+    if all(isinstance(item, str) for item in items):
+        return items
+    if all(type(item) is int for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, list) or not all(type(i) is int for i in cast("list[Any]", item)):
+            raise ValueError("must not mix strings, token ids and lists")
+    return items
+
+
+def _many(items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items}
+
+
+# For fields that take more forms than the one to which they are normalised.
+TEXT: dict[str, Any] = {"type": "string"}
+IDS = _many({"type": "integer"})
+
+
+class Contradiction(ValueError):
+    """Two fields contradict each other; `field` is the one to change."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class RequestModel(BaseModel):
+    """A model of a request: unknown fields are kept, null means the default."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_default(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, Any]", value)
+        return {name: item for name, item in fields.items() if item is not None}
+
+
+class StreamOptions(RequestModel):
+    """What a stream says beside the text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: usage in every chunk
+
+
+class GenerationBody(RequestModel):
+    """What both generation endpoints share."""
+
+    # Output tokens where the body names no limit; None: as many as the prompt leaves room for.
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: Temperature | None = None  # where it is None, here and below: `Defaults`
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        Many[str], BeforeValidator(_listed), WithJsonSchema({"anyOf": [TEXT, _many(TEXT)]})
+    ] = Field([], max_length=MAX_STOP_STRINGS)
+    stop_token_ids: Many[int] = Field([], max_length=MAX_STOP_IDS)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: RepetitionPenalty | None = None
+    logit_bias: Annotated[
+        dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)
+    ] = {}
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    response_format: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Many[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+    skip_special_tokens: bool = True
+    return_stages: bool = False  # ours: where the time of each choice went
+    return_trace: bool = Field(
+        False, description="kvlane's own: each choice has its accept trace, `kvlane_trace`"
+    )
+    add_special_tokens: bool | None = None
+
+    @property
+    def asked_max_tokens(self) -> tuple[int | None, str]:
+        """The limit of output tokens that the body names, if any, and the field that has it."""
+        return self.max_tokens, "max_tokens"
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives to report for each token; -1: no logprobs."""
+        return -1
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to compute for each prompt, of which `n` are returned."""
+        return self.n
+
+    def sampling(
+        self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
+    ) -> Sampling:
+        """The sampling parameters as workers get them.
+
+        Args:
+            max_tokens: the limit that applies to this prompt.
+            vocab_size: of the model.
+            defaults: where the body says nothing.
+            grammar: the output must follow it; empty: none.
+
+        Raises:
+            ApiError: fields contradict each other or name ids that do not exist.
+        """
+        if self.min_tokens > max_tokens:
+            raise invalid(f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens")
+        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", self.logit_bias)):
+            if any(not 0 <= token < vocab_size for token in ids):
+                raise invalid(f"{name} must be in [0, {vocab_size})", name)
+        for name, asked in (("min_tokens", self.min_tokens), ("ignore_eos", self.ignore_eos)):
+            if grammar and asked:
+                raise invalid(f"{name} contradicts structured output, which has its own end", name)
+        given = {name: getattr(self, name) for name in Defaults.model_fields}
+        drawn = defaults.model_copy(update={k: v for k, v in given.items() if v is not None})
+        taken = {name: getattr(self, name) for name in AS_GIVEN}
+        return Sampling(
+            **taken,
+            max_tokens=max_tokens,
+            temperature=0.0 if drawn.temperature < MIN_TEMPERATURE else drawn.temperature,
+            top_p=drawn.top_p,
+            top_k=max(0, drawn.top_k),
+            min_p=drawn.min_p,
+            repetition_penalty=drawn.repetition_penalty,
+            seed=secrets.randbits(63) if self.seed is None else self.seed % 2**63,
+            stop_ids=tuple(sorted(set(self.stop_token_ids))),
+            logit_bias=tuple(self.logit_bias.items()),
+            logprobs=self.num_logprobs,
+            grammar=grammar,
+        )
+
+
+def seed_of(seed: int, sample: int) -> int:
+    """The seed of a choice; the first keeps the one of the request."""
+    if sample == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % 2**63
+
+
+class Message(RequestModel):
+    """One message of a chat; fields that only the template knows are passed to it."""
+
+    role: str
+    content: str | Many[dict[str, Any]] = ""
+    tool_calls: Many[dict[str, Any]] = []
+
+    @field_validator("role")
+    @classmethod
+    def _is_known(cls, role: str) -> str:
+        if role not in ROLES:
+            raise ValueError(f"must be one of {', '.join(sorted(ROLES))}")
+        return role
+
+
+class ChatBody(GenerationBody):
+    """POST /v1/chat/completions."""
+
+    messages: Many[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    tools: Many[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise Contradiction("top_logprobs", "needs logprobs = true")
+        return self
+
+    @property
+    def asked_max_tokens(self) -> tuple[int | None, str]:
+        """`max_completion_tokens` has replaced `max_tokens` in OpenAI's API; it wins."""
+        if self.max_completion_tokens is None:
+            return super().asked_max_tokens
+        return self.max_completion_tokens, "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int:
+        return self.top_logprobs if self.logprobs else -1
+
+
+class CompletionBody(GenerationBody):
+    """POST /v1/completions."""
+
+    default_max_tokens: ClassVar[int | None] = 16  # OpenAI's default, and vLLM's
+
+    prompt: Annotated[
+        Many[str] | Many[Many[int]],
+        BeforeValidator(_prompts),
+        WithJsonSchema({"anyOf": [TEXT, _many(TEXT), IDS, _many(IDS)]}),
+    ]
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of < self.n:
+            raise Contradiction("best_of", f"must be at least n ({self.n})")
+        if self.stream and self.num_samples > self.n:
+            raise Contradiction("best_of", "a stream cannot choose: it must be n")
+        if self.echo and self.logprobs is not None:
+            raise Contradiction("echo", "logprobs of the prompt are not computed")
+        return self
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.n
+
+
+# Fields that would change the output and are not supported yet; what is falsy changes nothing, or
+# what the table below says. Whoever builds one deletes its name and adds the field above.
+NOT_BUILT = (
+    "use_beam_search", "allowed_token_ids", "bad_words", "prompt_logprobs", "functions",
+    "modalities", "audio", "suffix", "prompt_embeds", "truncate_prompt_tokens", "structural_tag",
+    "include_stop_str_in_output", "continue_final_message", "chat_template",
+)  # fmt: skip
+HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
+    "prompt_logprobs": lambda value, fields: False,
+    "truncate_prompt_tokens": lambda value, fields: False,
+    "modalities": lambda value, fields: value == ["text"],
+    "functions": lambda value, fields: not value or fields.get("function_call") == "none",
+}
+
+BodyT = TypeVar("BodyT", bound=GenerationBody)
+ModelT = TypeVar("ModelT", bound=RequestModel)
+
+
+def parse(model: type[BodyT], raw: bytes) -> BodyT:
+    """The request body of an endpoint.
+
+    Raises:
+        ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
+    """
+    body = read(model, raw)
+    extra = body.model_extra or {}
+    for name in NOT_BUILT:
+        harmless = HARMLESS.get(name, lambda value, _: not value)
+        if name in extra and not harmless(extra[name], extra):
+            raise unsupported(f"{name} is not supported yet with this value", name)
+    if any(not stop for stop in body.stop):
+        raise invalid("stop strings must not be empty", "stop")
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options needs stream = true", "stream_options")
+    return body
+
+
+def read(model: type[ModelT], raw: bytes) -> ModelT:
+    """A body that does not ask for generation.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    try:
+        return model.model_validate_json(raw)
+    except ValidationError as error:
+        raise refused(error) from None
+
+
+def refused(error: ValidationError, prefix: str = "") -> ApiError:
+    """The 400 for the first error; `prefix` is the path of the value that was checked."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return invalid(f"the body is not valid JSON: {first['msg']}")
+    reason = first.get("ctx", {}).get("error")
+    path = [reason.field] if isinstance(reason, Contradiction) else _path(first["loc"])
+    param = ".".join([prefix, *path] if prefix else path)[:MAX_PARAM] or None
+    message = first["msg"].removeprefix("Value error, ")
+    return invalid(f"{param or 'body'}: {message}", param)
+
+
+def _path(loc: Sequence[int | str]) -> list[str]:
+    """The path of the wrong field, up to where pydantic names an alternative of a union."""
+    parts = [str(part) for part in loc]
+    forms = [i for i, part in enumerate(parts) if i and (part == "str" or part.startswith(FORMS))]
+    return parts[: forms[0]] if forms else parts

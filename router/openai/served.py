@@ -1,0 +1,68 @@
+"""What the API's endpoints know of the model that they serve."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.config import RouterConfig
+from router.dispatch.members import Members
+from router.errors import ApiError, invalid
+from router.openai.defaults import Defaults
+from router.text.tokenizer import Text
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The model of a router, and the limits of its requests."""
+
+    model: str  # the served name
+    text: Text
+    config: RouterConfig
+    members: Members
+    model_max_len: int  # by the configuration; a worker's KV pool may hold less
+    defaults: Defaults = field(default_factory=Defaults)  # of sampling
+    started_at: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt + output tokens that every live decode worker can serve."""
+        return min([self.model_max_len, *self.members.max_model_lens()])
+
+    @property
+    def simulated_accept_len(self) -> float:
+        """The most of any decode worker; above 0, answers are junk (`Member`)."""
+        return max((k.member.simulated_accept_len for k in self.members.all()), default=0.0)
+
+    def check_model(self, name: str) -> None:
+        """Refuse the name of another model; an empty name means this one.
+
+        Raises:
+            ApiError: 404.
+        """
+        if name and name != self.model:
+            message = f"the model {name!r} does not exist; {self.model!r} is served here"
+            raise ApiError("model_not_found", message, param="model")
+
+    def encode(self, prompt: str, param: str, *, adds: bool) -> tuple[int, ...]:
+        """The tokens of a prompt, with those that the tokenizer `adds`.
+
+        Raises:
+            ApiError: 400, too long, which is known before it is tokenized.
+        """
+        limit = self.max_model_len
+        if len(prompt) > limit * self.text.max_token_chars:
+            characters = f"the prompt has {len(prompt)} characters"
+            message = f"the model's context is {limit} tokens; {characters}"
+            raise ApiError("context_length_exceeded", message, param=param)
+        return self.text.encode(prompt, add_special_tokens=adds)
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        """Refuse ids that the model does not have.
+
+        Raises:
+            ApiError: 400.
+        """
+        if not all(0 <= token < self.text.vocab_size for token in tokens):
+            raise invalid(f"{param}: token ids must be in [0, {self.text.vocab_size})", param)

@@ -1,0 +1,76 @@
+"""POST /tokenize and /detokenize, in vLLM's form."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from router.errors import invalid
+from router.openai.chat import rendered
+from router.openai.reply import DetokenizeReply, TokenizeReply
+from router.openai.schema import Many, Message, RequestModel, read
+from router.openai.served import Served
+
+
+class TokenizeBody(RequestModel):
+    """A text, or a chat on its way through the template."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    tools: Many[dict[str, Any]] = Field([])
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+
+class DetokenizeBody(RequestModel):
+    """Token ids."""
+
+    model: str = ""
+    tokens: Many[int]
+
+
+def tokenize(served: Served, raw: bytes) -> TokenizeReply:
+    """Text or messages to token ids.
+
+    Raises:
+        ApiError: a field is wrong.
+        UserError: the template refuses the messages.
+    """
+    body, text = read(TokenizeBody, raw), served.text
+    served.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("either prompt or messages is needed", "prompt")
+    if body.messages is not None:
+        prompt = rendered(
+            body.messages,
+            text,
+            add_generation_prompt=body.add_generation_prompt,
+            extra=body.chat_template_kwargs,
+            tools=body.tools,
+        )
+        tokens = served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+    else:
+        adds = body.add_special_tokens is not False
+        tokens = served.encode(body.prompt or "", "prompt", adds=adds)
+    return TokenizeReply(
+        count=len(tokens),
+        max_model_len=served.max_model_len,
+        tokens=tokens,
+        token_strs=[text.piece(i) for i in tokens] if body.return_token_strs else None,
+    )
+
+
+def detokenize(served: Served, raw: bytes) -> DetokenizeReply:
+    """Token ids to text, special tokens written out.
+
+    Raises:
+        ApiError: a field is wrong or an id does not exist.
+    """
+    body = read(DetokenizeBody, raw)
+    served.check_model(body.model)
+    served.check_tokens(body.tokens, "tokens")
+    return DetokenizeReply(prompt=served.text.decode(body.tokens, skip_special_tokens=False))

@@ -1,0 +1,36 @@
+"""What all routes of a router share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from router.dispatch.dispatcher import Dispatcher
+from router.observe.metrics import RouterMetrics
+from router.openai.served import Served
+from router.show.period import Period, read
+from router.show.siblings import Siblings
+
+if TYPE_CHECKING:
+    from worker.observe.spans import Tracer
+
+
+@dataclass(slots=True)
+class Front:
+    """What all routes share. Only `draining` and `num_open` change, on the router's loop."""
+
+    served: Served
+    dispatcher: Dispatcher
+    metrics: RouterMetrics
+    siblings: Siblings
+    shown: Mapping[str, object]  # the resolved configuration
+    cors_origins: Sequence[str] = ()  # whose pages may read answers
+    api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
+    tracer: Tracer | None = None
+    draining: bool = False
+    num_open: int = 0  # HTTP generation requests that have not ended
+    period: Period = field(init=False)  # of what it has done
+
+    def __post_init__(self) -> None:
+        self.period = Period(lambda: read(self.dispatcher.reqs, self.metrics))

@@ -1,0 +1,212 @@
+"""`/dashboard`: pages for people, and what they show. The pages are files in `static/`.
+
+They need no key: what they show, but for reasons of deaths, is in `/config` and `/metrics` as well.
+A chat does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import RedirectResponse
+from starlette.staticfiles import StaticFiles
+
+from router.dispatch.members import Known
+from router.errors import NO_FAULT
+from router.observe import board
+from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
+from router.show.front import Front
+from router.show.period import STEP_S
+from router.show.status import version
+from worker.api import Change
+
+STATIC = Path(__file__).parents[1] / "static"
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
+}
+
+
+class _Files(StaticFiles):
+    """The files, with our headers."""
+
+    def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        response = super().file_response(*args, **kwargs)
+        response.headers.update(HEADERS)
+        return response
+
+
+class Pages:
+    """The routes below `/dashboard`."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._files = _Files(directory=STATIC)
+
+    def add_to(self, app: FastAPI) -> None:
+        """Serve them."""
+        for path, endpoint in (
+            ("/dashboard", self.dashboard),
+            ("/dashboard/playground", self.playground),
+            ("/dashboard/data", self.data),
+            ("/dashboard/own", self.own),
+        ):
+            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.mount("/dashboard/static", self._files)
+
+    async def dashboard(self, request: Request) -> Response:
+        """GET /dashboard: the page that shows `/dashboard/data`."""
+        return await self._page(request, "dashboard.html")
+
+    async def playground(self, request: Request) -> Response:
+        """GET /dashboard/playground: a chat with the model."""
+        return await self._page(request, "playground.html")
+
+    async def data(self) -> Response:
+        """GET /dashboard/data: the whole cluster."""
+        texts = await self._front.siblings.ask_routers("/dashboard/own")
+        parts = {name: _part(text) for name, text in texts.items()}
+        return _json(self._board(parts))
+
+    async def own(self) -> Response:
+        """GET /dashboard/own: what this router adds to it."""
+        return _json(self._own())
+
+    async def _page(self, request: Request, name: str) -> Response:
+        path: bytes = request.scope["raw_path"].partition(b"?")[0]
+        if path.endswith(b"/"):  # links in the page are relative to a path without
+            return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
+        return await self._files.get_response(name, request.scope)
+
+    def _own(self) -> Part:
+        front = self._front
+        return front.period.part(front.siblings.name, draining=front.draining)
+
+    def _board(self, other_parts: dict[str, Part | None]) -> Board:
+        """Put together what the routers say, this one first; None: it did not answer."""
+        front, own = self._front, self._own()
+        parts = [own, *(part for part in other_parts.values() if part is not None)]
+        changes = front.served.members.changes()
+        routers = _sorted(self._routers({own.name: own, **other_parts}, changes))
+        workers = _sorted(self._workers(changes))
+        state, summary = board.verdict(workers, routers)
+        outcomes = board.outcomes(parts)
+        return Board(
+            state=state,
+            summary=summary,
+            model=front.served.model,
+            version=version(),
+            told_by=own.name,
+            window_s=round(max(part.window_s for part in parts), 1),
+            step_s=STEP_S,
+            running=sum(part.running for part in parts),
+            waiting=sum(part.waiting for part in parts),
+            outcomes=outcomes,
+            errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
+            prompt_tokens=sum(part.prompt_tokens for part in parts),
+            cached_tokens=sum(part.cached_tokens for part in parts),
+            rates=board.rates(parts),
+            latencies=board.latencies(parts),
+            history=board.history(parts),
+            routers=routers,
+            workers=workers,
+            changes=[_change(change) for change in changes],
+        )
+
+    def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
+        nodes = {known.member.name: known.member.node for known in self._front.served.members.all()}
+        for name, part in parts.items():
+            node = nodes.get(name, "")
+            if part is None:
+                yield RouterRow(name, "silent", node)
+            else:
+                state = "draining" if part.draining else "ready"
+                yield RouterRow(name, state, node, part.running, part.waiting)
+        for change in _gone(changes, parts):
+            if change.role == "router":
+                yield RouterRow(change.name, "lost", reason=change.text)
+
+    def _workers(self, changes: list[Change]) -> Iterator[WorkerRow]:
+        listed = self._front.served.members.all()
+        for known in listed:
+            if known.member.role in ("prefill", "decode"):
+                yield _worker(known)
+        for change in _gone(changes, {known.member.name for known in listed}):
+            if change.role != "router":
+                yield WorkerRow(
+                    change.name,
+                    change.role,
+                    "lost",
+                    incarnation=change.incarnation,
+                    reason=change.text,
+                )
+
+
+def _json(body: msgspec.Struct) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
+
+
+def _part(text: str | None) -> Part | None:
+    try:
+        return None if text is None else msgspec.json.decode(text, type=Part)
+    except msgspec.MsgspecError:  # of a version that says other things
+        return None
+
+
+def _gone(changes: list[Change], listed: dict[str, Any] | set[str]) -> Iterator[Change]:
+    """The last change of every name that was lost and has no successor yet."""
+    seen = set(listed)
+    for change in changes:
+        if change.name not in seen and change.state == "lost":
+            yield change
+        seen.add(change.name)
+
+
+def _worker(known: Known) -> WorkerRow:
+    member, stats = known.member, known.stats
+    if known.live:
+        state = "draining" if stats.draining else "ready"
+    else:
+        state = "silent" if known.heard_at else "starting"
+    return WorkerRow(
+        name=member.name,
+        role=member.role,
+        state=state,
+        node=member.node,
+        incarnation=member.incarnation,
+        pid=member.pid,
+        transport=member.transport,
+        heard_s=round(time.monotonic() - known.heard_at, 1) if known.heard_at else None,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        max_running=stats.max_num_reqs,
+        free_pages=stats.num_free_pages,
+        pages=stats.num_pages,
+        queued_tokens=stats.num_queued_tokens,
+        ranks=max(1, len(member.endpoints)),
+        drafter=member.drafter,
+        tokens_per_row=round(stats.tokens_per_row, 2),
+    )
+
+
+def _change(change: Change) -> ChangeRow:
+    return ChangeRow(
+        change.name, change.role, change.incarnation, change.state, change.text,
+        round(change.ago_s, 1),
+    )  # fmt: skip
+
+
+def _sorted(rows: Iterator[Any]) -> list[Any]:
+    """By role, then by number."""
+    return sorted(rows, key=lambda row: (row.name.rpartition("-")[0], len(row.name), row.name))

@@ -1,0 +1,136 @@
+"""What a router has done in the last minutes: its counts, sampled every few seconds.
+
+Nothing is observed for it: it takes the differences of what the metrics count anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client import Counter
+
+from router.dispatch.queue import Req
+from router.observe.board import History, Part, Rates, Spread, together
+from router.observe.metrics import RouterMetrics
+
+STEP_S = 2.0
+NUM_STEPS = 150  # five minutes
+RATE_S = 10.0  # throughput is that of the last ten seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """All counts at one moment, since the start."""
+
+    running: int
+    waiting: int
+    outcomes: Mapping[str, float]
+    prompt_tokens: float
+    cached_tokens: float
+    output_tokens: float  # those of choices that have not ended included
+    latencies: Mapping[str, Spread]
+    at: float = field(default_factory=time.monotonic)
+
+
+def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
+    """What the metrics count now; `reqs` are those that have not ended."""
+    tallies = {
+        "time_to_first_token": metrics.first_tokens,
+        "inter_token": (metrics.itl,),
+        "end_to_end": (metrics.e2e,),
+    }
+    running = sum(req.choice is not None for req in reqs.values())
+    open_tokens = sum(len(req.tokens) for req in reqs.values())
+    return Reading(
+        running=running,
+        waiting=len(reqs) - running,
+        outcomes=_by_label(metrics.collectors["requests"], "outcome"),
+        prompt_tokens=_total(metrics.prompt_tokens),
+        cached_tokens=_total(metrics.cached_tokens),
+        output_tokens=_total(metrics.generation_tokens) + open_tokens,
+        latencies={
+            name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
+        },
+    )
+
+
+def _by_label(counter: Counter, label: str) -> dict[str, float]:
+    samples = [sample for family in counter.collect() for sample in family.samples]
+    return {sample.labels[label]: sample.value for sample in samples}
+
+
+def _total(counter: Counter) -> float:
+    return sum(sample.value for family in counter.collect() for sample in family.samples)
+
+
+class Period:
+    """The readings of the last minutes, which `read` makes."""
+
+    def __init__(self, read: Callable[[], Reading]) -> None:
+        self._read = read
+        self._readings: deque[Reading] = deque(maxlen=NUM_STEPS + 1)
+
+    def keep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take a reading, and from now on one every STEP_S while the loop runs."""
+        self.sample()
+        loop.call_later(STEP_S, self.keep, loop)
+
+    def sample(self) -> None:
+        """Take a reading."""
+        self._readings.append(self._read())
+
+    def part(self, name: str, *, draining: bool) -> Part:
+        """What has happened from the oldest reading until now."""
+        now = self._read()
+        first = self._readings[0] if self._readings else now
+        return Part(
+            name=name,
+            draining=draining,
+            running=now.running,
+            waiting=now.waiting,
+            window_s=now.at - first.at,
+            outcomes=_difference(now.outcomes, first.outcomes),
+            prompt_tokens=int(now.prompt_tokens - first.prompt_tokens),
+            cached_tokens=int(now.cached_tokens - first.cached_tokens),
+            rates=self._rates(first, now),
+            latencies={
+                name: Spread(spread.bounds, _less(spread.counts, first.latencies[name].counts))
+                for name, spread in now.latencies.items()
+            },
+            history=self._history(),
+        )
+
+    def _rates(self, first: Reading, now: Reading) -> Rates:
+        older = [reading for reading in self._readings if now.at - reading.at >= RATE_S]
+        then = older[-1] if older else first
+        seconds = max(now.at - then.at, STEP_S)  # of a router that has just started
+        num_ended = sum(_difference(now.outcomes, then.outcomes).values())
+        return Rates(
+            num_ended / seconds,
+            (now.prompt_tokens - then.prompt_tokens) / seconds,
+            (now.output_tokens - then.output_tokens) / seconds,
+        )
+
+    def _history(self) -> History:
+        readings = list(self._readings)
+        pairs = list(pairwise(readings))
+        return History(
+            tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in pairs),
+            tuple(float(reading.running) for reading in readings[1:]),
+            tuple(float(reading.waiting) for reading in readings[1:]),
+        )
+
+
+def _difference(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str, int]:
+    """Only what has grown."""
+    grown = {name: int(count - then.get(name, 0.0)) for name, count in now.items()}
+    return {name: count for name, count in grown.items() if count}
+
+
+def _less(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip(now, then, strict=True))

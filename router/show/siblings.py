@@ -1,0 +1,120 @@
+"""The routers that listen on the same port of the same node, and the metrics of all of them.
+
+Whoever asks the port reaches one of them, and never knows which. So that one asks the others, at
+the port that each has of its own, and answers with one page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+
+import httpx
+from prometheus_client import CollectorRegistry, Gauge
+
+from router.dispatch.members import Members
+from router.observe import vllm
+from router.observe.exposition import EOF, encoder
+from worker.api import Member
+
+TIMEOUT_S = 1.0  # for another router's page
+STALE_S = 15.0  # so long the last page of a busy one stands for it: sums must not fall meanwhile
+HELP = "# HELP "
+
+
+class Siblings:
+    """What one router, `member`, knows of them; its address is that of the shared port."""
+
+    def __init__(self, members: Members, member: Member) -> None:
+        self._members = members
+        self._member = member
+        # Nothing here speaks TLS, and to verify would load all certificates of the machine.
+        self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
+        self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
+        self._registry = CollectorRegistry()
+        self._count = Gauge(
+            "kvlane_routers",
+            "Routers of this port, by whether they answered this scrape",
+            ("model", "role", "state"),
+            registry=self._registry,
+        )
+
+    @property
+    def name(self) -> str:
+        """Of this router."""
+        return self._member.name
+
+    def shares(self, port: int) -> bool:
+        """Whether it is the shared port, and not the one that this router has of its own."""
+        return self._member.address.endswith(f":{port}")
+
+    async def page(self, own: bytes, accepted: str = "") -> bytes:
+        """The metrics of all of them, and how many answered.
+
+        Args:
+            own: this router's.
+            accepted: the scraper's header `Accept`, by which each chooses the form of its page.
+        """
+        mine = self._member
+        addresses = [
+            member.metrics_address
+            for member in (known.member for known in self._members.all())
+            if (member.node, member.address) == (mine.node, mine.address)
+            and member.name != mine.name
+        ]
+        encode, form = encoder(accepted)
+        now = time.monotonic()
+        asked = (self._asked(address, "/metrics", form) for address in addresses)
+        pages_now = await asyncio.gather(*asked)
+        for address, page in zip(addresses, pages_now, strict=True):
+            if page is not None:
+                self._last[address, form] = page, now
+        self._last = {key: last for key, last in self._last.items() if key[0] in addresses}
+        pages = [
+            page
+            for (_, written), (page, at) in self._last.items()
+            if written == form and now - at < STALE_S
+        ]
+        silent = pages_now.count(None)
+        for state, number in (("answered", 1 + len(addresses) - silent), ("silent", silent)):
+            self._count.labels(mine.model, mine.role, state).set(number)
+        counted = encode(self._registry)  # last: it ends as a page of its form has to
+        return merged([own.decode(), *pages]).encode() + counted
+
+    async def ask_routers(self, path: str) -> dict[str, str | None]:
+        """What every other router of the cluster answers at its own port; None: not in time."""
+        routers = [known.member for known in self._members.all() if known.member.role == "router"]
+        addresses = {member.name: member.metrics_address for member in routers}
+        addresses.pop(self.name, None)
+        asked = (self._asked(address, path) for address in addresses.values())
+        answers = await asyncio.gather(*asked)
+        return dict(zip(addresses, answers, strict=True))
+
+    async def close(self) -> None:
+        """End the connections to them."""
+        await self._client.aclose()
+
+    async def _asked(self, address: str, path: str, accepted: str = "") -> str | None:
+        """Another one's page, in a form that is accepted, if it answers in time."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
+                response = await self._client.get(
+                    f"http://{address}{path}", headers={"accept": accepted}
+                )
+            return response.raise_for_status().text
+        except (httpx.HTTPError, TimeoutError):
+            return None
+
+
+def merged(pages: Iterable[str]) -> str:
+    """One exposition from several: the format wants all samples of a family in one place.
+
+    It is without the mark that ends a page of OpenMetrics: more may follow.
+    """
+    families: dict[str, list[str]] = {}
+    for page in pages:
+        for family in page.removesuffix(EOF).split(HELP)[1:]:
+            about, kind, samples = family.split("\n", 2)
+            families.setdefault(f"{HELP}{about}\n{kind}\n", []).append(samples)
+    return "".join(head + vllm.merged_samples(head, samples) for head, samples in families.items())

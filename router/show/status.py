@@ -1,0 +1,135 @@
+"""The routes for probes, Prometheus and operators."""
+
+from __future__ import annotations
+
+from html import escape
+from importlib import metadata
+
+from fastapi import Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+
+from router.dispatch.members import Known
+from router.observe.exposition import encoder
+from router.show.front import Front
+
+RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
+SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are junk"
+
+OF_MEMBER = (
+    "name", "role", "incarnation", "address", "node", "transport", "layout_hash", "digest",
+)  # fmt: skip
+LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
+PAGE = """<!doctype html>
+<meta charset="utf-8">
+<title>kvlane</title>
+<h1>kvlane {version}</h1>
+<p>A router of kvlane, an LLM serving cluster. It serves the model <b>{model}</b> with OpenAI's API
+at <code>/v1</code>.</p>
+<ul>
+<li><a href="dashboard">dashboard</a>: workers, load and latencies;
+<a href="dashboard/playground">playground</a>: talk to the model</li>
+<li><a href="docs">docs</a>: the API, to be tried out; <a href="openapi.json">openapi.json</a></li>
+<li><a href="v1/models">v1/models</a>: the model</li>
+<li><a href="ready">ready</a>, <a href="health">health</a>, <a href="live">live</a>: probes;
+<a href="metrics">metrics</a>: for Prometheus</li>
+<li><a href="config">config</a>: the configuration, and who is in the cluster</li>
+</ul>
+"""
+
+
+class StatusRoutes:
+    """Endpoints for probes, Prometheus and operators."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+        self._served = front.served
+
+    async def index(self, request: Request) -> Response:
+        """GET /: what this is, as a page for browsers and as JSON for everyone else."""
+        model = self._served.model
+        if "text/html" in request.headers.get("accept", ""):
+            return HTMLResponse(PAGE.format(model=escape(model), version=escape(version())))
+        links = {name: f"/{name}" for name in LINKS}
+        return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
+
+    async def health(self) -> Response:
+        """GET /health: some decode worker answers, so this server generates; it may be draining."""
+        if not self._served.members.live("decode"):
+            reason = "no decode worker answers"
+            return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def live(self) -> Response:
+        """GET /live: this router's loop turns, as it answers; and which workers make progress.
+
+        200 even if none does: the controller replaces them, and to restart a router helps nobody.
+        """
+        workers = {
+            known.member.name: "live" if known.live else "not live"
+            for known in self._by_name()
+            if known.member.role in ("prefill", "decode")
+        }
+        return JSONResponse({"status": "live", "workers": workers})
+
+    async def ready(self) -> Response:
+        """GET /ready: requests can be served now."""
+        if self._front.draining:
+            return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
+        decodes = self._served.members.live("decode")
+        if all(known.stats.draining for known in decodes):
+            reason = "every decode worker is draining" if decodes else "no decode worker answers"
+            return JSONResponse({"status": "not ready", "reason": reason}, 503)
+        return JSONResponse({"status": "ready"})
+
+    async def metrics(self, request: Request) -> Response:
+        """GET /metrics: of all routers of this port; on a router's own port, those of that one."""
+        accepted = request.headers.get("accept", "")  # exemplars are in OpenMetrics' form only
+        encode, content_type = encoder(accepted)
+        page, siblings = self._front.metrics.render(encode), self._front.siblings
+        if siblings.shares(request.scope["server"][1]):
+            page = await siblings.page(page, accepted)
+        return Response(page, media_type=content_type)
+
+    async def targets(self) -> Response:
+        """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""
+        listed = [known.member for known in self._by_name()]
+        targets = [
+            {
+                "targets": [member.metrics_address],
+                "labels": {"worker": member.name, "role": member.role, "node": member.node},
+            }
+            for member in listed
+            if member.metrics_address
+        ]
+        return JSONResponse(targets)
+
+    async def config(self) -> Response:
+        """GET /config: the resolved configuration, the members, and notes on this build."""
+        members = [
+            {name: getattr(known.member, name) for name in OF_MEMBER}
+            | {"live": known.live, "num_requests": known.num_requests}
+            for known in self._by_name()
+        ]
+        notes = [RDMA_NOTE]
+        if self._served.simulated_accept_len:
+            notes.append(SIMULATED_NOTE)
+        body = {
+            "config": dict(self._front.shown),
+            "default_sampling_params": self._served.defaults.model_dump(),
+            "members": members,
+            "version": version(),
+            "notes": notes,
+        }
+        return JSONResponse(body)
+
+    def _by_name(self) -> list[Known]:
+        """All members, in the order in which every router of the cluster shows them."""
+        return sorted(self._served.members.all(), key=lambda known: known.member.name)
+
+
+def version() -> str:
+    """The installed version; the package also runs from a checkout."""
+    try:
+        return metadata.version("kvlane")
+    except metadata.PackageNotFoundError:
+        return "source"

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizer, template, parsers of answers and grammars."""

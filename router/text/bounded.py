@@ -1,0 +1,209 @@
+"""JSON schemas closed and bounded, so that a model cannot write on and on.
+
+Objects get no properties but those that their schema names, unless it says `additionalProperties`:
+the schemas of most client libraries do not, and mean none. Strings and integers without a limit get
+one. Free objects, free values, patterns, arrays and decimals stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+Schema = dict[str, Any]
+
+# Where schemas stand within a schema.
+NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+LISTED = ("prefixItems",)
+SINGLE = (
+    "items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not",
+    "unevaluatedItems", "unevaluatedProperties",
+)  # fmt: skip
+GROUPS = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
+CONDITIONS = ("if", "then", "else")  # further ones of it
+NAMING = ("properties", "patternProperties")
+ALLOWING = ("additionalProperties", "unevaluatedProperties")
+DEFINITIONS = ("#/$defs/", "#/definitions/")
+FORMAT_CHARS = 256  # the longest text of a format with a length of its own, a host name, fits
+OPEN = ".kvlane-open"  # ends the name of the copy of a definition that stays open
+
+
+class Bounds(NamedTuple):
+    """Limits of what a schema, or a demand for calls, leaves without one; 0 = none."""
+
+    max_string_chars: int
+    max_integer: int
+    max_calls: int = 0
+
+
+class _Names:
+    """The properties that some schemas of one value name."""
+
+    def __init__(self) -> None:
+        self.known: Schema = {}  # name -> true
+        self.patterns: Schema = {}
+        self.free = False  # one of them says what else there may be
+
+
+def bounded(schema: Schema, bounds: Bounds) -> Schema:
+    """A copy of `schema` that is closed and bounded.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
+    return _Copy(schema, bounds).whole()
+
+
+class _Copy:
+    """Copies one schema.
+
+    Several schemas of one value (`allOf`, or `anyOf` beside `properties`) may each name a part of
+    its properties. Closing one would forbid the others': they stay open, and the schema that holds
+    them names all of their properties and is closed.
+    """
+
+    def __init__(self, root: Schema, bounds: Bounds) -> None:
+        self._root = root
+        self._bounds = bounds
+        self._opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
+
+    def whole(self) -> Schema:
+        """The copy of the root, with open copies of the definitions that need one."""
+        copy, done = self._copy(self._root), set[str]()
+        while todo := [ref for ref in self._opened if ref not in done]:
+            for ref in todo:
+                done.add(ref)
+                place, name = self._opened[ref]
+                copy[place][name + OPEN] = self._copy(self._root[place][name], closed=False)
+        return copy
+
+    def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
+        if isinstance(schema, list):  # draft 7's `items`
+            return [self._copy(item) for item in cast("list[Any]", schema)]
+        if not isinstance(schema, dict):
+            return schema
+        given = cast("Schema", schema)
+        copy = dict(given)
+        for key in NAMED:
+            if isinstance(given.get(key), dict):
+                copy[key] = {name: self._copy(item) for name, item in given[key].items()}
+        for key in (*LISTED, *SINGLE):
+            if key in given:
+                copy[key] = self._copy(given[key])
+        split = self._num_parts(given) > 1
+        self._copy_same(given, copy, closed=closed and not split)
+        if closed and not any(key in given for key in ALLOWING):
+            self._close(given, copy, split=split)
+        if limited:
+            self._limit(copy)
+        return copy
+
+    def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
+        """Copy the further schemas of the same value."""
+        for key in GROUPS:
+            if isinstance(given.get(key), list):
+                # Another member of allOf may have the limit, or a pattern that one contradicts.
+                limited = key != "allOf" or len(given[key]) == 1
+                members = given[key]
+                copy[key] = [
+                    self._copy(member, closed=closed, limited=limited) for member in members
+                ]
+        for key in CONDITIONS:
+            if key in given:
+                copy[key] = self._copy(given[key], closed=False)
+        definition = None if closed else self._definition(given.get("$ref"))
+        if definition is not None:
+            self._opened[given["$ref"]] = definition
+            copy["$ref"] = given["$ref"] + OPEN
+
+    def _num_parts(self, given: Schema) -> int:
+        """How many schemas of one value may each name a part of its properties."""
+        members = given.get("allOf")
+        num = len(cast("list[Any]", members)) if isinstance(members, list) else 0
+        num += sum(key in given for key in ("anyOf", "oneOf", "$ref"))
+        num += any(key in given for key in CONDITIONS)
+        return num + any(key in given for key in NAMING)
+
+    def _close(self, given: Schema, copy: Schema, *, split: bool) -> None:
+        names = _Names()
+        self._collect(given, names, set()) if split else self._add_own(given, names)
+        is_object = split and (names.known or names.patterns)
+        if names.free or not (is_object or any(key in given for key in NAMING)):
+            return
+        copy["properties"] = names.known | copy.get("properties", {})
+        if names.patterns:
+            copy["patternProperties"] = names.patterns | copy.get("patternProperties", {})
+        copy["additionalProperties"] = False
+
+    def _collect(self, schema: Any, names: _Names, seen: set[str]) -> None:
+        """Add the names of `schema` and of all further schemas of the same value."""
+        if not isinstance(schema, dict):
+            return
+        given = cast("Schema", schema)
+        self._add_own(given, names)
+        for key in GROUPS:
+            members: Any = given.get(key)
+            for member in cast("list[Any]", members) if isinstance(members, list) else []:
+                self._collect(member, names, seen)
+        for key in CONDITIONS:
+            self._collect(given.get(key), names, seen)
+        ref = given.get("$ref")
+        if not isinstance(ref, str) or ref in seen:
+            return
+        definition = self._definition(ref)
+        if definition is None:  # it stands elsewhere: nobody knows what it names
+            names.free = True
+            return
+        seen.add(ref)
+        self._collect(self._root[definition[0]][definition[1]], names, seen)
+
+    def _add_own(self, given: Schema, names: _Names) -> None:
+        names.free |= any(given.get(key, False) is not False for key in ALLOWING)
+        for key, names_of_kind in (
+            ("properties", names.known),
+            ("patternProperties", names.patterns),
+        ):
+            if isinstance(given.get(key), dict):
+                names_of_kind.update(dict.fromkeys(given[key], True))
+        required: Any = given.get("required")
+        if isinstance(required, list):
+            known = (name for name in cast("list[Any]", required) if isinstance(name, str))
+            names.known.update(dict.fromkeys(known, True))
+
+    def _definition(self, ref: Any) -> tuple[str, str] | None:
+        """Where the definition stands that `ref` names, if it is one of the root's."""
+        for prefix in DEFINITIONS:
+            if isinstance(ref, str) and ref.startswith(prefix):
+                place, name = prefix[2:-1], ref.removeprefix(prefix)
+                definitions: Any = self._root.get(place)
+                if isinstance(definitions, dict) and name in definitions:
+                    return place, name
+        return None
+
+    def _limit(self, copy: Schema) -> None:
+        """Bound a string or an integer."""
+        kinds: Any = copy.get("type")
+        kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
+        if "enum" in copy or "const" in copy:
+            return
+        chars, most, _ = self._bounds
+        if "string" in kinds and chars and not any(key in copy for key in ("maxLength", "pattern")):
+            least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
+            copy["maxLength"] = max(chars, least)
+        if "integer" in kinds and "number" not in kinds and most:
+            _limit_side(copy, ("maximum", "exclusiveMaximum"), most, lambda low: low < most)
+            _limit_side(copy, ("minimum", "exclusiveMinimum"), -most, lambda high: high > -most)
+
+
+def _limit_side(
+    copy: Schema, names: tuple[str, str], limit: int, fits: Callable[[float], bool]
+) -> None:
+    """Bound one side of an integer, unless it has a bound, or the other one lies beyond `limit`."""
+    other = {"maximum": "minimum", "minimum": "maximum"}[names[0]]
+    opposite = (copy.get(other), copy.get(f"exclusive{other.capitalize()}"))
+    if not any(name in copy for name in names) and all(fits(_number(bound)) for bound in opposite):
+        copy[names[0]] = limit
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, int | float) else 0

@@ -1,0 +1,150 @@
+"""Structured output: constraints composed to one llguidance grammar for the worker.
+
+A grammar is checked here against the model's own tokenizer, so that a schema that no output can
+meet is the client's error (400) and never a worker's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast
+
+from llguidance import LLMatcher, LLTokenizer
+
+from router.errors import ApiError, invalid, unsupported
+from router.text.bounded import Bounds, bounded
+from worker.errors import contained
+
+MAX_GRAMMAR_CHARS = 1 << 18
+THOUGHT = r"(?s:.*)"
+
+Part = dict[str, Any]  # an entry of llguidance's list of grammars
+
+
+def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
+    """A JSON schema, closed and bounded.
+
+    JSON is compact: a model that may add white space sometimes adds it without end.
+
+    Raises:
+        ApiError: this is no schema.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError):
+            raise invalid(f"{param}: not a JSON schema", param) from None
+    if not isinstance(schema, dict):
+        raise invalid(f"{param}: a JSON schema is an object", param)
+    options: dict[str, Any] = {"whitespace_flexible": False}
+    if lenient:
+        options["lenient"] = True
+    try:
+        closed = bounded(cast("dict[str, Any]", schema), bounds)
+    except RecursionError:
+        raise invalid(f"{param}: nested too deeply", param) from None
+    return {"json_schema": closed | {"x-guidance": options}}
+
+
+def regex_part(pattern: str) -> Part:
+    """A regular expression, as llguidance writes it in a grammar."""
+    grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
+    return {"lark_grammar": grammar["grammars"][0]["lark_grammar"]}
+
+
+def quoted(text: str) -> str:
+    """A string of a lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
+    """One grammar made of several.
+
+    Args:
+        parts: named grammars, which `rules` refer to as @name.
+        rules: lark rules; `body` is the answer.
+        think: lark rules of `think`, the reasoning before the answer; empty: there is none.
+    """
+    start = "start: think body" if think else "start: body"
+    lark = "\n".join([start, *([think] if think else []), *rules])
+    named = [{"name": name, **part} for name, part in parts]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *named]})
+
+
+def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
+    """The lark rules of reasoning before an answer.
+
+    Args:
+        begin: the text that opens it.
+        end: the text that closes it.
+        opened: the prompt has opened it. If not, the answer may begin with it.
+        as_tokens: both texts are special tokens, which no text of a grammar matches.
+    """
+    space = r"space: /[ \n]{0,4}/"
+    if as_tokens:
+        inner = f"{'' if opened else begin} thought {end} space"
+        think = f"think: {inner}" if opened else f"think: ({inner})?"
+        return "\n".join([think, f"thought: /{THOUGHT}/", space])
+    close = THOUGHT + re.escape(end).replace("/", r"\/")
+    text = close if opened else re.escape(begin).replace("/", r"\/") + close
+    think = "think: thought space" if opened else "think: (thought space)?"
+    return "\n".join([think, f"thought[lazy]: /{text}/", space])
+
+
+class Validator:
+    """Says whether a model can follow a grammar; loads the tokenizer for the first one."""
+
+    def __init__(self, directory: Path, vocab_size: int) -> None:
+        self._path = directory / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._error = lru_cache(maxsize=256)(self._validate)
+
+    def require(self, param: str) -> None:
+        """Refuse a request for a grammar if llguidance cannot use this model's tokenizer.
+
+        Raises:
+            ApiError: 400.
+        """
+        try:
+            self._loaded()
+        except (OSError, ValueError) as error:
+            raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
+
+    def check(self, grammar: str, param: str) -> None:
+        """Refuse a grammar that is malformed or that no output can satisfy.
+
+        Raises:
+            ApiError: 400.
+        """
+        if len(grammar) > MAX_GRAMMAR_CHARS:
+            raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
+        with contained("llguidance"):
+            error = self._error(grammar)
+        if error:
+            raise ApiError("invalid_value", f"{param}: {error[:1000]}", param=param)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a grammar has to name a token, because no text of a grammar matches it."""
+        return self._loaded().is_special_token(token)
+
+    def _validate(self, grammar: str) -> str:
+        tokenizer = self._loaded()
+        error = LLMatcher.validate_grammar(grammar, tokenizer)
+        if error:
+            return error
+        matcher = LLMatcher(tokenizer, grammar)
+        return matcher.get_error() if matcher.is_error() else ""
+
+    def _loaded(self) -> LLTokenizer:
+        with self._lock:
+            if self._tokenizer is None:
+                text = self._path.read_text(encoding="utf-8")
+                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
+            return self._tokenizer

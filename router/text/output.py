@@ -1,0 +1,245 @@
+"""Tokens to text as they arrive: incremental detokenizers and the search for stop strings.
+
+Both take time in proportion to the new tokens, however long the answer already is.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+REPLACEMENT = "\ufffd"
+CONTEXT_TOKENS = 5  # of the prompt's end: they decide whether the answer's first space is kept
+MAX_WINDOW_TOKENS = 16  # bytes that make no character after so many tokens never will
+
+
+class Detokenizer(Protocol):
+    """Turns tokens into text so that the pieces add up to the text of all tokens at once."""
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        """The characters that these tokens complete; bytes of an unfinished one are held back."""
+        ...
+
+    def finish(self) -> str:
+        """What is still held back, as replacement characters."""
+        ...
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters in which byte-level vocabularies write bytes (GPT-2's table)."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in shown}
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+BYTE_OF = _byte_alphabet()
+
+
+def token_bytes(piece: str) -> bytes:
+    """The bytes of an entry of a byte-level vocabulary; other added tokens stand for themselves."""
+    if all(char in BYTE_OF for char in piece):
+        return bytes(BYTE_OF[char] for char in piece)
+    return piece.encode()
+
+
+class ByteDetokenizer(Detokenizer):
+    """For byte-level vocabularies, whose tokens are bytes: exact for any bytes.
+
+    Args:
+        bytes_of: the bytes of a token.
+        text_of: the text of a token whose bytes are whole characters; of others None.
+        skip: tokens that leave no text.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        text_of: Callable[[int], str | None],
+        skip: frozenset[int],
+    ) -> None:
+        self._bytes_of = bytes_of
+        self._text_of = text_of
+        self._skip = skip
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._holds = False  # bytes of an unfinished character
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        if len(tokens) == 1 and not self._holds:  # most often
+            text = "" if tokens[0] in self._skip else self._text_of(tokens[0])
+            if text is not None:
+                return text
+        text = self._decoder.decode(b"".join(self._bytes_of(t) for t in self._shown(tokens)))
+        self._holds = bool(self._decoder.getstate()[0])
+        return text
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+    def _shown(self, tokens: Sequence[int]) -> Sequence[int]:
+        return [token for token in tokens if token not in self._skip]
+
+
+class WindowDetokenizer(Detokenizer):
+    """For every other vocabulary: decodes a short window twice and takes the difference.
+
+    Invariant: the text of _tokens[:_num_done] was returned; decoding may begin at _tokens[0].
+
+    Args:
+        decode: text of a list of tokens, special ones included.
+        prompt: its end is the context of the first window.
+        skip: tokens that leave no text.
+    """
+
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int], skip: frozenset[int]
+    ) -> None:
+        self._decode = decode
+        self._skip = skip
+        context = [token for token in prompt[-4 * CONTEXT_TOKENS :] if token not in skip]
+        self._tokens = context[-CONTEXT_TOKENS:]
+        self._num_done = len(self._tokens)
+        self._done_text = decode(self._tokens)
+
+    def feed(self, tokens: Sequence[int]) -> str:
+        return "".join(self._feed(token) for token in tokens if token not in self._skip)
+
+    def finish(self) -> str:
+        return self._advance(self._decode(self._tokens)) if self._num_held else ""
+
+    @property
+    def _num_held(self) -> int:
+        return len(self._tokens) - self._num_done
+
+    def _feed(self, token: int) -> str:
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        unfinished = text.endswith(REPLACEMENT) or len(text) <= len(self._done_text)
+        if unfinished and self._num_held < MAX_WINDOW_TOKENS:
+            return ""
+        return self._advance(text)
+
+    def _advance(self, text: str) -> str:
+        added = text[len(self._done_text) :]
+        self._tokens = self._tokens[self._num_done :]
+        self._num_done = len(self._tokens)
+        self._done_text = self._decode(self._tokens)
+        return added
+
+
+class _Automaton:
+    """How much of one stop string the text so far ends with (Knuth, Morris and Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._fallback = [0] * len(stop)
+        matched = 0
+        for i in range(1, len(stop)):
+            while matched and stop[i] != stop[matched]:
+                matched = self._fallback[matched - 1]
+            matched += stop[i] == stop[matched]
+            self._fallback[i] = matched
+
+    def feed(self, piece: str) -> int:
+        """Index just past the first match's end in `piece`; -1 when none ends there."""
+        stop, fallback, matched = self.stop, self._fallback, self.num_matched
+        for i, char in enumerate(piece):
+            while matched and char != stop[matched]:
+                matched = fallback[matched - 1]
+            if char == stop[matched]:
+                matched += 1
+                if matched == len(stop):
+                    return i + 1
+        self.num_matched = matched
+        return -1
+
+
+class StopMatcher:
+    """Finds the stop string that ends first (of those the longest), across any split of the text.
+
+    Holds back only what could still be the beginning of a stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._automata = [_Automaton(stop) for stop in dict.fromkeys(stops)]
+        self._held = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """Text that may be sent now, and whether a stop string was found; then nothing follows."""
+        ends = [(automaton.feed(piece), -len(automaton.stop)) for automaton in self._automata]
+        first = min((end for end in ends if end[0] >= 0), default=None)
+        text = self._held + piece
+        if first is not None:
+            end = len(self._held) + first[0]
+            self._held = ""
+            return text[: end + first[1]], True
+        num_held = max((automaton.num_matched for automaton in self._automata), default=0)
+        cut = len(text) - num_held
+        self._held = text[cut:]
+        return text[:cut], False
+
+    def finish(self) -> str:
+        """What was held back; the text has ended, so it is not the beginning of a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class Piece(NamedTuple):
+    """What some tokens added to the text; `num_tokens` of them count, fewer only if `stopped`."""
+
+    text: str
+    num_tokens: int
+    stopped: bool = False
+
+
+class OutputText:
+    """The text of one answer: detokenizer, then stop strings.
+
+    The text ends before the stop string, and the token that completes it is the last that counts.
+    So the result does not depend on how many tokens arrive at a time.
+
+    Args:
+        detokenizer: fresh, for this answer.
+        stops: stop strings, none empty.
+        min_tokens: neither stop strings nor `over` end the text within so many first tokens.
+        over: gets the text of each token, and says when the answer is complete.
+    """
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        min_tokens: int = 0,
+        over: Callable[[str], bool] | None = None,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._matcher = StopMatcher(stops) if stops else None
+        self._num_unmatched = min_tokens
+        self._over = over
+
+    def feed(self, tokens: Sequence[int]) -> Piece:
+        """Take the next tokens; after a `stopped` piece nothing may follow."""
+        if self._matcher is None and self._over is None:
+            return Piece(self._detokenizer.feed(tokens), len(tokens))
+        texts: list[str] = []
+        for i, token in enumerate(tokens):
+            text = self._detokenizer.feed((token,))
+            stopped, may_stop = False, self._num_unmatched <= 0
+            self._num_unmatched -= 1
+            if may_stop and self._matcher is not None:
+                text, stopped = self._matcher.feed(text)
+            texts.append(text)
+            is_over = self._over is not None and self._over(text)
+            if stopped or (may_stop and is_over):
+                return Piece("".join(texts), i + 1, stopped=True)
+        return Piece("".join(texts), len(tokens))
+
+    def finish(self) -> str:
+        """The rest of the text once the last token was fed."""
+        rest = self._detokenizer.finish()
+        if self._matcher is None:
+            return rest
+        text, stopped = self._matcher.feed(rest)
+        return text if stopped else text + self._matcher.finish()

@@ -1,0 +1,315 @@
+"""Text to tokens: the model's tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from router.config import TokenizerBackend
+from router.text.backend import TokenizerFile, encode_of
+from router.text.encoder import Encoder
+from router.text.output import (
+    ByteDetokenizer,
+    Detokenizer,
+    OutputText,
+    WindowDetokenizer,
+    token_bytes,
+)
+from worker.errors import UserError
+
+BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
+WORD_MARK = "\u2581"
+COUNTED = "_counted"  # a name of templates: `_Turns.counted`
+MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
+KNOWN_BYTES = 64 << 20  # of texts whose tokens are known, if nobody says how many
+SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only prints them."""
+
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_print"), [], [], body).set_lineno(line)
+
+    def _print(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Counts the turns of `for` loops: the only way a template could run on and on."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        template = super()._parse(source, name, filename)
+        for loop in list(template.find_all(nodes.For)):
+            loop.iter = nodes.Call(nodes.Name(COUNTED, "load"), [loop.iter], [], None, None)
+            loop.iter.set_lineno(loop.lineno).set_environment(self)
+        return template
+
+
+class _Turns:
+    """The turns of loops that one prompt has left."""
+
+    def __init__(self) -> None:
+        self._num_left = MAX_TURNS
+
+    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
+        """`values`, one a turn.
+
+        Raises:
+            TemplateError: there were too many turns.
+        """
+        for value in values:
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise jinja2.TemplateError(f"more than {MAX_TURNS} turns of loops")
+            yield value
+
+
+def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
+    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """A model's chat template, run in jinja2's sandbox with the names that Hugging Face defines.
+
+    `special` has bos_token and the like, by name.
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
+        names = {"raise_exception": _raise, "strftime_now": _strftime_now}
+        self._special = dict(special)
+        self._template = environment.from_string(source, globals=names)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        extra: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The prompt of a chat.
+
+        Raises:
+            UserError: the template refuses these messages.
+        """
+        names: dict[str, Any] = {"documents": None} | self._special
+        names |= dict(extra or {}) | {"tools": list(tools) or None}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        names[COUNTED] = _Turns().counted
+        try:
+            return self._template.render(names)
+        except Exception as error:  # a template is a program: it may raise anything
+            raise UserError(f"the chat template refused: {error}", "messages") from error
+
+
+class Text:
+    """Tokenizer and template of one model directory, loaded once; safe to use from any thread.
+
+    Args:
+        directory: a Hugging Face model directory; needs config.json and tokenizer.json.
+        known_bytes: see Encoder.
+        backend: see encode_of.
+
+    Raises:
+        UserError: a file is missing or broken, or the backend cannot be had.
+    """
+
+    def __init__(
+        self, directory: Path, known_bytes: int = KNOWN_BYTES, backend: TokenizerBackend = "auto"
+    ) -> None:
+        for name in ("config.json", "tokenizer.json"):
+            if not (directory / name).is_file():
+                raise UserError(f"{directory} has no {name}", "model.path")
+        self.directory = directory
+        config = _json(directory / "config.json")
+        config |= config.get("text_config") or {}
+        named = _json(directory / "tokenizer_config.json")
+        file = _tokenizer_file(directory / "tokenizer.json")
+        self._tokenizer = _tokenizer(file)
+        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
+        self.vocab_size: int = config.get("vocab_size") or size
+        self.model_max_len: int = config.get("max_position_embeddings") or 1 << 30
+        special = {name: _content(named[name]) for name in SPECIAL_NAMES if named.get(name)}
+        source = _template_source(directory, named)
+        self.template_source = source or ""
+        try:
+            self._template = None if source is None else ChatTemplate(source, special)
+        except jinja2.TemplateSyntaxError as error:
+            message = f"{directory}: its chat template is broken: {error}"
+            raise UserError(message, "model.path") from error
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._added = {i: token.content for i, token in added.items()}
+        self._added_ids = {content: i for i, content in self._added.items()}
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        decoder: dict[str, Any] = file.fields.get("decoder") or {}
+        self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
+        begins = {content for content in self._added_ids if content in self.template_source}
+        begins |= set(special.values())
+        encode = encode_of(file, self._tokenizer, backend)
+        self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
+        self._token_bytes = cache(self._bytes_of)
+        self._token_text = cache(self._text_of)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `tokens`; the pieces of a `Detokenizer` must add up to it."""
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+        """The prompt of a chat, special tokens written out; options: of `ChatTemplate.render`.
+
+        Raises:
+            UserError: the model has no template, or the template refuses these messages.
+        """
+        if self._template is None:
+            raise UserError("this model has no chat template; use /v1/completions", "messages")
+        return self._template.render(messages, **options)
+
+    def output(
+        self,
+        prompt: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        over: Callable[[str], bool] | None = None,
+        skip: frozenset[int] | None = None,
+    ) -> OutputText:
+        """The detokenizer and stop strings of one answer to `prompt`.
+
+        Tokens in `skip` leave no text; None: all special ones.
+        """
+        skip = self.special_ids if skip is None else skip
+        return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
+
+    def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
+        """The special tokens, without those of these contents."""
+        return frozenset(i for i in self.special_ids if self._added[i] not in contents)
+
+    def token_of(self, content: str) -> int | None:
+        """The added token with this content."""
+        return self._added_ids.get(content)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token by itself."""
+        if token in self._added or self._is_byte_level:
+            return self._token_bytes(token)
+        piece = self.piece(token)
+        if BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(WORD_MARK, " ").encode()
+
+    def piece(self, token: int) -> str:
+        """A token as it stands in the vocabulary; empty when it has no entry."""
+        return (self._tokenizer.id_to_token(token) if token < self.vocab_size else None) or ""
+
+    def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:
+        if self._is_byte_level:
+            return ByteDetokenizer(self._token_bytes, self._token_text, skip)
+        return WindowDetokenizer(self._decode_all, prompt, skip)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return token_bytes(self.piece(token))
+
+    def _text_of(self, token: int) -> str | None:
+        """The text of a token whose bytes are whole characters."""
+        try:
+            return self._token_bytes(token).decode()
+        except UnicodeDecodeError:
+            return None
+
+    def _decode_all(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    return _object(path, path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}", "model.path") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: not a JSON object", "model.path")
+    return cast("dict[str, Any]", value)
+
+
+def _tokenizer_file(path: Path) -> TokenizerFile:
+    text = path.read_text(encoding="utf-8")
+    return TokenizerFile(path, text, _object(path, text))
+
+
+def _tokenizer(file: TokenizerFile) -> Tokenizer:
+    try:
+        return Tokenizer.from_str(file.text)
+    except Exception as error:  # the library raises nothing narrower
+        raise UserError(f"{file.path}: not a tokenizer: {error}", "model.path") from error
+
+
+def _content(token: Any) -> str:
+    """Special tokens are written as a string or as {"content": ...}."""
+    return cast("dict[str, str]", token)["content"] if isinstance(token, dict) else str(token)
+
+
+def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins; a list of named templates is asked for "default"."""
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source = named.get("chat_template")
+    if isinstance(source, list):
+        entries = cast("list[dict[str, str]]", source)
+        return {entry["name"]: entry["template"] for entry in entries}.get("default")
+    return source
+
+
+def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a message whose content is a list of parts.
+
+    Raises:
+        UserError: a part is not text.
+    """
+    texts: list[str] = []
+    for part in parts:
+        if part.get("type") not in ("text", "refusal"):
+            raise UserError(f"content parts of type {part.get('type')!r} are not supported")
+        text = part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise UserError("a content part of type text needs a string in `text`")
+        texts.append(text)
+    return "\n".join(texts)

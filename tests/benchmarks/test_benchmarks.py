@@ -1,0 +1,133 @@
+"""Each benchmark in a small form on the CPU: its command runs, and its file has a row a case."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import router
+from benchmarks.gpu_cluster import serve_config
+from benchmarks.instruments import Bench, add_engine_options, build
+from benchmarks.judges.served import make_model
+from cluster.config import load
+from cluster.resolve import with_devices
+from router.text.tokenizer import Text
+from tests.support.counted import value
+from tests.support.prompts import TINY
+from worker.api import Sampling
+
+MODELS = Path(__file__).parents[2] / "benchmarks" / "models"
+CONFIG = f"--model-config {TINY / 'config.json'} --prompt-len 16 --output-len 12 --page-size 16"
+ENGINE = f"{CONFIG} --repeat 1"
+CHAIN = f"--drafter {TINY.with_name('tiny-chain') / 'config.json'}"
+ATTENTION = "--model tiny --device cpu --dtype float32 --page-size 16 --backends reference"
+CASES = [  # command, its list of rows, fields of a row, their values
+    ("engine", f"{ENGINE} --batch 1,2x24 --also top_p@2,all --cached",
+     "steps", "batch prompt_len sampling",
+     ["1 16 greedy", "2 24 greedy", "2 16 top_p", "1 16 all", "2 24 all"]),
+    ("engine", f"{ENGINE} --phase prefill --tokens 8,16 --batch 1",
+     "steps", "batch tokens", ["1 8", "1 16"]),
+    ("engine", f"{ENGINE} {CHAIN} --widths 1,3 --batch 2", "steps", "batch width", ["2 1", "2 3"]),
+    ("windows", f"{CONFIG} {CHAIN} --widths 1,2,4 --batch 1,2 --fixed 4x2.9@2 --accept 1.2 "
+     "--steps 3 --windows 3", "rates", "rows width", ["1 1", "2 1", "2 4", "1 auto", "2 auto"]),
+    ("attention", f"{ATTENTION} --replays 1 --batch 1,2 --context 40 --query-len 4",
+     "rows", "batch query_len context", ["2 4 40", "1 4 40"]),
+    ("attention", f"{ATTENTION} --replays 1 --prefill 24,32",
+     "rows", "batch query_len context", ["1 32 32", "1 24 24"]),
+    ("gemm", "--model tiny --device cpu --m 4,300", "rows", "m", ["4", "300"]),
+    ("transfer", "--transport shm --run-bytes 4096 65536 --total-mb 1",
+     "rows", "transport run_bytes", ["shm/shm 4096", "shm/shm 65536"]),
+]  # fmt: skip
+
+
+def ran(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> Any:
+    """What `python -m benchmarks.NAME` writes."""
+    path = place / "out.json"
+    monkeypatch.setattr(sys, "argv", [name, *asked.split(), "--json", str(path)])
+    importlib.import_module(f"benchmarks.{name}").main()
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(("name", "asked", "rows", "fields", "cases"), CASES)
+def test_a_row_is_written_for_every_case(
+    name, asked, rows, fields, cases, tmp_path, monkeypatch
+) -> None:
+    found = ran(name, tmp_path, monkeypatch, asked)
+    written = [" ".join(str(row[field]) for field in fields.split()) for row in found[rows]]
+    assert written == cases
+    assert {"machine", "versions", "options"} <= found.keys()
+    for row in found[rows]:
+        for launched in row.get("graphs", {"": row}).values():  # a slope: it may fall
+            assert math.isfinite(launched.get("median_ms", 0.0))
+        for backend in row.get("backends", {}).values():
+            assert backend["max_error"] == 0
+        assert max(row.get("errors", {"": 0.0}).values()) < 1e-2
+
+
+def test_ranks_sum_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = "--device cpu --ranks 2 --sizes 8192 --rows 3 --hidden 256 --calls 1 --replays 1"
+    found = ran("all_reduce", tmp_path, monkeypatch, asked)
+    (size,), (norm,) = found["sizes"], found["norms"]
+    assert (size["ways"].keys(), norm["ways"].keys()) == ({"chosen"}, {"parts", "chosen"})
+    assert max(*size["errors"].values(), *norm["errors"].values()) < 2**-6
+
+
+def test_every_part_of_the_router_has_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.run, "__defaults__", (64,))
+    figures = ran("router", tmp_path, monkeypatch, "--seconds 0.4")["figures"]
+    assert [name.partition(":")[0] for name in figures] == ["cost"] * 5 + ["full"]
+    assert all(figure > 0 for figure in figures.values())
+
+
+@pytest.mark.whole  # imports transformers
+def test_the_bundled_model_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (score,) = ran("accuracy", tmp_path, monkeypatch, f"--num 2 --model {TINY}")
+    assert score["correct"] == score["finished"] == score["num"] == 2
+
+
+def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
+    made = ArgumentParser()
+    add_engine_options(made)
+    made.set_defaults(phase="decode", prompt_len=20, chunk=64)
+    bench = Bench(build(made.parse_args(CONFIG.replace("--prompt-len 16", "").split()), 3))
+    counter = bench.engine.metrics.steps
+    assert bench.generate(3, 20, Sampling(12, ignore_eos=True, temperature=0.0), seed=1) > 0
+    taken = [value(counter(kind, "eager")) for kind in ("prefill", "decode")]
+    assert taken == [1, 11], "the prompts' step draws the first tokens"
+    assert bench.engine.book.num_holds == 0
+    bench.engine.close()
+
+
+def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> None:
+    make_model(MODELS / "qwen3-8b.json", tmp_path)
+    text = Text(tmp_path)
+    assert text.vocab_size == json.loads((MODELS / "qwen3-8b.json").read_text())["vocab_size"]
+    tokens = [5, 1023, 1024, 99_999, text.vocab_size - 1]
+    output = text.output([7])
+    assert all(output.feed([token]).text for token in tokens)
+    assert text.decode(tokens).endswith(f" 1024 99999 {text.vocab_size - 1}")
+
+
+@pytest.mark.parametrize(("num_gpus", "share"), [(0, 0.0), (1, 0.5), (2, 1.0)])
+def test_the_configuration_of_a_cluster_loads(num_gpus: int, share: float, tmp_path: Path) -> None:
+    options = Namespace(
+        gpus=num_gpus, model_config=MODELS / "qwen3-8b.json", prompt_len=512, output_len=128,
+        chunk=2048, concurrency=32, mode="always",
+    )  # fmt: skip
+    path = tmp_path / "serve.yaml"
+    path.write_text(yaml.safe_dump(serve_config(options, TINY, "tcp")))
+    config = with_devices(load(path), has_gpus=num_gpus > 0)
+    assert config.prefill.num_gpus == config.decode.num_gpus == share
+    assert config.model.name == "qwen3-8b"
+    expected = 0.425 if num_gpus == 1 else "auto"
+    assert config.decode.engine.memory_fraction == expected

@@ -1,0 +1,249 @@
+"""What `router.http.connection` adds to httptools, seen through a raw socket."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from router.http.answer import Answer
+from router.http.connection import MAX_HEAD_BYTES
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import (
+    HANG_S,
+    DecodeDouble,
+    Script,
+    Served,
+    read_all,
+    read_until,
+    speak,
+    wait_until,
+)
+from worker.api import Abort, FinishReason
+
+BODY = b'{"prompt": "hello", "stream": true}'
+HEAD = b"POST /v1/completions HTTP/%b\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
+
+
+def script_of(text: Text) -> Script:
+    return speak([65, 66])
+
+
+@pytest.fixture
+def client(served: Served, double: DecodeDouble) -> Iterator[socket.socket]:
+    with served.connect() as found:
+        yield found
+
+
+def asked(version: bytes = b"1.1", headers: bytes = b"") -> bytes:
+    return HEAD % (version, headers, len(BODY)) + BODY
+
+
+def connection_of(served: Served, client: socket.socket) -> Any:
+    """The server's side."""
+    connections = served.router.server.server_state.connections  # type: ignore[union-attr]
+    return next(each for each in connections if each.client == client.getsockname())
+
+
+def answer_to_endless(client: socket.socket, part: bytes) -> bytes:
+    """What the server says while `part` is sent again and again; nothing if it says nothing."""
+    parts = part * (1024 // len(part))
+    client.settimeout(0.02)
+    for _ in range(50 * MAX_HEAD_BYTES // len(parts)):
+        try:
+            client.sendall(parts)
+            return client.recv(4096)
+        except TimeoutError:
+            continue
+        except ConnectionError:
+            break
+    return b""
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_http_1_0_gets_an_answer_and_its_connection_is_closed(
+    client: socket.socket, stream: bytes
+) -> None:
+    raw = BODY.replace(b"true", stream)
+    client.sendall(HEAD % (b"1.0", b"connection: keep-alive\r\n", len(raw)) + raw)
+    head, _, body = read_all(client).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in head
+    assert b'"choices":' in body
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket", b"TLS/1.0"])
+def test_a_request_that_would_rather_speak_another_protocol_is_answered(
+    client: socket.socket, protocol: bytes, split: bool
+) -> None:
+    """Java's HTTP client asks every server without TLS for h2c."""
+    headers = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\nhttp2-settings: AAM\r\n"
+    request = asked(headers=headers % protocol)
+    if split:
+        client.sendall(request[:-20])
+        client.sendall(request[-20:])
+    else:
+        client.sendall(request)
+    assert read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
+    client.sendall(HEALTH)
+    assert b'{"status":"ok"}' in read_until(client, b"}")
+
+
+def test_connect_is_refused(client: socket.socket) -> None:
+    client.sendall(b"CONNECT a:443 HTTP/1.1\r\nhost: a\r\n\r\n")
+    assert read_all(client).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_no_request_is_refused_behind_the_answers_before_it(
+    client: socket.socket, double: DecodeDouble, late: bool
+) -> None:
+    double.script = None
+    client.sendall(asked() + asked() + (b"" if late else b"\x00 rubbish\r\n\r\n"))
+    peer, generate = double.take()
+    double.chunk(peer, generate, [65])
+    read_until(client, b"data: ")
+    if late:
+        client.sendall(b"\x00 rubbish\r\n\r\n")
+    double.script = speak([65, 66])
+    double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
+    rest = read_all(client)
+    assert rest.count(b"data: [DONE]") == 2
+    assert rest.count(b"HTTP/1.1 200 OK") == 1
+    assert rest.rpartition(b"HTTP/1.1 ")[2].startswith(b"400 ")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health\r\n\r\n",
+        b"GET /h\xc3\xa9alth HTTP/1.1\r\nhost: a\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: x\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nx\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+def test_heads_that_are_wrong_are_400(client: socket.socket, head: bytes) -> None:
+    client.sendall(head)
+    assert read_all(client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_head_without_end_is_400(client: socket.socket) -> None:
+    client.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\nx-long: ")
+    assert answer_to_endless(client, b"a").startswith(b"HTTP/1.1 400 ")
+
+
+def test_requests_sent_ahead_are_answered_in_order_and_no_more_are_read(
+    served: Served, client: socket.socket, double: DecodeDouble
+) -> None:
+    double.script = None
+    client.sendall(asked() + HEALTH)
+    peer, generate = double.take()
+    client.settimeout(0.5)
+    with pytest.raises(TimeoutError):  # the socket's buffers are full
+        client.sendall(200_000 * HEALTH)
+    client.settimeout(HANG_S)
+    double.chunk(peer, generate, [65], finish=FinishReason.STOP)
+    found = read_until(client, b'{"status":"ok"}')
+    assert found.index(b"[DONE]") < found.index(b'{"status":"ok"}')
+
+
+CHUNKED = b"POST /tokenize HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+TOKENIZE = b'{"prompt": "a"}'
+
+
+def test_trailers_are_no_headers(client: socket.socket) -> None:
+    trailer = b"0\r\ncontent-encoding: gzip\r\n\r\n"
+    client.sendall(CHUNKED + b"%x\r\n%b\r\n" % (len(TOKENIZE), TOKENIZE) + trailer)
+    assert read_until(client, b"}").startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize("endless", [b"a: b\r\n", b"a"])
+def test_trailers_without_end_are_400(client: socket.socket, endless: bytes) -> None:
+    client.sendall(CHUNKED + b"1\r\n{\r\n0\r\n" + (b"x: " if endless == b"a" else b""))
+    assert answer_to_endless(client, endless).startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize(
+    ("request_", "later"),
+    [
+        (HEALTH, b"\r\n"),
+        (b"POST /nowhere HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\n", b"12345"),
+    ],
+)
+def test_an_idle_connection_is_timed_whatever_came_last(
+    served: Served, client: socket.socket, request_: bytes, later: bytes
+) -> None:
+    client.sendall(request_)
+    read_until(client, b"}")
+    client.sendall(later)
+    mine = connection_of(served, client)
+    turns = asyncio.sleep(0.1)  # until it has arrived
+    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
+    assert mine.timeout_keep_alive_task is not None
+
+
+def test_a_bad_chunk_is_refused_behind_the_answer_before_it(
+    client: socket.socket, double: DecodeDouble
+) -> None:
+    double.script = None
+    client.sendall(asked() + CHUNKED + b"nonsense\r\n")
+    peer, generate = double.take()
+    double.chunk(peer, generate, [65])
+    begun = read_until(client, b"data: ")
+    double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
+    assert b" 400 " not in begun + read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+
+
+def test_answers_are_freed_without_a_collection(
+    client: socket.socket, double: DecodeDouble
+) -> None:
+    """Else the collector finds thousands of them at a time, and every stream waits for it."""
+
+    def answers() -> list[Answer]:
+        return [each for each in gc.get_objects() if type(each) is Answer]
+
+    gc.collect()
+    gc.disable()
+    try:
+        others = answers()  # that other modules' routers and tests hold
+        for _ in range(5):
+            client.sendall(asked())
+            read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+        wait_until(lambda: len(answers()) <= len(others) + 1)
+    finally:
+        gc.enable()
+
+
+def test_what_is_written_leaves_at_once(served: Served, client: socket.socket) -> None:
+    """Else Nagle's algorithm waits for the client's acknowledgement, which it delays by 40 ms."""
+    client.sendall(HEALTH)
+    read_until(client, b"}")
+    mine = connection_of(served, client).transport.get_extra_info("socket")
+    assert mine.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+def test_a_client_that_leaves_after_a_large_body_is_noticed(
+    served: Served, client: socket.socket, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn stops reading when much of a body has come at once."""
+    monkeypatch.setattr("uvicorn.protocols.http.httptools_impl.HIGH_WATER_LIMIT", 10)
+    double.script = None
+    connections = served.router.server.server_state.connections
+    client.sendall(asked()[: -len(BODY)])
+    wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
+    turns = asyncio.sleep(0.05)  # until the route waits for the body
+    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
+    client.sendall(BODY)
+    _, generate = double.take()
+    client.close()
+    assert double.expect(Abort).req_id == generate.req_id

@@ -1,0 +1,108 @@
+"""fastokens is asked where its ids are those of tokenizers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from tokenizers import Tokenizer, models
+
+from router.text import backend as encoding
+from router.text.backend import FastFirst
+from router.text.tokenizer import Text
+from tests.support.pairwise import whole
+from tests.support.prompts import TINY
+from tests.support.tokenizer_kinds import MAKERS, SLOW, encode_by, made, texts
+from worker.errors import LibraryError, UserError
+
+BOTH: dict[str, tuple[encoding.Encode, encoding.Encode]] = {}
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS))
+def test_which_kinds_it_can_read(kind: str) -> None:
+    """Where this fails it can read more or fewer: then say so in SLOW and in ADR 0003."""
+    assert isinstance(encode_by(made(kind)[0]), FastFirst) == (kind not in SLOW)
+
+
+@pytest.mark.parametrize("kind", sorted(MAKERS.keys() - SLOW))
+@settings(max_examples=3000 if whole else 150)
+@given(texts)
+def test_its_ids_are_those_of_tokenizers(kind: str, text: str) -> None:
+    if kind not in BOTH:
+        encode = encode_by(made(kind)[0])
+        assert isinstance(encode, FastFirst)
+        BOTH[kind] = encode.fast, encode.right
+    fast, right = BOTH[kind]
+    for adds in (False, True):
+        assert list(fast(text, adds)) == list(right(text, adds))
+
+
+class Double:
+    """An Encode that is wrong about every text, or refuses one."""
+
+    def __init__(self, refused: str | None = None) -> None:
+        self.refused = refused
+        self.asked: list[str] = []
+
+    def __call__(self, text: str, adds: bool) -> Sequence[int]:
+        self.asked.append(text)
+        if text == self.refused:
+            raise LibraryError("a limit")
+        return [1, len(text), adds]
+
+
+def test_a_text_that_it_refuses_is_encoded_all_the_same() -> None:
+    right, fast = Double(), Double(refused="odd")
+    encode = FastFirst(fast, right)
+    assert list(encode("odd", True)) == [1, 3, True]
+    assert right.asked == ["odd"]
+    encode("a", False)
+    assert fast.asked[-1] == "a", "it is asked for the next one"
+    assert right.asked == ["odd"], "most texts are encoded once"
+
+
+def test_what_differs_over_a_probe_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = made("bytes")[0]
+    double = Double()
+    monkeypatch.setattr(encoding, "_fastokens", lambda file: double)
+    assert not isinstance(encode_by(tokenizer), FastFirst)
+    assert double.asked
+    with pytest.raises(UserError, match="differ") as refused:
+        encode_by(tokenizer, "fastokens")
+    assert refused.value.param == encoding.FIELD
+
+
+@pytest.mark.parametrize(
+    "how", [{"truncation": {"max_length": 4}}, {"padding": {"pad_id": 0}}, {"dropout": 0.1}]
+)
+def test_what_looks_at_whole_texts_or_at_chance_is_left_to_tokenizers(how: dict[str, Any]) -> None:
+    made_so = Tokenizer(models.BPE(dropout=how.get("dropout")))
+    if "truncation" in how:
+        made_so.enable_truncation(4)
+    if "padding" in how:
+        made_so.enable_padding()
+    assert not isinstance(encode_by(made_so), FastFirst)
+
+
+def test_a_probe_that_tokenizers_refuses_is_no_failed_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encoding, "_fastokens", lambda file: Double(refused=""))
+    assert not isinstance(encode_by(made("bytes")[0]), FastFirst)
+
+
+def test_without_the_package_tokenizers_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    text = Text(TINY)
+    assert not isinstance(text.encoder.backend, FastFirst)
+    assert text.encode("Tom has 3 apples.", add_special_tokens=False)
+    with pytest.raises(UserError, match="fastokens cannot encode"):
+        Text(TINY, backend="fastokens")
+
+
+def test_it_may_be_turned_off() -> None:
+    assert isinstance(Text(TINY, backend="fastokens").encoder.backend, FastFirst)
+    assert not isinstance(Text(TINY, backend="huggingface").encoder.backend, FastFirst)

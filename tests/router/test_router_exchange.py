@@ -1,0 +1,207 @@
+"""One HTTP request as the client and the logs see it: its id, its line, its times."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from router.http.exchange import Exchanges
+from router.observe.metrics import STAGES
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import (
+    HANG_S,
+    TOLD_STAGES,
+    DecodeDouble,
+    Script,
+    Serve,
+    asking,
+    connected,
+    ended,
+    metric,
+    raw_post,
+    speak,
+    wait_until,
+)
+from worker.api import FinishReason
+
+
+def script_of(text: Text) -> Script:
+    return speak([5, 6, 7], stages=TOLD_STAGES)
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.DEBUG, "kvlane")
+    return caplog
+
+
+def post(url: str, request_id: str | None = None, **body: Any) -> httpx.Response:
+    headers = {} if request_id is None else {"x-request-id": request_id}
+    body = {"prompt": "hello"} | body
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+
+
+def access(lines: pytest.LogCaptureFixture, request_id: str) -> logging.LogRecord:
+    """The one line of the access log for this id; it is written after the last byte was sent."""
+
+    def found() -> list[logging.LogRecord]:
+        mine = [r for r in lines.records if r.getMessage().endswith(f"req_id={request_id}")]
+        return [record for record in mine if record.name == "kvlane.access"]
+
+    wait_until(lambda: bool(found()))
+    (record,) = found()
+    return record
+
+
+def test_the_client_s_id_is_in_the_answer_at_the_worker_and_in_every_line(
+    url: str, double: DecodeDouble, lines: pytest.LogCaptureFixture
+) -> None:
+    double.script = None
+    mine = "Root=1-678/mine"
+    with asking() as ask:
+        other = ask(url, n=2)  # its lines are not ours
+        others = [double.take() for _ in range(2)]
+        future = ask(url, headers={"X-Request-Id": mine})
+        peer, generate = double.take()
+        for sender, each in (*others, (peer, generate)):
+            double.chunk(sender, each, [5], finish=FinishReason.STOP)
+        response, made = future.result(HANG_S), other.result(HANG_S).headers["x-request-id"]
+    assert response.headers["x-request-id"] == mine
+    assert json.loads(response.text.split("\n")[0][6:])["id"].startswith(f"cmpl-{mine}-")
+    assert generate.req_id.startswith(f"{mine}-")
+    access(lines, mine)
+    assert {r.name for r in lines.records if f"req_id={mine}" in r.getMessage()} == {
+        "kvlane.access",
+        "kvlane.router",
+    }
+    assert re.fullmatch("[0-9a-f]{32}", made)
+    assert {generate.req_id for _, generate in others} == {f"{made}-0", f"{made}-1"}
+    assert all("req_id=" in r.getMessage() for r in lines.records if r.name == "kvlane.router")
+
+
+def test_two_live_requests_may_have_the_same_id(url: str, double: DecodeDouble) -> None:
+    double.script = None
+    with asking() as ask:
+        futures = [ask(url, headers={"x-request-id": "same"}) for _ in range(2)]
+        taken = [double.take() for _ in futures]
+        assert len({generate.req_id for _, generate in taken}) == 2
+        for i, (peer, generate) in enumerate(taken):
+            double.chunk(peer, generate, [5] * (i + 1), finish=FinishReason.STOP)
+        texts = sorted(ended(future)[0] for future in futures)
+    assert len(texts[0]) * 2 == len(texts[1])
+    assert {future.result().headers["x-request-id"] for future in futures} == {"same"}
+
+
+@pytest.mark.parametrize("given", ["", "a b", "a" * 129, "é", "a\tb"], ids=ascii)
+def test_an_unfit_id_is_replaced(url: str, given: str) -> None:
+    headers = {b"x-request-id": given.encode()}
+    response = httpx.get(f"{url}/v1/models", headers=headers)  # type: ignore[arg-type]
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+def test_a_line_for_every_request(url: str, lines: pytest.LogCaptureFixture) -> None:
+    usage = post(url, "one").json()["usage"]
+    assert re.fullmatch(
+        rf"POST /v1/completions 200 prompt_tokens={usage['prompt_tokens']} completion_tokens=3 "
+        r"first_token_ms=\d+\.\d total_ms=\d+\.\d req_id=one",
+        access(lines, "one").getMessage(),
+    )
+    post(url, "two", prompt=3)
+    line = access(lines, "two").getMessage()
+    assert re.fullmatch(
+        r"POST /v1/completions 400 total_ms=\S+ failure=invalid_value req_id=two", line
+    )
+    httpx.head(f"{url}/v1/models/?key=secret%0a", headers={"x-request-id": "three"})
+    line = access(lines, "three").getMessage()
+    assert re.fullmatch(r"HEAD /v1/models/ 200 total_ms=\S+ req_id=three", line)
+    httpx.get(f"{url}/a%0ab", headers={"x-request-id": "four"})
+    assert access(lines, "four").getMessage().startswith("GET /a%0ab 404 ")
+    for path, level in (("health", logging.DEBUG), ("metrics", logging.DEBUG)):
+        httpx.get(f"{url}/{path}", headers={"x-request-id": path})
+        assert access(lines, path).levelno == level
+    levels = {r.levelno for r in lines.records if r.name == "kvlane.router"}
+    assert levels <= {logging.DEBUG}, "nothing of a request is at INFO"
+
+
+def test_the_line_of_an_answer_that_ended_early(
+    url: str, double: DecodeDouble, lines: pytest.LogCaptureFixture
+) -> None:
+    double.script = None
+    with connected(url) as client:
+        client.sendall(raw_post(headers="x-request-id: gone\r\n", prompt="a", stream=True))
+        double.take()
+    line = access(lines, "gone").getMessage()
+    assert " 499 " in line
+    assert "failure=client_gone" in line
+    with asking() as ask:
+        future = ask(url, headers={"x-request-id": "broken"})
+        peer, generate = double.take()
+        double.chunk(peer, generate, [5])
+        double.chunk(peer, generate, at=1, finish=FinishReason.ERROR)
+        assert ended(future)[2] == "world_error"
+    assert " 200 " in access(lines, "broken").getMessage()
+    assert "failure=world_error" in access(lines, "broken").getMessage()
+
+
+@pytest.mark.parametrize(("asked", "level"), [(True, logging.INFO), (False, logging.DEBUG)])
+def test_a_request_is_a_line_at_info_only_if_asked_for(
+    serve: Serve, lines: pytest.LogCaptureFixture, asked: bool, level: int
+) -> None:
+    with serve(access_log=asked) as (_, url):
+        for path, wanted in (("v1/models", level), ("health", logging.DEBUG)):
+            httpx.get(f"{url}/{path}", headers={"x-request-id": path})
+            assert access(lines, path).levelno == wanted
+
+
+def timing(response: httpx.Response) -> dict[str, float]:
+    """Milliseconds by name."""
+    entries = [entry.split(";dur=") for entry in response.headers["server-timing"].split(", ")]
+    return {name: float(milliseconds) for name, milliseconds in entries}
+
+
+def test_server_timing_has_the_stages(url: str, double: DecodeDouble) -> None:
+    told = {
+        "prefill_queue": 500.0,
+        "prefill": 250.0,
+        "transfer": 125.0,
+        "decode_queue": 62.5,
+        "first_step": 31.2,
+    }
+    whole = timing(post(url))
+    assert list(whole) == ["prepare", *STAGES, "total"]
+    assert told.items() <= whole.items()
+    assert whole["total"] >= whole["prepare"] + whole["router_queue"] + whole["decode"] - 0.2
+    num_firsts = metric(url, "time_to_first_token_seconds_count")
+    double.script = None
+    with asking() as ask:  # headers leave with the first token, while the answer goes on
+        future = ask(url)
+        peer, generate = double.take()
+        double.chunk(peer, generate, [5], stages=TOLD_STAGES)
+        wait_until(lambda: metric(url, "time_to_first_token_seconds_count") > num_firsts)
+        double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
+        assert list(timing(future.result(HANG_S))) == ["prepare", *STAGES[:-1], "total"]
+    assert set(timing(httpx.get(f"{url}/v1/models"))) == {"total"}
+    assert "total" in timing(post(url, prompt=3))
+
+
+def test_a_route_s_mistake_is_logged_with_the_id(lines: pytest.LogCaptureFixture) -> None:
+    async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError(f"on {scope['path']}")
+
+    async def nothing(message: Message | None = None) -> Message:
+        return {}
+
+    scope = {"type": "http", "method": "GET", "path": "/a/", "raw_path": b"/a/"}
+    scope["headers"] = [(b"x-request-id", b"broken")]
+    asyncio.run(Exchanges(broken, logging.INFO)(scope, nothing, nothing))
+    (record,) = [record for record in lines.records if record.name == "kvlane.router"]
+    assert "req_id=broken" in record.getMessage()
+    assert record.exc_text is not None
+    assert "ZeroDivisionError: on /a" in record.exc_text

@@ -1,0 +1,86 @@
+"""What the router believes of members' load between two Pongs."""
+
+from __future__ import annotations
+
+import pytest
+
+from router.dispatch.members import Members
+from worker.api import Change, Member, Role, WorkerStats
+
+DECODE = Member("d", "decode", "1", "tcp://x:1")
+PREFILL = Member("p", "prefill", "1", "tcp://x:2")
+ROUTER = Member("r", "router", "1", "http://x:3")
+FREE = WorkerStats(max_num_reqs=2, num_free_pages=5)
+
+
+@pytest.fixture
+def members() -> Members:
+    found = Members()
+    assert found.update([DECODE, PREFILL, ROUTER]) == ([DECODE, PREFILL], [])
+    return found
+
+
+def test_successor_of_the_same_name_is_another_member(members: Members) -> None:
+    again = Member("d", "decode", "2", "tcp://x:4")
+    assert members.update([again, PREFILL]) == ([again], [DECODE])
+    assert members.get("d/1") is None
+
+
+def test_member_counts_from_its_first_pong_until_it_is_lost(members: Members) -> None:
+    assert not members.live("decode")
+    members.pong("d/1", None)
+    assert [known.peer for known in members.open_decode(0.0)] == ["d/1"]
+    members.lost("d/1")
+    assert not members.open_decode(0.0)
+    members.pong("unknown/1", FREE)
+    assert members.get("unknown/1") is None
+    assert not members.open_decode(0.0)
+
+
+def change(name: str, role: Role, incarnation: str, state: str = "lost") -> Change:
+    return Change(name, role, incarnation, state, "", 1.0)
+
+
+def test_a_worker_dies_once_and_only_while_this_router_is_there(members: Members) -> None:
+    before = change("d", "decode", "0"), change("r", "router", "1", "ready")
+    assert members.note_changes(()) == []
+    assert members.note_changes(before) == []
+    died = change("d", "decode", "1")
+    assert members.note_changes((*before, died)) == [died]
+    again = change("d", "decode", "2", "ready"), change("d", "decode", "2")
+    others = change("r2", "router", "1"), change("p", "prefill", "1", "stopping")
+    assert members.note_changes((*before[1:], died, *again, *others)) == [again[1]]
+    assert members.note_changes((died, *again, *others)) == []
+
+
+def test_own_requests_are_counted_on_top_of_what_a_pong_said(members: Members) -> None:
+    members.pong("d/1", WorkerStats(num_running=3, max_num_reqs=8))
+    members.sent("d/1", "p/1", 30, 0.0)
+    known, prefill = members.get("d/1"), members.get("p/1")
+    assert known is not None
+    assert prefill is not None
+    assert (known.num_requests, prefill.num_queued_tokens) == (4, 30)
+    members.pong("d/1", WorkerStats(num_running=4, max_num_reqs=8))
+    members.pong("p/1", WorkerStats(num_queued_tokens=10))
+    assert (known.num_requests, prefill.num_queued_tokens) == (4, 10)
+    members.left("d/1", gives_room=True)
+    assert known.num_requests == 3
+
+
+def test_worker_that_refused_is_left_alone_until_it_shows_room(members: Members) -> None:
+    members.pong("d/1", FREE)
+    members.refused("d/1", until=10.0)
+    assert not members.open_decode(9.0)
+    assert members.open_decode(10.0)
+    members.pong("d/1", WorkerStats(num_running=1, max_num_reqs=2, num_free_pages=5))
+    assert members.open_decode(9.0)
+    members.sent("d/1", None, 1, 9.0)
+    assert not members.open_decode(9.0)
+    members.left("d/1", gives_room=True)
+    assert members.open_decode(9.0)
+
+
+def test_draining_worker_is_live_but_not_open(members: Members) -> None:
+    members.pong("d/1", WorkerStats(max_num_reqs=2, num_free_pages=5, draining=True))
+    assert members.live("decode")
+    assert not members.open_decode(0.0)

@@ -1,0 +1,147 @@
+"""/openapi.json, /docs and /: they say what is served, and need no other server."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Script, Served, serving, speak
+
+
+def script_of(text: Text) -> Script:
+    return speak([5, 6], stages=TOLD_STAGES)
+
+
+@pytest.fixture(scope="module")
+def document(served: Served) -> dict[str, Any]:
+    return httpx.get(f"{served.url}/openapi.json").json()
+
+
+def check(document: dict[str, Any], schema: dict[str, Any], value: Any) -> None:
+    """`value` fits a schema of the document."""
+    whole = {"components": document["components"], **schema}
+    jsonschema.Draft202012Validator(whole).validate(value)
+
+
+def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            yield path, method, operation
+
+
+def parsed(media: str, example: Any) -> list[Any]:
+    """The JSON values of an example."""
+    if media != "text/event-stream":
+        return [example]
+    events = [line[6:] for line in example.split("\n") if line]
+    assert events.pop() == "[DONE]"
+    return [json.loads(event) for event in events]
+
+
+def test_every_operation_has_bodies_with_examples_that_fit(document: dict[str, Any]) -> None:
+    seen = set()
+    for path, method, operation in operations(document):
+        seen.add((method, path))
+        bodies = [*operation["responses"].values()]
+        assert ("requestBody" in operation) == (method == "post")
+        bodies += [operation["requestBody"]] if method == "post" else []
+        for body in bodies:
+            for media, content in body["content"].items():
+                for value in parsed(media, content["example"]):
+                    check(document, content["schema"], value)
+    assert {("post", "/v1/chat/completions"), ("get", "/v1/models")} <= seen
+
+
+def test_every_example_of_a_request_is_served_and_every_reply_fits(
+    url: str, document: dict[str, Any]
+) -> None:
+    num_checked = 0
+    for path, method, operation in operations(document):
+        served = operation["responses"]["200"]["content"]
+        example: Any = None
+        if method == "post":
+            example = operation["requestBody"]["content"]["application/json"]["example"]
+        if "parameters" in operation:
+            path = path.format(name=operation["parameters"][0]["example"])
+        for media in served:
+            asked = example | {"stream": True} if media == "text/event-stream" else example
+            response = httpx.request(method, f"{url}{path}", json=asked, timeout=HANG_S)
+            assert response.status_code == 200, (path, response.text)
+            assert response.headers["content-type"].startswith(media)
+            if media != "text/plain":
+                body = response.text if media == "text/event-stream" else response.json()
+                for value in parsed(media, body):
+                    check(document, served[media]["schema"], value)
+                    num_checked += 1
+    assert num_checked > len(document["paths"])
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "logprobs": True, "top_logprobs": 2},
+        {"return_stages": True},
+        {"return_trace": True},
+    ],
+    ids=str,
+)
+def test_what_is_asked_for_beside_the_text_fits_too(
+    url: str, document: dict[str, Any], more: dict[str, Any]
+) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "stream_options": None} | more
+    content = document["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]
+    for media, schema in ((m, c["schema"]) for m, c in content.items()):
+        streamed = media == "text/event-stream"
+        response = httpx.post(f"{url}/v1/chat/completions", json=asked | {"stream": streamed})
+        for value in parsed(media, response.text if streamed else response.json()):
+            check(document, schema, value)
+
+
+def test_errors_fit(url: str, document: dict[str, Any]) -> None:
+    error = httpx.post(f"{url}/v1/completions", json={"temperature": -1, "prompt": "a"}).json()
+    reply = document["paths"]["/v1/completions"]["post"]["responses"]["4XX"]
+    check(document, reply["content"]["application/json"]["schema"], error)
+    assert reply["content"]["application/json"]["example"] == error
+    with pytest.raises(jsonschema.ValidationError):
+        check(document, reply["content"]["application/json"]["schema"], {"error": {}})
+
+
+def test_keys_are_in_the_document_where_they_are_needed(directory: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("key")
+    with serving(directory, api_key_file=str(keys)) as (_, url):
+        document = httpx.get(f"{url}/openapi.json").json()
+        for path, method, operation in operations(document):
+            status = httpx.request(method, f"{url}{path}").status_code
+            assert ("security" in operation) == (status == 401)
+    assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+
+
+def test_docs_need_no_other_server(url: str) -> None:
+    page = httpx.get(f"{url}/docs").text
+    found = re.findall(r'(?:src|href)="([^"]+)"', page)
+    assert any(link.endswith(".js") for link in found)
+    assert any(link.endswith(".css") for link in found)
+    for link in found:
+        assert link.startswith("/"), link
+        assert httpx.get(f"{url}{link}").status_code == 200
+    assert "'/openapi.json'" in page
+
+
+def test_the_root_says_what_this_is(url: str) -> None:
+    found = httpx.get(url).json()
+    assert (found["name"], found["model"]) == ("kvlane", "small")
+    page = httpx.get(url, headers={"accept": "text/html,*/*;q=0.8"})
+    assert page.headers["content-type"].startswith("text/html")
+    links = re.findall(r'href="([^"]+)"', page.text)
+    assert "docs" in links
+    for path in (*links, found["docs"], found["openapi.json"], found["v1/models"]):
+        assert httpx.get(f"{url}/{path.lstrip('/')}").status_code == 200

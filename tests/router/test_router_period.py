@@ -1,0 +1,173 @@
+"""Percentiles, rates and history of the last minutes, from counts; and parts of several routers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from router.observe import board
+from router.observe.board import History, Part, Rates, RouterRow, Spread, WorkerRow
+from router.observe.metrics import TTFT_BUCKETS
+from router.observe.tally import Tallies
+from router.show.period import NUM_STEPS, RATE_S, STEP_S, Period, Reading
+
+NOTHING = Spread((1.0, 2.0), (0, 0, 0))
+ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {"end_to_end": NOTHING}, at=0.0)
+
+
+def spread_of(values: list[float]) -> Spread:
+    """As the router's own histogram counts them."""
+    tally = Tallies("x", "x", (), TTFT_BUCKETS, CollectorRegistry()).labels()
+    for value in values:
+        tally.observe(value)
+    return tally.spread()
+
+
+def part(name: str, **more: object) -> Part:
+    whole = Part(name, False, 0, 0, 1.0, {}, 0, 0, Rates(), {}, History())
+    return Part(**{each: getattr(whole, each) for each in whole.__struct_fields__} | more)
+
+
+@pytest.mark.parametrize(
+    ("counts", "q", "expected"),
+    [
+        ((4, 0, 0), 0.5, 0.5),  # linear from 0
+        ((0, 4, 0), 0.25, 1.25),
+        ((2, 2, 0), 0.5, 1.0),
+        ((2, 2, 0), 0.75, 1.5),
+        ((1, 0, 3), 0.9, 2.0),  # beyond all bounds: the last one, as Prometheus says
+        ((0, 0, 0), 0.5, None),
+    ],
+)
+def test_quantiles_are_those_of_histogram_quantile(
+    counts: tuple[int, ...], q: float, expected: float | None
+) -> None:
+    assert Spread((1.0, 2.0), counts).quantile(q) == expected
+
+
+@pytest.mark.parametrize("q", [0.01, 0.5, 0.9, 0.99])
+def test_a_quantile_is_in_the_bucket_of_the_true_one(q: float) -> None:
+    draw = random.Random(7)
+    values = [draw.lognormvariate(-3, 1) for _ in range(5000)]
+    true = float(np.quantile(values, q, method="inverted_cdf"))
+    found = spread_of(values).quantile(q)
+    assert found is not None
+    edges = (0.0, *TTFT_BUCKETS)
+    bucket = int(np.searchsorted(edges, true, side="left"))
+    assert edges[bucket - 1] <= found <= edges[bucket]
+
+
+def test_a_window_forgets_what_is_older_and_keeps_a_bounded_number() -> None:
+    at = iter(range(10_000))
+
+    def read() -> Reading:
+        step = next(at)
+        return replace(
+            ZERO,
+            at=STEP_S * step,
+            running=step,
+            outcomes={"stop": 3.0 * step, "busy": 1.0 if step else 0.0},
+            output_tokens=20.0 * step,
+            latencies={"end_to_end": Spread((1.0, 2.0), (step, 0, 1))},
+        )
+
+    period = Period(read)
+    for _ in range(NUM_STEPS + 50):
+        period.sample()
+    found = period.part("router-0", draining=True)
+    assert found.window_s == STEP_S * (NUM_STEPS + 1)
+    assert found.outcomes == {"stop": 3 * (NUM_STEPS + 1)}, "busy was before"
+    assert found.latencies["end_to_end"].counts == (NUM_STEPS + 1, 0, 0)
+    assert found.rates == Rates(3 / STEP_S, 0.0, 20 / STEP_S)
+    assert found.history.output_tokens == (20 / STEP_S,) * NUM_STEPS
+    assert found.history.running[-1] == NUM_STEPS + 49
+    assert (found.running, found.draining) == (NUM_STEPS + 50, True)
+
+
+def test_rates_are_those_of_the_last_seconds() -> None:
+    readings = [replace(ZERO, at=float(s), output_tokens=100.0 * max(0, s - 40)) for s in range(51)]
+    period = Period(iter(readings).__next__)
+    for _ in range(50):
+        period.sample()
+    assert RATE_S == 10
+    assert period.part("r", draining=False).rates.output_tokens == 100.0
+
+
+def test_a_router_that_has_just_started_has_no_rates() -> None:
+    found = Period(lambda: replace(ZERO, output_tokens=5.0)).part("r", draining=False)
+    assert (found.rates, found.history, found.window_s) == (Rates(), History(), 0.0)
+
+
+def test_parts_of_several_routers_are_one_cluster() -> None:
+    fast, slow = [0.01] * 99, [3.0]
+    parts = [
+        part(
+            "router-0",
+            outcomes={"stop": 2, "busy": 5},
+            rates=Rates(1.0, 2.0, 3.0),
+            latencies={"end_to_end": spread_of(fast), "new": spread_of(fast)},
+            history=History((1.0, 2.0, 3.0), (1.0, 1.0, 1.0), (0.0, 0.0, 0.0)),
+        ),
+        part(
+            "router-1",
+            outcomes={"stop": 4},
+            rates=Rates(0.5, 0.0, 1.0),
+            latencies={"end_to_end": spread_of(slow)},
+            history=History((10.0,), (4.0,), (2.0,)),
+        ),
+        part("router-2", latencies={"end_to_end": Spread((1.0,), (1000, 0))}),
+    ]
+    together = board.latencies(parts)["end_to_end"]
+    assert together.count == 100, "other buckets cannot be added"
+    assert board.latencies(parts)["new"].count == 99, "the others do not have it"
+    assert together.p50 == spread_of([*fast, *slow]).quantile(0.5)
+    assert together.p99 == pytest.approx(0.01)
+    assert list(board.outcomes(parts).items()) == [("stop", 6), ("busy", 5)]
+    assert board.rates(parts) == Rates(1.5, 2.0, 4.0)
+    assert board.history(parts) == History((1.0, 2.0, 13.0), (1.0, 1.0, 5.0), (0.0, 0.0, 2.0))
+
+
+@pytest.mark.parametrize(
+    ("states", "verdict"),
+    [
+        (("ready", "ready"), ("good", "All 2 workers answer")),
+        (("ready", "draining"), ("warn", "prefill-0 is draining")),
+        (("ready", "lost"), ("bad", "prefill-0 is lost")),
+        (
+            ("silent", "ready"),
+            ("bad", "No decode worker answers: requests wait, then fail (decode-0 is silent)"),
+        ),
+        (
+            ("draining", "ready"),
+            (
+                "bad",
+                "No decode worker takes requests: new ones wait, then fail (decode-0 is draining)",
+            ),
+        ),
+    ],
+)
+def test_the_worst_is_said_in_a_sentence(states: tuple[str, str], verdict: tuple[str, str]) -> None:
+    workers = [
+        WorkerRow(f"{role}-0", role, state)  # type: ignore[arg-type]
+        for role, state in zip(("decode", "prefill"), states, strict=True)
+    ]
+    assert board.verdict(workers, [RouterRow("router-0", "ready")]) == verdict
+
+
+def test_a_silent_router_and_no_worker_at_all_are_told() -> None:
+    router = RouterRow("router-0", "ready")
+    silent = [router, RouterRow("router-1", "silent")]
+    worker = [WorkerRow("decode-0", "decode", "ready")]
+    assert board.verdict(worker, silent) == ("bad", "router-1 is silent")
+    gone = [WorkerRow(f"prefill-{i}", "prefill", "lost") for i in range(6)]
+    named = ", ".join(f"prefill-{i} is lost" for i in range(4))
+    assert board.verdict([*worker, *gone], [router]) == ("bad", f"{named}, and 2 more")
+    assert board.verdict([*worker, *gone[:4]], [router]) == ("bad", named)
+    draining = [RouterRow("router-0", "draining")]
+    why = "No router takes requests (router-0 is draining)"
+    assert board.verdict(worker, draining) == ("bad", why)
+    assert board.verdict([], [])[1] == "No decode worker answers: requests wait, then fail"

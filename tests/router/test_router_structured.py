@@ -1,0 +1,98 @@
+"""Structured output: grammars that the tokenizer can follow, and 400 for those it cannot."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from llguidance import LLTokenizer
+from openai.types.chat import ChatCompletionChunk
+from pydantic import BaseModel
+
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Script, Served, accepts, speak
+
+
+class Step(BaseModel):
+    why: str
+    then: int
+
+
+class Plan(BaseModel):
+    steps: list[Step]
+    name: str
+
+
+PLAN = '{"steps":[{"why":"so","then":1}],"name":"é"}'
+
+
+@pytest.fixture(scope="module")
+def tokenizer(text: Text) -> LLTokenizer:
+    return LLTokenizer((text.directory / "tokenizer.json").read_text(), n_vocab=text.vocab_size)
+
+
+def script_of(text: Text) -> Script:
+    return KEEP
+
+
+def format_of(model: type[BaseModel], **more: Any) -> dict[str, Any]:
+    schema = {"name": "plan", "schema": model.model_json_schema(), **more}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+LOOSE = {"type": "object", "properties": {"a": {"type": "string", "format": "phone-ish"}}}
+GRAMMARS: list[tuple[dict[str, Any], list[str], list[str]]] = [
+    ({"response_format": {"type": "json_object"}}, ['{"a":1}', "{}"], ["1", '{ "a": 1}', ""]),
+    ({"response_format": format_of(Plan, strict=True)}, [PLAN], ['{"steps":[]}', "{}"]),
+    ({"response_format": format_of(Plan)}, [PLAN], ['{"name":3,"steps":[]}']),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": LOOSE}}},
+        ['{"a":"b"}'],
+        ['{"a":1}'],
+    ),
+    ({"guided_json": Step.model_json_schema()}, ['{"why":"","then":-3}'], ["{}"]),
+    ({"guided_json": json.dumps({"type": "integer"})}, ["12"], ["a", "1.5"]),
+    ({"guided_regex": "[ab]+/c?"}, ["ab/", "b/c"], ["c", "ab"]),
+    ({"guided_choice": ["yes", "no way", 'é"\n']}, ["yes", "no way", 'é"\n'], ["ye", "nope"]),
+    ({"guided_grammar": 'start: "a" more\nmore: /b+/'}, ["abb"], ["a", "b"]),
+    ({"structured_outputs": {"json": {"type": "boolean"}}}, ["true"], ["1"]),
+    ({"structured_outputs": {"regex": "a|b"}}, ["b"], ["ab"]),
+    ({"structured_outputs": {"choice": ["x"]}}, ["x"], ["y"]),
+    ({"structured_outputs": {"grammar": 'start: "x"'}}, ["x"], ["y"]),
+    ({"structured_outputs": {"json_object": True}}, ['{"a":1}'], ["1"]),
+]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+@pytest.mark.parametrize(("wish", "good", "bad"), GRAMMARS, ids=str)
+def test_wishes_become_grammars(
+    served: Served,
+    double: DecodeDouble,
+    tokenizer: LLTokenizer,
+    wish: dict[str, Any],
+    good: list[str],
+    bad: list[str],
+    path: str,
+) -> None:
+    asked = {"messages": HELLO} if path.startswith("chat") else {"prompt": "a"}
+    response = served.post(path, **asked | wish)
+    assert response.status_code == 200, response.text
+    grammar = double.take()[1].sampling.grammar
+    assert [output for output in good if not accepts(tokenizer, grammar, output)] == []
+    assert [output for output in bad if accepts(tokenizer, grammar, output)] == []
+
+
+def test_parse_of_the_client_plain_and_streamed(
+    client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
+) -> None:
+    double.script = speak(text.encode(PLAN, add_special_tokens=False))
+    asked: Any = {"model": "small", "messages": HELLO, "response_format": Plan}
+    found = client.chat.completions.parse(**asked).choices[0].message.parsed
+    assert found == Plan.model_validate_json(PLAN)
+    with client.chat.completions.stream(**asked) as stream:
+        for event in stream:
+            if event.type == "chunk":
+                ChatCompletionChunk.model_validate(event.chunk.model_dump())
+        assert stream.get_final_completion().choices[0].message.parsed == found

@@ -1,0 +1,327 @@
+"""Tools and reasoning through the HTTP front, with the templates of both formats."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from llguidance import LLTokenizer
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from router.openai.tools import detected
+from router.text.tokenizer import Text
+from tests.fault.router_doubles import (
+    HELLO,
+    QWEN,
+    DecodeDouble,
+    Served,
+    accepts,
+    make_model,
+    serving,
+    speak,
+)
+from tests.support.mutants import TOOLS
+from worker.api import FinishReason, Generate, Stop
+
+LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+ARGUMENTS = '{"city": "é 😀"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
+CALL2 = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
+def text(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Text:
+    """Models to which the tags are tokens of their own, and models that spell them."""
+    words = ("<tool_call>", "</tool_call>", "<think>", "</think>") if request.param else ()
+    return Text(make_model(tmp_path_factory.mktemp("model"), QWEN, words, 2048))
+
+
+def says(double: DecodeDouble, text: Text, answer: str) -> None:
+    """The double answers with `answer` from now on, and keeps what it was asked."""
+    double.reset()
+    tokens = text.encode(answer, add_special_tokens=False)
+    double.script = speak(tokens, sizes=(3, 1, 2), kept=True)
+
+
+def asked(double: DecodeDouble, text: Text) -> tuple[str, str]:
+    """Prompt and grammar of what the worker was asked."""
+    generate = double.take()[1]
+    return text.decode(generate.tokens, skip_special_tokens=False), generate.sampling.grammar
+
+
+def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, text: Text) -> None:
+    says(double, text, f"I look.\n{CALL}\n{CALL2}")
+    answer = client.chat.completions.create(model="small", messages=HELLO, tools=TOOLS)
+    ChatCompletion.model_validate(answer.model_dump())
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
+    calls: Any = choice.message.tool_calls
+    assert [(each.function.name, each.function.arguments) for each in calls] == [
+        ("weather", ARGUMENTS),
+        ("time", "{}"),
+    ]
+    prompt, grammar = asked(double, text)
+    assert json.dumps(TOOLS[0]) in prompt
+    assert grammar == ""
+    again = [*HELLO, choice.message, {"role": "tool", "tool_call_id": calls[0].id, "content": "7"}]
+    says(double, text, "It is 7.")
+    answer = client.chat.completions.create(model="small", messages=again, tools=TOOLS)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
+        "It is 7.",
+        "stop",
+    )
+    assert f"<tool_call>\nweather {ARGUMENTS}\n</tool_call>" in asked(double, text)[0]
+
+
+def test_calls_of_a_stream(
+    client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
+) -> None:
+    tokens = text.encode(f"{CALL}\n{CALL2}", add_special_tokens=False)
+
+    def slowly(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        for i, token in enumerate(tokens):
+            double.chunk(peer, generate, [token], at=i)
+            time.sleep(0.003)
+        double.chunk(peer, generate, at=len(tokens), finish=FinishReason.STOP)
+
+    double.script = slowly
+    body = {"messages": HELLO, "tools": TOOLS, "stream": True}
+    response = served.post("chat/completions", **body)
+    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
+    deltas = [ChatCompletionChunk.model_validate_json(item).choices[0].delta for item in data]
+    calls = [call for delta in deltas for call in delta.tool_calls or []]
+    assert sum(call.index == 0 for call in calls) > 3
+    assert [call.function.name for call in calls if call.id and call.function] == [
+        "weather",
+        "time",
+    ]
+    assert json.loads(data[-1])["choices"][0]["finish_reason"] == "tool_calls"
+    assert not any(delta.content for delta in deltas)
+    with client.chat.completions.stream(model="small", messages=HELLO, tools=TOOLS) as stream:
+        events = list(stream)
+        message = stream.get_final_completion().choices[0].message
+    done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
+    assert [(each.name, each.arguments) for each in done] == [
+        ("weather", ARGUMENTS),
+        ("time", "{}"),
+    ]
+    assert any(each.type == "tool_calls.function.arguments.delta" for each in events)
+    found: Any = message.tool_calls
+    assert [each.function.arguments for each in found] == [ARGUMENTS, "{}"]
+
+
+def grammar_accepts(text: Text, grammar: str, output: str) -> bool:
+    described = (text.directory / "tokenizer.json").read_text()
+    return accepts(LLTokenizer(described, n_vocab=text.vocab_size), grammar, output)
+
+
+COMPACT = CALL.replace(ARGUMENTS, '{"city":"é 😀"}')
+NAMED = {"type": "function", "function": {"name": "time"}}
+
+
+@pytest.mark.parametrize(
+    ("more", "good", "bad"),
+    [
+        (
+            {"tool_choice": "required"},
+            [COMPACT, CALL2, f"{COMPACT}\n{CALL2}", f"<think>\nhm\n</think>\n\n{CALL2}"],
+            ["hello", CALL2[:-3], CALL2.replace("time", "weather")],
+        ),
+        (
+            {"tool_choice": "required"},  # of a context of 2048 tokens
+            ["\n".join([CALL2] * 8)],
+            ["\n".join([CALL2] * 9)],
+        ),
+        ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a", f"{CALL2}\n{CALL2}"]),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL2], [f"{CALL2}\n{CALL2}"]),
+        (
+            {"response_format": {"type": "json_object"}},
+            ["{}", CALL2, "<think>a</think>\n\n{}"],
+            ["hello"],
+        ),
+        (
+            {"tool_choice": NAMED, "chat_template_kwargs": {"enable_thinking": False}},
+            [CALL2],
+            [f"<think>a</think>{CALL2}"],
+        ),
+    ],
+    ids=str,
+)
+def test_demanded_calls_are_constrained(
+    served: Served, text: Text, more: Any, good: list[str], bad: list[str]
+) -> None:
+    says(served.double, text, CALL2)
+    body = {"messages": HELLO, "tools": TOOLS} | more
+    response = served.post("chat/completions", **body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    grammar = asked(served.double, text)[1]
+    assert [output for output in good if not grammar_accepts(text, grammar, output)] == []
+    assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
+
+
+def test_one_call_only_and_none_at_all(
+    client: openai.OpenAI, double: DecodeDouble, text: Text
+) -> None:
+    says(double, text, f"{CALL}\n{CALL2}")
+    answer = client.chat.completions.create(
+        model="small", messages=HELLO, tools=TOOLS, parallel_tool_calls=False
+    )
+    assert len(answer.choices[0].message.tool_calls or []) == 1
+    double.take()
+    answer = client.chat.completions.create(
+        model="small", messages=HELLO, tools=TOOLS, tool_choice="none"
+    )
+    assert answer.choices[0].message.tool_calls is None
+    assert answer.choices[0].finish_reason == "stop"
+    assert "<tools>" not in asked(double, text)[0]
+
+
+def test_reasoning_is_told_apart(
+    client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
+) -> None:
+    says(double, text, "<think>\nhm, 😀\n</think>\n\nhello")
+    if streamed:
+        found = {"content": "", "reasoning_content": ""}
+        for chunk in client.chat.completions.create(model="small", messages=HELLO, stream=True):
+            for name in found:
+                found[name] += getattr(chunk.choices[0].delta, name, None) or ""
+    else:
+        message = client.chat.completions.create(model="small", messages=HELLO).choices[0].message
+        found = {name: getattr(message, name) for name in ("content", "reasoning_content")}
+    assert found == {"content": "hello", "reasoning_content": "hm, 😀"}
+    client.chat.completions.create(
+        model="small",
+        messages=HELLO,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    double.take()
+    assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
+
+
+def test_llama3_and_configuration(tmp_path: Path) -> None:
+    text = Text(make_model(tmp_path, LLAMA))
+    assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
+    call = '{"name": "time", "parameters": {}}'
+    double = DecodeDouble()
+    with serving(text.directory, double) as (_, url):
+        says(double, text, call)
+        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+        assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+        assert found["message"]["content"] is None
+        grammar = asked(double, text)[1]
+        assert grammar_accepts(text, grammar, call)
+        assert not grammar_accepts(text, grammar, "a")
+        assert not grammar_accepts(
+            text, grammar, call.replace("{}", '{"a":1}')
+        )  # it has no parameters
+    double = DecodeDouble(script=speak(text.encode(call, add_special_tokens=False)))
+    with serving(text.directory, double, tool_parser="none") as (_, url):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "tool_choice"
+        del body["tool_choice"]
+        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+        assert found["message"]["content"] == call
+
+
+def tool(**function: Any) -> Any:
+    return [{"type": "function", "function": function}]
+
+
+def earlier(call: Any) -> Any:
+    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
+    ({"tools": tool(name="a b")}, "tools.0.function.name"),
+    ({"tools": tool(name="a", strict=[])}, "tools.0.function.strict"),
+    ({"tools": 3}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    (
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+    ),
+    ({"tools": tool(name="a", parameters={"type": "strin"}), "tool_choice": "required"}, "tools"),
+    (
+        {
+            "tools": tool(name="a", parameters={"type": "strin"}),
+            "response_format": {"type": "json_object"},
+        },
+        "tools",
+    ),
+    ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
+    (
+        {"messages": earlier({"function": {"name": "a", "arguments": "{"}})},
+        "messages.1.tool_calls.0.function.arguments",
+    ),
+    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
+    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), BAD, ids=str)
+def test_malformed_tools_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
+    error = served.refusal("chat/completions", **{"messages": HELLO} | body)
+    assert error["param"] == param
+
+
+def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
+    tokens = text.encode(CALL[:-20], add_special_tokens=False)
+    served.double.script = speak(tokens, finish=FinishReason.LENGTH)
+    body = {"messages": HELLO, "tools": TOOLS}
+    found = served.post("chat/completions", **body).json()["choices"][0]
+    assert found["finish_reason"] == "length"
+    assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+
+
+def test_an_answer_of_one_call_ends_with_the_call(
+    served: Served, text: Text, streamed: bool
+) -> None:
+    double = served.double
+    says(double, text, f"<think>a</think>\nI look.\n{CALL}\n{CALL2} and so on")
+    body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
+    body |= {"stream": streamed, "stream_options": {"include_usage": True}} if streamed else {}
+    response = served.post("chat/completions", **body)
+    lines = response.text.split("\n") if streamed else [f"data: {response.text}"]
+    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for each in data for choice in each["choices"]]
+    said = [choice["delta" if streamed else "message"] for choice in choices]
+    assert "".join(each.get("content") or "" for each in said) == "I look."
+    calls = [call for each in said for call in each.get("tool_calls", [])]
+    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
+    assert {call.get("index", 0) for call in calls} == {0}
+    assert choices[-1]["finish_reason"] == "tool_calls"
+    generate = double.take()[1]
+    stop = double.expect(Stop)
+    assert stop.req_id == generate.req_id
+    num_tokens = stop.at_position - generate.num_prompt_tokens
+    assert data[-1]["usage"]["completion_tokens"] == num_tokens
+    kept = text.encode(f"<think>a</think>\nI look.\n{CALL}\n{CALL2}", add_special_tokens=False)
+    assert CALL in text.decode(kept[:num_tokens], skip_special_tokens=False)
+    assert CALL not in text.decode(kept[: num_tokens - 1], skip_special_tokens=False)
+
+
+def test_a_stream_that_says_nothing_yet_is_kept_alive(text: Text) -> None:
+    tokens = text.encode('<tool_call>\n{"arguments": {"a": "' + "b" * 30, add_special_tokens=False)
+
+    def slowly(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        for i, token in enumerate(tokens):
+            double.chunk(peer, generate, [token], at=i)
+            time.sleep(0.02)
+        double.chunk(peer, generate, at=len(tokens), finish=FinishReason.LENGTH)
+
+    body = {"messages": HELLO, "tools": TOOLS, "stream": True}
+    with serving(text.directory, DecodeDouble(script=slowly), sse_ping_s=0.1) as (_, url):
+        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert response.text.count(": ping\n\n") >= 2

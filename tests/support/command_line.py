@@ -1,0 +1,31 @@
+"""The configuration that a command line of `kvlane` means, without running it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster import cli
+from cluster.config import Config, load
+from worker.errors import UserError
+
+
+def configured(words: Sequence[str], files: Mapping[str, Path] | None = None) -> Config:
+    """What `kvlane WORDS` serves with; the defaults for commands that serve nothing.
+
+    Args:
+        words: after `kvlane`.
+        files: where a file that the command names lies here.
+
+    Raises:
+        UserError: kvlane does not take these words, or the configuration is wrong.
+    """
+    try:
+        given = cli._parser().parse_args(list(words))
+    except (SystemExit, argparse.ArgumentError) as error:
+        raise UserError(f"kvlane does not take {words}") from error
+    if words[0] != "serve":
+        return Config()
+    flags = {path: getattr(given, flag) for flag, path in cli.FLAGS.items()}
+    return load((files or {}).get(str(given.config), given.config), given.set, flags)

@@ -1,0 +1,139 @@
+"""Doubles of what a monitor works on: a site, its processes, and the links that ping them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.config import ClusterConfig
+from cluster.control.monitor import Monitor
+from cluster.control.replicas import Replica
+from cluster.sites.process import Links, Membership, Process, Report, Site, Stage
+from worker.api import Member, PeerId
+from worker.errors import PeerLost
+
+CONFIG = ClusterConfig(restart_backoff_s=0.01, max_restart_backoff_s=0.05, stop_timeout_s=0.3)
+
+
+@dataclass
+class ProcessDouble(Process):
+    name: str
+    incarnation: str
+    address: str
+    log: list[str]
+    start_error: Exception | None = None
+    idle: bool = True
+    dead: bool = False
+    deaf: bool = False  # to `stop`
+    frozen: bool = False
+    dead_to_reports: bool = False  # its death is known to them alone
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    members: list[str] = field(default_factory=list)
+    changes: list[tuple[str, str, str]] = field(default_factory=list)
+    place = "here"
+    pids = (1, 2)
+
+    async def start(self) -> Member:
+        if self.start_error is not None:
+            raise self.start_error
+        return Member(self.name, role_of(self.name), self.incarnation, self.address)
+
+    async def stage(self) -> Stage:
+        return Stage("load", 0.5)
+
+    async def run(self) -> None:
+        await self.over.wait()
+        if self.dead:
+            raise PeerLost("its process died")
+
+    async def update(self, membership: Membership) -> None:
+        self.members = [member.name for member in membership.members]
+        self.changes = [(c.name, c.state, c.text) for c in membership.changes]
+        self.log.append(f"tell {self.name} {' '.join(self.members)}")
+
+    async def drain(self, address_stays: bool) -> None:
+        self.log.append(f"drain {self.name}" + (" others" if address_stays else ""))
+
+    async def report(self) -> Report:
+        if self.frozen:
+            await asyncio.Event().wait()
+        if self.dead_to_reports:
+            raise PeerLost("its process died")
+        return Report(self.idle, {"pages": 0})
+
+    async def stop(self) -> None:
+        self.log.append(f"stop {self.name}")
+        if not self.deaf:
+            self.over.set()
+
+    def die(self) -> None:
+        self.dead = True
+        self.over.set()
+
+
+@dataclass
+class SiteDouble(Site):
+    log: list[str] = field(default_factory=list)
+    made: dict[str, list[ProcessDouble]] = field(default_factory=dict)
+    addresses: dict[str, str] = field(default_factory=dict)  # where it is not the usual one
+    start_error: Exception | None = None
+
+    async def create(self, name: str, incarnation: str) -> ProcessDouble:
+        usual = "tcp://routers" if role_of(name) == "router" else f"tcp://{name}"
+        address = self.addresses.get(name, usual)
+        process = ProcessDouble(name, incarnation, address, self.log, self.start_error)
+        self.made.setdefault(name, []).append(process)
+        self.log.append(f"create {name}")
+        return process
+
+    async def kill(self, process: Process) -> None:
+        assert isinstance(process, ProcessDouble)
+        await asyncio.sleep(0.01)
+        self.log.append(f"kill {process.name}")
+
+    async def release(self, name: str) -> None:
+        self.log.append(f"release {name}")
+
+
+@dataclass
+class LinksDouble(Links):
+    peers: set[PeerId] = field(default_factory=set)
+
+    def connect(self, peer: PeerId, address: str) -> None:
+        self.peers.add(peer)
+
+    def disconnect(self, peer: PeerId) -> None:
+        self.peers.discard(peer)
+
+
+class Monitored:
+    """A cluster of doubles and its monitor."""
+
+    def __init__(self, *names: str, http: bool = False) -> None:
+        self.site, self.links = SiteDouble(), LinksDouble()
+        if http:  # addresses that answer no pings
+            self.site.addresses = dict.fromkeys(names, "http://127.0.0.1:8000")
+        replicas = [Replica(name, role_of(name)) for name in names]
+        self.monitor = Monitor(replicas, self.site, self.links, CONFIG)
+        self.log = self.site.log
+
+    @classmethod
+    async def started(cls, *names: str, http: bool = False) -> Monitored:
+        cluster = cls(*names, http=http)
+        await cluster.monitor.start()
+        return cluster
+
+    def last(self, name: str) -> ProcessDouble:
+        return self.site.made[name][-1]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(300):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(self.log)
+
+
+def role_of(name: str) -> str:
+    return "router" if name.startswith("router") else "decode"

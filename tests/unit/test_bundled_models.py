@@ -1,0 +1,102 @@
+"""The models in `worker/assets`: the tokenizer, its chat template, and how well drafters draft."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import jinja2
+import pytest
+from tokenizers import Tokenizer
+
+from benchmarks.train import chats
+from benchmarks.train.tokenizer import CHAT_TEMPLATE
+from router.text.tokenizer import ChatTemplate
+from tests.support.engines import running
+from tests.support.prompts import TINY, problem_ids
+from worker.api import Sampling
+
+TOKENIZER = Tokenizer.from_file(str(TINY / "tokenizer.json"))
+
+
+def test_the_tokenizer_returns_any_text_unchanged_and_takes_digits_apart():
+    rng = random.Random(3)
+    points = [[rng.choice((rng.randrange(0x250), rng.randrange(0xD800))) for _ in range(20)]]
+    points += [[rng.randrange(0xD800) for _ in range(20)] for _ in range(300)]
+    texts = [
+        "",
+        " \n\n\tä \r\n",
+        "🎉👩\u200d👧 \u0000\u2028 e\u0301",
+        "<|im_start|>user\nhi<|im_end|>",
+    ]
+    for text in [*texts, *("".join(map(chr, each)) for each in points)]:
+        ids = TOKENIZER.encode(text).ids
+        assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+    tokens = TOKENIZER.encode("In all: 120 + 3456 = 3576.").tokens
+    assert [token for token in tokens if re.search(r"\d", token)] == list("12034563576")
+
+
+def test_the_chat_template_renders_the_training_text():
+    config = json.loads((TINY / "tokenizer_config.json").read_text("utf-8"))
+    assert config["chat_template"] == CHAT_TEMPLATE
+    template = jinja2.Environment().from_string(CHAT_TEMPLATE)
+    chat = chats.long_chat(random.Random(1))
+    messages: list[dict[str, Any]] = [{"role": "system", "content": chat.system}]
+    for turn in chat.turns:
+        messages.append({"role": "user", "content": turn.user})
+        messages.append({"role": "assistant", "content": turn.assistant})
+    messages = messages if chat.system else messages[1:]
+    text = "".join(chat.segments())
+    assert template.render(messages=messages, add_generation_prompt=False) == text + "\n"
+    prompt = template.render(messages=messages[:-1], add_generation_prompt=True)
+    assert prompt == "".join(chat.segments()[:-1])
+    parts = [{"type": "text", "text": "hi"}, {"type": "image"}]
+    for content, said in ((None, ""), ("hi", "hi"), (parts, "hi")):
+        rendered = template.render(messages=[{"role": "user", "content": content}])
+        assert rendered == f"<|im_start|>user\n{said}<|im_end|>\n"
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_chat_template_presents_tools_calls_and_results(told):
+    function = {"name": "add", "parameters": {"type": "object", "properties": {}}}
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be good."}] if told else []
+    messages += [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "So.", "tool_calls": [call]},
+    ]
+    tools = [{"type": "function", "function": function}]
+    rendered = ChatTemplate(CHAT_TEMPLATE, {}).render(messages, tools=tools)
+    head, *turns = rendered.split("<|im_start|>")[1:]
+    assert json.loads(head.partition("<tools>\n")[2].partition("\n</tools>")[0]) == function
+    assert head.startswith("system\nBe good.\n\n<tools>" if told else "system\n<tools>")
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert turns == [
+        "user\nhi<|im_end|>\n",
+        f"assistant\n{called}\n{called}<|im_end|>\n",
+        "user\n<tool_response>\n7\n</tool_response><|im_end|>\n",
+        f"assistant\nSo.\n{called}<|im_end|>\n",
+        "assistant\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "width", "mean", "mib"), [("chain", 5, 3.3, 1.5), ("dflash", 8, 5.0, 2.2)]
+)
+def test_the_bundled_drafters_are_small_and_draft_well(
+    drafter: str, width: int, mean: float, mib: float
+) -> None:
+    place = TINY.with_name(f"tiny-{drafter}")
+    assert sum(file.stat().st_size for file in place.iterdir()) <= mib * 2**20
+    spec = {"drafter": drafter, "path": str(place), "widths": [width]}
+    config = {"engine": {"device": "cpu", "threads": 1, "num_pages": 400}, "spec": spec}
+    asked = [Sampling(200, temperature=0.0, return_trace=True)] * 8
+    with running(config) as cluster:
+        answers = cluster.client.generate(problem_ids(8), asked)
+    drafted = (w for answer in answers for w in answer.windows if max(w.drafts, default=-1) >= 0)
+    steps = [window.num_accepted + 1 for window in drafted]
+    assert sum(steps) / len(steps) >= mean

@@ -1,0 +1,271 @@
+"""The blocks of a layer, divided among ranks: matrices, norms, embedding and head.
+
+A weight method (there is one, `Plain`) says how a matrix is stored, multiplied by and filled; the
+linear layers say how it is divided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from worker.model.shard import HeadSplit, Part, Shard, all_of, split_even, stacked, whole
+from worker.ops.best_pairs import ALIGNMENT, VocabPart
+from worker.ops.product import gated_product, product
+from worker.ops.rms_norm import rms_norm
+from worker.peers.base import Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one rank of a model is built: among which ranks, in which dtype, on which device."""
+
+    collective: Collective
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self, *shape: int) -> nn.Parameter:
+        """An uninitialised weight without gradient; the loader fills it."""
+        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return nn.Parameter(tensor, requires_grad=False)
+
+    def matrix(self, num_rows: int, num_columns: int) -> Plain:
+        """An uninitialised matrix of the model's weight method."""
+        return Plain(self.empty(num_rows, num_columns))
+
+
+class Plain(nn.Module):
+    """A matrix in the model's dtype, without scales.
+
+    Linear layers know how a matrix is divided among ranks, its method alone how it is stored.
+    """
+
+    def __init__(self, tensor: nn.Parameter) -> None:
+        super().__init__()
+        self.tensor = tensor  # [num_rows, num_columns], of this rank
+
+    def product(
+        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
+        """x times the transposed rows from `first_row` on, plus bias; see ops.product."""
+        rows = self.tensor[first_row:] if first_row else self.tensor
+        return product(x, rows, bias) if out is None else product(x, rows, bias, out)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) · up, where gate is the product with the first half of the rows."""
+        return gated_product(x, self.tensor)
+
+    def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
+        """Checkpoint name -> Shard; parts: rows of the matrices that this one stacks."""
+        named = {f"{name}.weight": part for name, part in parts.items()}
+        return stacked(self.tensor, named, columns)
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b. W stacks several of the checkpoint's matrices, so one product serves them all.
+
+    Args:
+        rows: this rank's rows of each of the matrices, by name below the layer's prefix.
+        columns: this rank's columns of all of them.
+        placement: of W and b.
+        bias: whether there is b.
+    """
+
+    def __init__(
+        self, rows: Mapping[str, Part], columns: Part, placement: Placement, *, bias: bool
+    ) -> None:
+        super().__init__()
+        self._rows, self.columns = dict(rows), columns
+        self.part_sizes = [len(part) for part in rows.values()]
+        num_rows = sum(self.part_sizes)
+        self.weight = placement.matrix(num_rows, len(columns))
+        self.bias = placement.empty(num_rows) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
+        return self.weight.product(x, self.bias)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        parts = {f"{prefix}.{name}".rstrip("."): part for name, part in self._rows.items()}
+        shards = self.weight.shards(parts, self.columns)
+        if self.bias is not None:
+            biases = {f"{name}.bias": part for name, part in parts.items()}
+            shards |= stacked(self.bias, biases)
+        return shards
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes some columns of y, and nothing is exchanged."""
+
+    def __init__(
+        self, in_features: int, rows: Mapping[str, Part], placement: Placement, *, bias: bool
+    ) -> None:
+        super().__init__(rows, all_of(in_features), placement, bias=bias)
+
+    def last(self, x: Tensor, num_parts: int) -> Tensor:
+        """The last `num_parts` of forward()'s parts; the others are not computed.
+
+        x: [num_tokens, in_features] -> [num_tokens, sum of their sizes].
+        """
+        start = sum(self.part_sizes[:-num_parts])
+        bias = None if self.bias is None else self.bias[start:]
+        return self.weight.product(x, bias, first_row=start)
+
+    def gated(self, x: Tensor) -> Tensor:
+        """forward() of gate and up in one: silu(gate) · up. Two parts of one size, without bias.
+
+        x: [num_tokens, in_features] -> [num_tokens, size of a part].
+        """
+        assert self.bias is None
+        return self.weight.gated(x)
+
+
+class RowParallelLinear(Linear):
+    """Each rank holds some columns of x and of W, and computes its part of a sum.
+
+    The norm that follows adds the parts up (RMSNorm.reduce_add), in one op where the collective has
+    one. Parts are computed where the collective sums them without a copy.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, out_features: int, placement: Placement, *, bias: bool
+    ) -> None:
+        collective = placement.collective
+        held = split_even(f"{name} columns", in_features, collective.rank, collective.size)
+        super().__init__(
+            {name: all_of(out_features)}, Part(in_features, held), placement, bias=bias
+        )
+        # The bias enters the sum once.
+        self._local_bias = self.bias if collective.rank == 0 else None
+        self._collective = collective
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features], to be summed.
+
+        Of several ranks it lies in a Collective.buffer.
+        """
+        if self._collective.size == 1:
+            return self.weight.product(x, self._local_bias)
+        out = self._collective.buffer((x.shape[0], self.part_sizes[0]), x.dtype)
+        return self.weight.product(x, self._local_bias, out)
+
+
+class ReplicatedLinear(Linear):
+    """Every rank computes the whole of y."""
+
+    def __init__(
+        self, in_features: int, out_features: int, placement: Placement, *, bias: bool
+    ) -> None:
+        super().__init__({"": all_of(out_features)}, all_of(in_features), placement, bias=bias)
+
+
+def qkv_rows(heads: HeadSplit, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Part]:
+    """This rank's rows of the query, key and value projections; counts are the whole model's."""
+    q = slice(heads.first_head * head_dim, (heads.first_head + heads.num_heads) * head_dim)
+    first, num = heads.first_kv_head, heads.num_kv_heads
+    kv = Part(num_kv_heads * head_dim, slice(first * head_dim, (first + num) * head_dim))
+    return {"q_proj": Part(num_heads * head_dim, q), "k_proj": kv, "v_proj": kv}
+
+
+def gate_up_rows(intermediate_size: int, rank: int, size: int) -> dict[str, Part]:
+    """This rank's rows of the feed-forward's gate and up projections."""
+    held = split_even("intermediate_size", intermediate_size, rank, size)
+    part = Part(intermediate_size, held)
+    return {"gate_proj": part, "up_proj": part}
+
+
+def selected(x: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows of `x` with these numbers; None: all."""
+    return x if rows is None else x.index_select(0, rows)
+
+
+class RMSNorm(nn.Module):
+    """Every rank holds the whole weight."""
+
+    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = placement.empty(size)
+        self.tap: Tensor | None = None  # [max_tokens, size], where sums are kept; see Decoder.tap
+        self._collective = placement.collective
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size] -> [..., size]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(normed, new residual), new residual being residual + the sum of all ranks' `part`.
+
+        part, residual: [num_tokens, size]; the content of `part` is lost. Without a residual
+        `part` is whole, as the embedded tokens, and becomes the residual itself.
+        """
+        if residual is None:
+            return self(part), part
+        total = None if self.tap is None else self.tap[: len(part)]
+        return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        return {f"{prefix}.weight": whole(self.weight)}
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Each rank holds as many rows, whole ALIGNMENTs of them; surplus rows of the last are zero.
+
+    A small vocabulary may leave ranks without any.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self._collective = collective = placement.collective
+        rows = -(-vocab_size // collective.size)
+        if collective.size > 1:
+            rows = -(-rows // ALIGNMENT) * ALIGNMENT
+        self.start = min(collective.rank * rows, vocab_size)
+        self.stop = min(self.start + rows, vocab_size)
+        self.weight = placement.empty(rows, hidden_size)
+        self.weight.zero_()
+        # Of which ids logits are, as long as they are not gathered; None: of all.
+        self.part: VocabPart | None = None
+        if collective.size > 1:
+            self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
+
+        Of several ranks it lies in a Collective.buffer.
+        """
+        if self._collective.size == 1:
+            return F.embedding(input_ids, self.weight)
+        elsewhere = (input_ids < self.start) | (input_ids >= self.stop)
+        rows = (input_ids - self.start).masked_fill(elsewhere, 0)
+        shape = len(input_ids), self.weight.shape[1]
+        part = self._collective.buffer(shape, self.weight.dtype)
+        torch.index_select(self.weight, 0, rows, out=part)
+        return self._collective.all_reduce(part.masked_fill_(elsewhere.unsqueeze(-1), 0.0))
+
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size]: products with every token's row.
+
+        whole: gathered from all ranks; else [n, ids of `part`].
+        """
+        part = product(hidden, self.weight)
+        if not whole:
+            return part[:, : self.stop - self.start]
+        return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard, for every tensor that this layer holds."""
+        rows = Part(self.vocab_size, slice(self.start, self.stop))
+        return stacked(self.weight, {f"{prefix}.weight": rows}, all_of(self.weight.shape[1]))
+
+
+def _gather(collective: Collective, pairs: Tensor) -> Tensor:
+    return collective.all_gather(pairs, dim=0).view(collective.size, -1)
