@@ -1,7 +1,7 @@
 """The decode loop: owns a request from admission to its last token.
 
-`DecodeLoop.turn` is one turn: what has arrived, then plan → launch → settle → reply, each when it
-is due. What becomes of a request is in `requests/table.py`.
+`DecodeLoop.turn` is one turn: messages, then plan → launch → settle → reply, each when it is due.
+`requests/table.py` holds the requests and ends them.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class DecodeLoop:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
-        """Reply with the tokens of a step that has ended, and end the requests that they end."""
+        """Reply with the tokens of a step that has ended; end requests that are complete."""
         meter = self._engine.meter
         if plan.chunks:
             began_at, reqs = now - meter.took_s, self.scheduler.launched[plan.step].computed
@@ -231,7 +231,7 @@ class DecodeLoop:
 
 
 def _widths(engine: Engine) -> WidthPolicy:
-    """Make the policy of widths; logs and exports that acceptance is simulated, if it is."""
+    """Make the policy of widths; if acceptance is simulated, log and export that."""
     simulated_len = engine.simulated_accept_len
     simulated, may_miss = simulated_len > 0, engine.config.spec.reads_text
     if simulated:
@@ -242,7 +242,7 @@ def _widths(engine: Engine) -> WidthPolicy:
 
 
 def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
-    """What `return_trace` tells of a step that has just added `num` tokens to `req`."""
+    """The entry of `return_trace` for a step that has just added `num` tokens to `req`."""
     if not plan.decode:
         return None
     return Window(len(req.tokens) - num - 1, plan.width, drawn.drafts, num - 1)

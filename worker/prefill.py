@@ -1,8 +1,8 @@
-"""The prefill loop: computes prompts, draws what follows them, announces KV, pins it in a lease.
+"""The prefill loop: computes prompts, draws first tokens, announces KV, keeps it under a lease.
 
-One turn: messages, plan and launch step n, settle step n - 1 once it has ended, sweep.
-While step n - 1 is still being computed, its layer groups are announced as they become final:
-between the layers of step n's launch, and in the turns until step n - 1 ends.
+`PrefillLoop.turn` is one turn: messages, plan and launch step n, settle step n - 1 once it has
+ended, sweep. While step n - 1 computes, its layer groups are announced as they become final:
+between the layers of step n's launch, and in all turns until step n - 1 ends.
 """
 
 from __future__ import annotations
@@ -129,10 +129,10 @@ class PrefillLoop:
         if step is None or step.groups is None:
             return
         if self._num_groups_announced == step.groups.num_groups:
-            return  # the rest of a launch asks no event
+            return  # all are announced: later layers of a launch need not ask an event
         num_final = step.groups.num_final
         if num_final > self._num_groups_announced:
-            self._engine.runner.check_ranks()  # a sum that gave up makes groups final as well
+            self._engine.runner.check_ranks()  # groups look final, too, if an all-reduce gave up
             self._num_groups_announced = num_final
             chunks = self.scheduler.chunks_of(step.plan.step)
             self._outbound.announce_groups(chunks, num_final, time.monotonic())
@@ -148,7 +148,7 @@ class PrefillLoop:
             case DrainAsked():
                 self._outbound.draining = True
             case Lost() | MembersChanged():
-                pass  # leases of a lost peer end by themselves: it may be alive and pulling
+                pass  # a lost peer may be alive and pull: its leases end by themselves
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 

@@ -1,12 +1,12 @@
-"""What a draw sees of a row's logits: bias, penalties, early stops, the grammar's mask.
+"""Changes to a row's logits before a draw: bias, penalties, early stops, the grammar's mask.
 
-Nothing of it is stored. Every pass of a draw that reads logits changes them again, so that no
+Changed logits are not stored. Every pass of a draw that reads logits changes them again, so no
 [rows, vocab] tensor in f32 is ever made. The definitions are `penalize`, `ban_early_stops` and
-`apply_mask` of `sampler.py`, with the same bits: products and quotients are rounded before they
-are added to. A row with none of this costs one scalar load for each kind.
+`apply_masks` of `sampler.py`. The bits are the same, because products and quotients are rounded
+before anything is added to them. A row without changes costs one scalar load for each kind.
 
-In a window, WIDTH rows of logits in a row belong to one request: row j counts the drafts 1 to j as
-drawn.
+In a window, WIDTH consecutive rows of logits belong to one request. Row j counts the drafts 1 to j
+as drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STUCK_BLOCK, STUCK_WARPS = 4096, 4
 
 
 class Rules(NamedTuple):
-    """What `changed_logits` reads; None where no row of the launch needs it."""
+    """Tensors that `changed_logits` reads; None: no row of the launch needs this one."""
 
     position: Tensor
     min_len: Tensor
@@ -40,7 +40,7 @@ class Rules(NamedTuple):
     drafts: Tensor | None = None
     words: Tensor | None = None
     line: Tensor | None = None
-    stuck: Tensor | None = None  # [n] u8; the mask leaves only stop ids: they may come early
+    stuck: Tensor | None = None  # [n] u8; the mask leaves only stop ids, so these may come early
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _product(x, y, EXACT: tl.constexpr):
 
 @triton.jit
 def _penalized(x, row, slot, tokens, vocab, rules, WIDTH: tl.constexpr, EXACT: tl.constexpr):
-    """`penalize` for some tokens of a row with a penalty slot; loads only what can matter."""
+    """`penalize`, for some tokens of a row with a penalty slot; loads no table that is neutral."""
     at = slot * vocab + tokens
     inside = tokens < vocab
     if tl.load(rules.biased + slot) != 0:
@@ -84,7 +84,7 @@ def changed_logits(
     logits, row, tokens, vocab, stride, rules,
     STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Logits of `tokens` in f32 as the draw sees them; -inf beyond the vocabulary.
+    """Logits of `tokens` with all changes, in f32; -inf beyond the vocabulary.
 
     STOPS: stop ids of a row; WIDTH: rows of one request.
     """
@@ -116,7 +116,7 @@ def _stuck_kernel(
     BLOCK: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): whether mask and early stops leave nothing. Few rows have both."""
+    """Grid (rows): whether mask and early stops together leave no token. Few rows have both."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -134,7 +134,7 @@ def _stuck_kernel(
 
 
 def rules_of(logits: Tensor, params: DrawParams, changes: Changes | None) -> Rules:
-    """Gather what kernels read for rows of logits [n, vocab]; launches one with masks."""
+    """Gather the tensors that kernels read for logits [n, vocab]; with masks, launches a kernel."""
     rules = Rules(params.position, params.min_len, params.stop_ids)
     if changes is None:
         return rules

@@ -1,8 +1,8 @@
-"""Which rows a pass of a draw works for, as lists on the device.
+"""Lists on the device of the rows that each pass of a draw works for.
 
-A launch that covers all rows and leaves most of them at once is not free: its programs hold many
-registers, so few run at a time, and 256 rows take tens of turns. So a pass has about as many
-programs as run at once, and each walks down a list.
+A pass could have programs for all rows, most of which end at once. That is not free: a program
+holds many registers, so few run at a time, and 256 rows take tens of turns. So a pass has about as
+many programs as run at once, and each program walks down a list of rows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import aligned, overlap
 
 BLOCK, WARPS = 1024, 4
-NUM_PROGRAMS = 396  # of a pass, as many as run at once: three on each of 132 multiprocessors
+NUM_PROGRAMS = 396  # of a pass: as many as run at once, three on each of 132 multiprocessors
 NUM_LISTS = 7
 
 
 @triton.jit
 def tries(temperature, k, p, vocab, least):
-    """Whether a row is drawn without its top_p first."""
+    """Whether a row is first drawn without its top_p."""
     return (temperature != 0.0) & (p < 1.0) & (p >= least) & ((k <= 0) | (k >= vocab))
 
 
@@ -84,9 +84,9 @@ def list_rows(
         limits: temperature, top_k and top_p of the n rows.
         kept: [n] u8, whether the row has its token; read with `checked` only.
         long_slots: [n] i64 or None; rows with one are in the last two lists as well.
-        lists: of `new_lists`, each its length and then its rows, ascending: rows that try;
-            all without a token; those of them that are sampled; of these those with top_k; with
-            top_p; with top_k and a long slot; with top_p and a long slot.
+        lists: from `new_lists`; a list is its length, then its rows, ascending. They are: rows
+            that try; rows without a token. Of the latter: sampled rows; sampled rows with top_k;
+            with top_p; with top_k and a long slot; with top_p and a long slot.
         vocab: number of token ids.
         least: see `tries`.
         checked: write all lists but the first, else the first.
@@ -103,5 +103,5 @@ def new_lists(num_rows: int, device: torch.device) -> Tensor:
 
 
 def rows_at_once(num_rows: int, num_blocks: int, num_programs: int | None = None) -> int:
-    """Rows for which a pass of so many blocks a row has programs; None: NUM_PROGRAMS of them."""
+    """Rows that a pass works for at once; num_blocks: of a row; num_programs: of the pass."""
     return max(1, min(num_rows, (num_programs or NUM_PROGRAMS) // num_blocks))

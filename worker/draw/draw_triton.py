@@ -1,32 +1,16 @@
 """Draw one token a row without sorting the logits: temperature, filters, noise, argmax.
 
-The torch twin is `worker.draw.sampler.draw_ref`, which defines the result. A row is cut into
-blocks of the vocabulary. Each pass runs over all blocks of all rows:
+The definition is `sampler.draw_ref`; `changes_triton.py` changes logits before a draw. A row is cut
+into blocks of the vocabulary. The passes are:
 
   best      the largest logit of each block
-  try       the draw without top_p, for rows that have nothing else to search for
-  tops      what the passes behind it need of a row: its largest logit, the token it tried
-  check     whether that token is one that top_p keeps. Then it is the row's, as the largest of all
-            is the largest of those kept; the passes until `winner` skip the row. For a row whose
-            top_p is p this is so with probability p or more
-  search    four bits of a threshold: the smallest logit such that all tokens above it weigh less
-            than the target. First each token weighs 1 and the target is top_k. Then a token weighs
-            its probability and the target is top_p of their sum.
-  ties      how many tokens of each block have exactly the threshold's logit
-  draw      the largest perturbed logit among the tokens that are left, by block, then by row
-
-What logits are before all that (penalties, bias, masks) is in `step/logits.py`.
-
-The search works on the logits' bits, read as integers of the same order: 16 bits in bf16 (4
-passes), otherwise 32 (8 passes). Penalties leave numbers that no bf16 holds, but a row without them
-needs no more than its first 4 passes. Of the tokens with the threshold's logit those with the
-lowest ids stay, as many as the target leaves room for. Every sum has a fixed order, and a row's
-result depends on that row alone.
-
-The tokens kept may differ from the twin's in two cases. The probability before a token is within
-f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two logits differ
-but become equal when divided by the temperature: here the larger one comes first, there the lower
-id. top_k and min_p are exact.
+  try       a draw without top_p, for rows with a high top_p and no top_k
+  tops      each row's largest logit, and the token that it tried
+  check     whether top_p keeps the token that a row tried; if so, it is the row's
+  search    four bits of the threshold of top_k, then of top_p
+  ties      number of each block's tokens with the threshold's logit
+  draw      the largest perturbed logit that is left, by block
+  winner    the same by row
 """
 
 from __future__ import annotations
@@ -54,7 +38,7 @@ from worker.ops.philox_triton import gumbel_block
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
 RADIX_BITS = 4
-# Left alone, the compiler takes up to 255, and then two programs run at a time where three could.
+# By itself the compiler takes up to 255, and then two programs run at a time instead of three.
 BEST_REGISTERS, WALK_REGISTERS = 128, 168
 NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
 TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
@@ -62,7 +46,7 @@ TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that
 
 @triton.jit
 def _reaches(digit, least, EXACT: tl.constexpr):
-    """1.0 where digit >= least, else 0.0; both are whole.
+    """1.0 where digit >= least, else 0.0; both are whole numbers.
 
     EXACT: one saturating addition, half the work of a comparison on a GPU.
     """
@@ -80,7 +64,7 @@ def _best_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
+    """Grid (blocks, rows). Also resets keys to the lowest, arrivals and kept tokens to none."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -107,8 +91,7 @@ def _tops_kernel(
 ):  # fmt: skip
     """One program a row: its largest logit and, where it tried, the token and its logit.
 
-    So the passes behind it read three numbers, where each of their programs would reduce a row of
-    blocks before it can begin.
+    So programs of later passes read three numbers, and need not reduce a row of blocks first.
     """
     if PDL:
         gdc_wait()
@@ -134,9 +117,9 @@ def _check_kernel(
     STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
     RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): the weight before the token that was tried, and of all.
+    """Grid (blocks, rows at once): weight of tokens before the one that was tried, and of all.
 
-    The last block compares them.
+    The block that arrives last compares the two.
     """
     if PDL:
         gdc_wait()
@@ -177,7 +160,7 @@ def _narrow(
     partial, row, n, limit, keys, sums, shift, first,
     PROBABLE: tl.constexpr, RADIX: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr,
 ):  # fmt: skip
-    """Find four more bits of the row's threshold; all blocks' sums are there.
+    """Find four more bits of the row's threshold; the sums of all blocks have been stored.
 
     keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight at or
     above it, target.
@@ -218,7 +201,7 @@ def _search_kernel(
 ):  # fmt: skip
     """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
 
-    The last block runs _narrow. PROBABLE: the search for top_p; else for top_k.
+    The block that arrives last runs _narrow. PROBABLE: search for top_p; else for top_k.
     """
     if PDL:
         gdc_wait()
@@ -291,9 +274,9 @@ def _draw_block(
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The program's block of one row, whose tokens are first … vocab - 1.
+    """Draw in the program's block of one row, whose tokens are first … vocab - 1.
 
-    TRY: before `tops` is there, and without top_p.
+    TRY: without top_p, and before `tops` has been filled.
     """
     block = tl.program_id(0)
     start = first + block * BLOCK
@@ -344,10 +327,10 @@ def _draw_kernel(
 ):  # fmt: skip
     """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
 
-    FILTERED: some row may have filters. TRY: without top_p, for rows that try; else for the list
-    `rows`, grid (blocks, rows at once).
+    FILTERED: some row may have filters. TRY: draw without top_p, for rows that try. FILTERED and
+    not TRY: draw for the list `rows`, grid (blocks, rows at once).
 
-    The tokens are first … vocab - 1; not FILTERED these may be those of one rank.
+    The tokens are first … vocab - 1. If not FILTERED, they may be the part of one rank.
     """
     if PDL:
         gdc_wait()
@@ -382,7 +365,7 @@ def _draw_kernel(
 def _winner_kernel(
     values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program a row."""
+    """One program a row: the lowest id with the largest value of all blocks."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -395,7 +378,17 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums,
 
 
 class _Draw:
-    """Scratch of one call, and the launches of its passes."""
+    """Scratch of one call, and the launches of its passes.
+
+    Check. A token that is the largest of all is the largest of those that top_p keeps, if top_p
+    keeps it. With a top_p of p it does with probability p or more. Then later passes skip the row.
+
+    Search. A threshold is the smallest logit such that all tokens above it weigh less than the
+    target. For top_k a token weighs 1 and the target is top_k. For top_p a token weighs its
+    probability and the target is top_p of their sum. The search works on the logits' bits, read as
+    integers of the same order: 16 bits in bf16 (4 passes), otherwise 32 (8 passes). Penalties leave
+    numbers that no bf16 holds; rows without penalties still need the first 4 passes only.
+    """
 
     def __init__(
         self,
@@ -411,7 +404,7 @@ class _Draw:
         self.limits = params.temperature, params.top_k, params.top_p, params.min_p
         short = logits.dtype == torch.bfloat16 and changes is None
         self.bits = 16 if short else 32
-        # Only these rows have keys of more than 16 bits; None: all may have, or none has.
+        # Only rows with a slot have keys of more than 16 bits; None: all rows may, or none does.
         bf16 = logits.dtype == torch.bfloat16
         self.long_slots = self.rules.slot if bf16 and changes is not None else None
         self.shared = dict(
@@ -534,12 +527,17 @@ def draw_triton(
         params: of the n rows, each tensor contiguous.
         filtered: some row may have top_k, top_p or min_p; else they are not read.
         changes: None: no row has a penalty slot or a mask. A row without either draws the same
-            token with them and with None.
-        part: which tokens the columns of logits are, if other ranks have others; neither filtered
-            nor with changes. All ranks call. None: they are all tokens.
+            token with changes and without.
+        part: the tokens of this rank's columns of logits; then neither `filtered` nor `changes`,
+            and all ranks call. None: the columns are all tokens.
 
     Returns:
-        [n] i64; of equal values the lowest id.
+        [n] i64; of equal values the lowest id. Sums have a fixed order, and a row's result depends
+        on that row alone. Of the tokens with the threshold's logit the lowest ids stay, as many as
+        the target leaves room for. top_k and min_p are exact. top_p may keep other tokens than the
+        definition in two cases: the probability before a token is within f32's rounding of top_p
+        (sums are pairwise here and sequential there); or, in f32, two logits differ but become
+        equal when divided by the temperature (here the larger comes first, there the lower id).
     """
     assert logits.stride(1) == 1
     assert part is None or not (filtered or changes), "these need the logits of all tokens"

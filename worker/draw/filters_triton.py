@@ -1,6 +1,6 @@
-"""What temperature, top_k, top_p and min_p leave of a block of logits; device functions of a draw.
+"""Device functions of a draw: temperature, top_k, top_p and min_p, for a block of logits.
 
-Logits are compared by keys, integers of the same order. `draw.py` fills `keys` and `sums`.
+Logits are compared by keys, integers of the same order. `draw_triton.py` fills `keys` and `sums`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def best_of(best, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
 
 @triton.jit
 def is_likely(x, highest, temperature, min_p, EXACT: tl.constexpr):
-    """Which tokens min_p keeps, with the twin's rounding; never those at -inf."""
+    """Which tokens min_p keeps, rounded as in the definition; never tokens at -inf."""
     likely = x > float("-inf")
     if min_p > 0.0:
         bound = tl.div_rn(highest, temperature) + natural_log(min_p, EXACT)
@@ -40,7 +40,8 @@ def weights_of(
 ):  # fmt: skip
     """1 for each token, or with PROBABLE its relative probability; 0 for tokens filtered out.
 
-    At top_k's threshold only some tokens stay. They weigh the same, so all of them count in part.
+    At top_k's threshold only some of the tokens stay. All of them weigh the same, so each counts
+    in part.
     """
     likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
     if PROBABLE:
@@ -60,7 +61,7 @@ def weights_of(
 
 @triton.jit
 def room_of(key, row, n, highest, temperature, sums, BITS: tl.constexpr):
-    """How many tokens at top_p's threshold it takes to reach the target; at least one."""
+    """How many of the tokens at top_p's threshold reach the target; at least one."""
     sums += 3 * n + row
     weight = probability(value_of(key, BITS), highest, temperature)
     room = tl.ceil((tl.load(sums + 2 * n) - tl.load(sums)) / weight)
@@ -72,7 +73,7 @@ def room_of(key, row, n, highest, temperature, sums, BITS: tl.constexpr):
 def threshold_of(
     row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS: tl.constexpr
 ):  # fmt: skip
-    """(key, room): tokens of higher keys stay, and of those with this key the first `room`."""
+    """(key, room): tokens of higher keys stay, and the first `room` of the tokens with this key."""
     cut = tl.full((), -32768 if BITS == 16 else -2147483648, tl.int32)
     room = tl.full((), 1000000000, tl.int32)
     k = tl.load(top_k + row)

@@ -1,7 +1,8 @@
 """Grammars on the host: llguidance says which tokens may follow, as bit masks.
 
-The router compiles the user's schema into an llguidance grammar. Each request has a matcher that
-consumes its output. Masks are computed while the forward runs (`DecodeLoop.turn`).
+The router makes an llguidance grammar of the user's schema. Here each request with a grammar has a
+matcher, which consumes the request's output. Masks are computed while the forward runs
+(`DecodeLoop.turn`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from worker.forward.draws import Masks
 class Matcher:
     """Follows the output of one request. Host state: it outlives preemption.
 
-    Its methods never raise: what goes wrong is in `error`, and the request ends with it.
+    Its methods never raise: a failure is kept in `error`, and the request ends with it.
     """
 
     def __init__(self, matcher: LLMatcher) -> None:
@@ -40,10 +41,10 @@ class Matcher:
         self._run(lambda: self._matcher.consume_token(token))
 
     def fill(self, masks: Tensor, index: int, drafts: Sequence[int] = ()) -> None:
-        """masks[index] = what may follow, and masks[index + j] what may behind drafts[: j].
+        """Fill masks[index] with the tokens that may follow, masks[index + j] behind drafts[: j].
 
-        Once at an end, all: the request's token is not used. All, too, behind a draft that may not
-        follow, which is never accepted.
+        At the end of the grammar all tokens may follow, because the request's token is not used.
+        Behind a draft that the grammar forbids all may follow, because the draft is not accepted.
         """
         lines = masks[index : index + 1 + len(drafts)].numpy()
         if drafts:
@@ -56,7 +57,7 @@ class Matcher:
             lines[:] = -1
 
     def _run(self, step: Callable[[], object]) -> None:
-        """Take a step of the matcher, unless it is at an end."""
+        """Call `step`, unless the matcher is at an end."""
         if self.stopped or self.error is not None:
             return
         try:
@@ -81,7 +82,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 class Grammars:
-    """Matchers and masks for one tokenizer, which is loaded for the first grammar."""
+    """Matchers and masks for one tokenizer. The first grammar loads it."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._path = directory / "tokenizer.json"
@@ -107,14 +108,14 @@ class Grammars:
         return Matcher(matcher)
 
     def _loaded(self) -> LLTokenizer:
-        if self._unusable is not None:  # trying again would hold the engine up every time
+        if self._unusable is not None:  # another try would hold up the engine each time
             raise self._unusable.with_traceback(None)
         if self._tokenizer is None:
             try:
                 with contained("llguidance"):
                     self._tokenizer = self._load()
             except KvlaneError as error:
-                if not isinstance(error.__cause__, OSError):  # which may be over next time
+                if not isinstance(error.__cause__, OSError):  # an OSError may be gone next time
                     self._unusable = error
                 raise
         return self._tokenizer
@@ -129,9 +130,9 @@ class Grammars:
     def masks(
         self, matchers: Sequence[Matcher | None], drafts: Sequence[Sequence[int]] = ()
     ) -> Masks:
-        """Make the masks of rows with these matchers, on the host; None: all is allowed.
+        """Make the masks of rows on the host; a row whose matcher is None may draw all tokens.
 
-        drafts: of each row's window, width - 1 ids, -1 = none; without, the width is 1.
+        drafts: of each row's window, width - 1 ids, -1 = none; empty: the width is 1.
         """
         width = len(drafts[0]) + 1 if drafts else 1
         line = [0] * (width * len(matchers))

@@ -1,8 +1,8 @@
 """Log-probabilities of the drawn and the likeliest tokens, without [rows, vocab] in f32.
 
-The largest logit and the sum of each block of the vocabulary are found at once. Then one program a
-row walks: the likeliest token left is the first of some block; that block's next one takes its
-place. So only blocks with a reported token are read again.
+One pass finds the largest logit and the sum of each block of the vocabulary. Then one program a row
+takes the likeliest block leader again and again, and reads that block once more for its next
+leader. So only blocks with a reported token are read again.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, T
 
     Args:
         logits: [n, vocab], of the model's dtype.
-        token: [n] i64, the drawn ones.
-        num_top: number of likeliest tokens, vocab at most; of equally likely ones the lowest ids
-            come first.
+        token: [n] i64, the drawn tokens.
+        num_top: number of likeliest tokens, vocab at most. Equally likely tokens come by lowest id.
 
     Returns:
         Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.

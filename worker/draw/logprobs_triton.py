@@ -30,7 +30,7 @@ def _blocks_kernel(
     logits, first, sums, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): each block's first in rank, and its sum relative to that one."""
+    """Grid (blocks, rows): the first token in rank of each block, and its sum relative to that."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

@@ -26,7 +26,7 @@ from worker.step.state import FloatColumns, StepState
 
 @dataclass(slots=True, frozen=True)
 class SamplingRows(DrawParams):
-    """Parameters of the rows whose logits are given, from the step state."""
+    """DrawParams taken from the step state."""
 
     @classmethod
     def gather(cls, state: StepState, rows: Tensor, position: Tensor) -> SamplingRows:
@@ -58,15 +58,15 @@ def sample(
     Args:
         logits: [n, vocab], of the model's dtype; not written.
         rows: parameters of the n rows.
-        tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered"; not
+        tail: "greedy" if all rows are greedy, "random" if no row filters, else "filtered"; not
             "none".
-        changes: penalties, biases and masks; None when no row has any.
-        part: which tokens the columns of logits are, if other ranks have others. Then neither a
-            filter nor `changes` is served; all ranks call, and draw the same.
+        changes: penalties, biases and masks; None: no row has any.
+        part: the tokens of this rank's columns of logits, where ranks divide the vocabulary. Then
+            filters and `changes` are not served; all ranks call, and draw the same.
 
     Returns:
-        [n] i64. A row's token is the same under every tail that serves it, and with `changes` that
-        do not concern it.
+        [n] i64. A row's token is the same under every tail that serves it, and whatever `changes`
+        hold for other rows.
     """
     if logits.is_cuda:
         return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes, part=part)
@@ -80,7 +80,7 @@ def draw_ref(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """The twin of draw_triton, which defines its result; see `sample`."""
+    """The definition of draw_triton; see `sample`."""
     if part is None:
         return _perturbed(logits, rows, tail, changes).argmax(-1)
     assert tail != "filtered", "these need the logits of all tokens"
@@ -93,7 +93,7 @@ def draw_ref(
 def _perturbed(
     logits: Tensor, rows: SamplingRows, tail: Tail, changes: Changes | None, first: int = 0
 ) -> Tensor:
-    """What a draw takes the largest of; without changes the columns may be tokens from `first`."""
+    """Scores whose largest is drawn; without changes the columns may be tokens from `first` on."""
     logits = change(logits, rows, changes, first)
     if tail == "greedy":
         return logits
@@ -106,7 +106,7 @@ def _perturbed(
 
 
 def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: int = 0) -> Tensor:
-    """What a draw sees of logits [n, vocab], in f32: the twin of `forward/draws.py`.
+    """Logits [n, vocab] with all changes, in f32: the definition of `changes_triton.py`.
 
     first: token of the first column, 0 with changes.
     """
@@ -119,7 +119,7 @@ def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: i
 
 
 def ban_early_stops(logits: Tensor, rows: SamplingRows, first: int = 0) -> Tensor:
-    """Set the stop tokens of rows that draw below their min_len to -inf.
+    """Set stop tokens to -inf in rows that draw at a position below their min_len.
 
     first: token of the first column.
     """
@@ -161,9 +161,9 @@ def drafted(drafts: Tensor, vocab_size: int) -> Tensor:
 
 
 def apply_masks(masks: Masks, banned: Tensor, logits: Tensor) -> Tensor:
-    """Set what grammars forbid to -inf in `banned`, which is `logits` without early stops.
+    """Set tokens that grammars forbid to -inf in `banned`, which is `logits` without early stops.
 
-    A grammar that allows only stop tokens wins over min_len: such rows come from `logits`.
+    A grammar that allows only stop tokens wins over min_len: its row is made from `logits`.
     """
     forbidden = ~unpack(masks.words[masks.line], logits.shape[1])
     left = banned.masked_fill(forbidden, float("-inf"))
@@ -180,8 +180,8 @@ def unpack(mask: Tensor, vocab_size: int) -> Tensor:
 def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:
     """Set every token outside min_p, then top_k, then top_p to -inf; the likeliest always stays.
 
-    top_p keeps the smallest set of likeliest tokens whose probability, renormalised over what
-    top_k left, reaches top_p. Rows with a filter off pass through it unchanged, bit for bit.
+    top_p keeps the smallest set of likeliest tokens whose probability, renormalised over the tokens
+    that top_k left, reaches top_p. A filter that is off for a row does not change the row's bits.
     """
     best = scaled.amax(-1, keepdim=True)
     scaled = scaled.masked_fill(scaled < best + rows.min_p.log()[:, None], float("-inf"))

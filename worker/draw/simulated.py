@@ -11,16 +11,15 @@ from torch import Tensor
 from worker.ops.philox import philox_ref
 from worker.step.rows import NUM_COUNTS, accept_rows
 
-PERIOD = 4096  # positions after which the numbers repeat
-PRIME, STRIDE = 4093, 613  # requests begin elsewhere among them, by all bits of their seeds
+PERIOD = 4096  # the drawn numbers repeat after so many positions
+PRIME, STRIDE = 4093, 613  # a request begins at one of these positions, by all bits of its seed
 
 
 class SimulatedAcceptance:
-    """Stands in for `accept_rows`: how many drafts of a window count is drawn for each position.
+    """Stands in for `accept_rows`: draws how many drafts of a window count.
 
-    Counter-based, so that runs repeat: the number depends on seed and position alone. A window that
-    is too narrow, a stop token or the request's end still cut it. Places without a draft count as
-    drafts: token 0 stands for these.
+    The number depends on seed and position alone, so runs repeat. The width of the window, a stop
+    token or the request's end still limit it. A place without a draft counts as a draft, token 0.
 
     Args:
         seed: [num_rows + 1] i64, a column of the step state.
@@ -33,11 +32,11 @@ class SimulatedAcceptance:
         self.change(kept)
 
     def change(self, kept: float) -> None:
-        """What is kept from now on, in graphs that were captured too.
+        """Set how much is kept from now on, also by graphs that are captured already.
 
-        From 1 on: so many tokens of a step on average, of each step the whole number below or
-        above. Below 1: the share of drafts that count where all before them did, so a window of W
-        tokens keeps (1 - kept^W) / (1 - kept) of them on average.
+        kept: from 1 on, mean tokens of a step; a step keeps the whole number below or above. Below
+            1, the share of drafts that count if all drafts before them did: a window of W tokens
+            keeps (1 - kept^W) / (1 - kept) tokens on average.
         """
         assert kept > 0
         if kept < 1:
@@ -47,7 +46,7 @@ class SimulatedAcceptance:
             self._num.copy_(least + (_uniform() < kept - 1 - least).long())
 
     def __call__(self, rows: Tensor, position: Tensor, *rest: Any) -> Tensor:
-        """accept_rows, with its arguments but for `num_accepted`."""
+        """Call accept_rows with these arguments and a drawn `num_accepted`."""
         width = len(position) // len(rows)
         if width == 1:
             return accept_rows(rows, position, *rest)
@@ -57,8 +56,10 @@ class SimulatedAcceptance:
         return drawn
 
     def num_accepted(self, position: Tensor, seed: Tensor) -> Tensor:
-        """Drafts that are accepted in a window that draws at `position` first, of a request of
-        `seed`; all [n] i64."""
+        """How many drafts are accepted in windows that begin to draw at `position`.
+
+        position, seed of the request, result: [n] i64.
+        """
         return self._num[(position + seed % PRIME * STRIDE) % PERIOD]
 
 

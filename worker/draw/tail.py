@@ -39,14 +39,14 @@ class Draws(NamedTuple):
 
 @dataclass(slots=True)
 class Result:
-    """What a tail has drawn, on its way to the host."""
+    """Draws of a tail, on their way to the host."""
 
     drawn: Tensor  # [n, 2 * width + 1] i64, see accept_rows_ref; n sampled rows
     values: Tensor | None = None  # [n * width, 1 + num_logprobs] f32
     ids: Tensor | None = None  # [n * width, 1 + num_logprobs] i64
 
     def first(self, num_rows: int, num_logprobs: int) -> Result:
-        """The first rows of it, with so many alternatives; -1 = no logprobs."""
+        """The result of the first rows, with so many alternatives; -1 = no logprobs."""
         if self.values is None or self.ids is None or num_logprobs < 0:
             return Result(self.drawn[:num_rows])
         columns = slice(1 + num_logprobs)
@@ -68,7 +68,7 @@ class Result:
         return Result(drawn, copy(self.values), copy(self.ids))
 
     def read(self) -> list[Drawn]:
-        """Read one entry for each sampled row; only once the device has finished."""
+        """One entry for each sampled row. Call it only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
         if self.values is not None and self.ids is not None:
             return self._with_logprobs(lines, width)
@@ -94,7 +94,7 @@ class Result:
 
 
 def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ()) -> Drawn:
-    """Of one line of what accept_rows returned."""
+    """Make the entry of one line of accept_rows' result."""
     num, ended = line[width], line[width + 1]
     return Drawn(tuple(line[:num]), bool(ended), logprobs, tuple(line[width + NUM_COUNTS :]))
 
@@ -123,7 +123,8 @@ def draw(
     if width > 1:
         rows = rows.repeat_interleave(width)
     params = SamplingRows.gather(state, rows, position)
-    # Filters, changes and logprobs look at all tokens. Of all else ranks tell each other the best.
+    # Filters, changes and logprobs need the logits of all tokens. Otherwise a rank draws the best
+    # token of its part of the vocabulary, and ranks compare theirs.
     looks_at_all = tail == "filtered" or penalized or masks is not None or num_logprobs >= 0
     part = None if looks_at_all else head.part
     logits = head.logits(hidden, whole=looks_at_all)
@@ -136,7 +137,7 @@ def draw(
         sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len, state.columns
     )  # fmt: skip
     if penalized:
-        # No two rows share a slot but 0, whose counts are never read.
+        # No two rows share a slot, except slot 0, whose counts are never read.
         kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]
         at = params.penalty_slot, ids
         state.penalties.counts.index_put_(at, kept.view(-1).int(), accumulate=True)

@@ -1,4 +1,4 @@
-"""Which requests a decode worker takes, and where each one's prompt is prefilled."""
+"""Admission of requests on a decode worker, and the choice of where a prompt is prefilled."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Admission:
             raise Busy("the worker is draining", BUSY_RETRY_S)
         if num_reqs >= int(config.max_num_reqs) + config.max_waiting:
             raise Busy("too many requests", BUSY_RETRY_S)
-        self._check(message)  # after what refuses most under load: it looks at every token
+        self._check(message)  # looks at every token, so it comes after the checks of load
         req = Req(
             message.req_id,
             message.dispatch,
@@ -67,7 +67,7 @@ class Admission:
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)
-        if message.sampling.grammar:  # compiled last: it takes milliseconds, and Busy asks again
+        if message.sampling.grammar:  # compiled last: it takes milliseconds, also for each retry
             output = message.tokens[message.num_prompt_tokens :]
             try:
                 req.matcher = self.grammars.matcher(message.sampling.grammar, output)
@@ -79,7 +79,7 @@ class Admission:
         return req
 
     def place(self, req: Req) -> None:
-        """Get the prompt's missing KV: none is missing, or it is pulled, or prefilled locally."""
+        """Get the prompt's missing KV, if any: pull it, or prefill here."""
         num_uncached = len(req.tokens) - 1 - req.num_computed_tokens
         if num_uncached == 0:
             self._engine.metrics.placed("none").inc()
@@ -94,7 +94,7 @@ class Admission:
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
         )
-        # A sibling has matched its parent's whole pages: less than a page is not worth a pull.
+        # A sibling has matched the first choice's whole pages, and less than a page is missing.
         is_short = req.is_sibling and num_uncached < self._engine.book.page_size
         if is_short or prefills_locally(inputs, candidates, config):
             self.place_locally(req, "local" if candidates else "alone")

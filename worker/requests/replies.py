@@ -1,4 +1,4 @@
-"""Replies: sends each router a frame of chunks, and finals until they are acknowledged."""
+"""Replies: frames of token chunks to routers; final chunks again until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Replies:
         return len(self._finals)
 
     def tokens(self, req: Req, now: float, last: Last) -> None:
-        """Queue the last of req.tokens, just settled; with the first go its stages."""
+        """Queue the tokens that were just added to `req`; the first ones bring its stages."""
         num, logprobs, most = last.num, last.logprobs, req.sampling.logprobs
         if logprobs and most < 0:  # others of the batch asked for them
             logprobs = ()

@@ -1,8 +1,8 @@
 """Further choices of a request (n > 1): they wait for the first one's prompt, then share its pages.
 
-The router sends every choice as a request of its own, the later ones with `Generate.after`. Once
-the first one's prompt is in the prefix tree, the others match its whole pages and prefill the rest,
-less than a page, by themselves.
+The router sends every choice as a request of its own, later choices with `Generate.after`. Once the
+first choice's prompt is in the prefix tree, later choices match its whole pages. Each prefills the
+rest, less than a page, by itself.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from worker.schedule.req import Req
 
 
 class Siblings:
-    """Requests that wait until another one's prompt is in the prefix tree. They own no pages."""
+    """Choices that wait until the first one's prompt is in the prefix tree. They hold no pages."""
 
     def __init__(self) -> None:
         # Router, req_id, dispatch -> the request, and when it came.
@@ -31,7 +31,7 @@ class Siblings:
         return waits
 
     def due(self, reqs: Collection[Req]) -> list[tuple[PeerId, Generate, float]]:
-        """Remove and return those that need not wait any longer, and when each had come."""
+        """Remove and return requests that need not wait any longer, with the time of arrival."""
         due = [k for k, each in self.waiting.items() if not _must_wait(k[0], each[0], reqs)]
         return [(key[0], *self.waiting.pop(key)) for key in due]
 

@@ -33,7 +33,7 @@ ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
 class Post(Protocol):
-    """Of the engine thread: who this worker is, and how it sends."""
+    """The part of the engine thread that is used here: this worker's name, and sending."""
 
     me: PeerId
     send: Callable[[PeerId, AnyMessage], None]
@@ -58,7 +58,7 @@ class Requests:
     def admit(
         self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
     ) -> None:
-        """Take a request, or refuse it; was_deferred: it waited for a sibling's prompt."""
+        """Admit a request, or refuse it; was_deferred: it waited for a sibling's prompt."""
         key = message.req_id, message.dispatch
         if key in self.reqs or self.siblings.defer(
             router, message, received_at, self.reqs.values()
@@ -80,7 +80,7 @@ class Requests:
         self.admission.place(req)
 
     def resume(self) -> None:
-        """Admit those that waited for another one's prompt, and those that were preempted."""
+        """Admit requests that waited for a sibling's prompt, and preempted requests."""
         for due in self.siblings.due(self.reqs.values()):
             self.admit(*due, was_deferred=True)
         self.admission.resume_preempted()
@@ -93,7 +93,7 @@ class Requests:
             self.leave(req, reason)
 
     def fetch_ended(self, fetch: Fetch) -> None:
-        """Its KV has landed, or nobody is left to ask, or it was to end."""
+        """Go on with a fetch's request: KV landed, or no worker is left to ask, or it shall end."""
         req = fetch.req
         if fetch.ending is not None:
             self.end(req, fetch.ending)
@@ -120,7 +120,7 @@ class Requests:
             self.leave(req, FinishReason.STOP)
 
     def abort(self, req_id: str, dispatch: int) -> None:
-        """Its router does not want it any more."""
+        """End a request that its router no longer wants."""
         self.siblings.abort(req_id, dispatch)
         if (req := self.reqs.get((req_id, dispatch))) is not None:
             self.leave(req, FinishReason.ABORT, ABORTED)
@@ -149,7 +149,7 @@ class Requests:
         self._engine.metrics.requests(reason.value).inc()
 
     def sweep(self, now: float) -> None:
-        """End requests that are past their deadline and that their router should have aborted."""
+        """End requests that are past their deadline. Their routers should have aborted them."""
         self.sweep_at = now + SWEEP_S
         for req in [each for each in self.reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")

@@ -1,4 +1,4 @@
-"""Interfaces that launch a step's device work: ChunkGraphs for prefill, DecodeGraphs for decode."""
+"""The seam of graphs: ChunkGraphs launches a step of prompt chunks, DecodeGraphs a decode step."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ class PaddedShape:
 
 @dataclass(slots=True, frozen=True)
 class BucketCheck:
-    """What the start-up check of one bucket found. Filled by `graph.check`."""
+    """Result of the start-up check of one bucket. Filled by `run/check.py`."""
 
-    kind: Literal["prefill", "prefill_full", "decode"]  # paths "piecewise", "graph" and "graph"
+    kind: Literal["prefill", "prefill_full", "decode"]  # path of launch: piecewise, graph, graph
     bucket: int  # tokens of chunks, or requests that decode
     width: int = field(default=1, kw_only=True)  # of their windows
-    equal: bool  # to eager: bit for bit, or within `rounding` where a compiler fused ops
-    graph_ms: float  # of one prefill forward, or of one greedy decode step
+    equal: bool  # graph and eager agree: bit for bit, or within `rounding` if a compiler fused ops
+    graph_ms: float  # time of one prefill forward, or of one greedy decode step
     eager_ms: float
 
     @property
@@ -70,8 +70,8 @@ class BucketCheck:
 class Forward(NamedTuple):
     """One launched forward of chunks."""
 
-    # After the final norm: [num_tokens, hidden], or [n, hidden] of the n batch.last_token_rows. The
-    # next step may overwrite them.
+    # Hidden states after the final norm, [num_tokens, hidden]; if the batch has n last_token_rows,
+    # of these tokens only, [n, hidden]. The next step may overwrite them.
     hidden: Tensor
     path: str  # for metrics: "graph" (without breaks), "piecewise" or "eager"
 
@@ -83,7 +83,7 @@ class Decoded(NamedTuple):
     sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
     result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
-    num_tokens: int  # that the forward computed, padding included
+    num_tokens: int  # computed by the forward, padding included
 
 
 class StepGraphs(Protocol):
@@ -112,7 +112,7 @@ class ChunkGraphs(StepGraphs, Protocol):
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        """Choose how to build a batch for `launch`; hooked: it will be given a layer hook."""
+        """Choose how to build a batch for `launch`; hooked: `launch` will get a layer hook."""
         ...
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
@@ -127,7 +127,10 @@ class DecodeGraphs(StepGraphs, Protocol):
     """Launches decode steps."""
 
     def launch(self, plan: Plan) -> Decoded:
-        """Enqueue one decode step, whose row changes are applied; see Plan.draws_apart."""
+        """Enqueue one decode step; its row changes are applied already.
+
+        With `plan.draws_apart` this is the forward only, and `draw` follows.
+        """
         ...
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:

@@ -61,7 +61,7 @@ class Graphs:
         self._run_eagerly()
 
     def _compile(self) -> None:
-        """Compile the kernels of all that will be captured, and of eager steps."""
+        """Compile the kernels of eager steps and of everything that will be captured."""
 
         def steps() -> None:
             self._run_eagerly()

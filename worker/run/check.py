@@ -1,8 +1,9 @@
 """The start-up check: compares every captured bucket with the same step launched op by op.
 
-Hidden states, tokens and the KV that was written have to be equal bit for bit at the same padded
-shape (or close, where a compiler fuses ops and so rounds differently). The measured times decide
-which buckets are used. Runs on an idle engine; restores the initial step state and zero pages.
+At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
+compiler fuses ops, they have to be close, because it rounds differently. The check also measures
+both times, which decide whether a bucket is used. It runs on an idle engine, and leaves the initial
+step state and zero pages.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ LaunchChunks = Callable[[Batch], Forward]
 class Launches(NamedTuple):
     """A way to launch decode steps."""
 
-    step: Callable[[Tensor, Tail, int], Decoded]  # of these rows, the windows' width
+    step: Callable[[Tensor, Tail, int], Decoded]  # (rows, tail, width of windows)
     draw: Callable[[Decoded, Plan, Masks | None], Result]  # see DecodeGraphs.draw
 
 
@@ -129,7 +130,7 @@ def _reported(check: BucketCheck, name: str, loaded: LoadedModel) -> BucketCheck
 
 
 class _Scene:
-    """The first `num_pages` pages of a loaded model, the sink among them, for one check."""
+    """What one check uses of a loaded model: its first `num_pages` pages, with the sink."""
 
     def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
         self._loaded = loaded
@@ -150,11 +151,11 @@ class _Scene:
     def times_ms(
         self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
     ) -> list[float]:
-        """Time each launch, from synchronize to synchronize, after one that warms up.
+        """Time each kind of launch, from synchronize to synchronize, after one that warms up.
 
-        The best of a few rounds, because other work may disturb one. The launches alternate: a GPU
-        at its power limit slows down by 10 % and more within a second, which would penalise the
-        last.
+        A time is the best of a few rounds, because other work may disturb a round. The kinds
+        alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
+        kind that comes last would look slower than it is.
         """
         for launch in launches:
             launch()
@@ -241,8 +242,8 @@ class DecodeScene(_Scene):
 class ChunkScene(_Scene):
     """Chunks that almost fill a bucket; every second one continues a prefix.
 
-    They are three, or fewer if limits are lower, or more if max_len forces it. 1/16 of the bucket
-    stays padding. The prefixes end within a page.
+    There are three chunks: fewer if limits are lower, more if max_len is too short for three. 1/16
+    of the bucket stays padding. The prefixes end within a page.
     """
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:

@@ -40,14 +40,14 @@ def draw_eagerly(
     *,
     ends_prompts: bool = False,
 ) -> Result:
-    """Sample what a forward is followed by, op by op; see DecodeGraphs.draw.
+    """Draw the tokens behind a forward op by op; see DecodeGraphs.draw.
 
-    ends_prompts: it was of chunks.
+    ends_prompts: the forward was one of chunks.
     """
     state, tail = loaded.state, plan.tail
     if state.device.type == "cuda" and (plan.penalized or masks is not None):
-        # A tail that serves every batch: otherwise there would be six times as many kernels to
-        # compile, some of them for the first time while requests wait.
+        # One tail serves every batch. With several, there would be six times as many kernels to
+        # compile, and some would compile for the first time while requests wait.
         tail = TAILS[-1]
         masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
     sent = masks and Masks(*map(state.upload_tensor, masks))
@@ -62,7 +62,7 @@ def draw_eagerly(
 
 
 def draw_and_propose(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
-    """What follows a decode step's forward: draws, and the next step's drafts. Device work only."""
+    """Draw behind a decode step's forward, and draft for the next step. Device work only."""
     result = draw_rows(loaded, forwarded, draws)
     if loaded.drafter is not None:
         assert forwarded.sampled is not None

@@ -54,7 +54,7 @@ class Engine:
 
     @property
     def step_s(self) -> dict[tuple[int, int], float]:
-        """Seconds of a decode step by (rows, width), as measured at the start; none on the CPU."""
+        """Seconds of a decode step by (rows, width), measured at the start; empty on the CPU."""
         return {
             (each.bucket, each.width): each.graph_ms / 1e3
             for each in self.checks
@@ -63,7 +63,7 @@ class Engine:
 
     @property
     def simulated_accept_len(self) -> float:
-        """Mean tokens that a row keeps of a step by simulated acceptance; 0: not simulated."""
+        """Mean tokens that a row keeps of a step if acceptance is simulated; 0: it is not."""
         decodes = self.config.role == "decode"
         return self.config.spec.simulated_len if decodes else 0.0
 
@@ -95,9 +95,9 @@ class Engine:
         metrics_address: str,
         endpoints: tuple[bytes, ...] = (),
     ) -> Member:
-        """Build the record under which other processes know this worker.
+        """Build the record by which other processes know this worker.
 
-        endpoints: of all its ranks; none: this one is alone.
+        endpoints: of all its ranks; empty: it has one rank, this one.
         """
         return Member(
             name=name,

@@ -4,10 +4,10 @@
     launch of step n + 1                              ▲        as late as keeps the device busy
     settling of step n                                      ▲
 
-A step takes what has arrived by its launch. Step n + 1, if launched as soon as step n - 1 has
-settled, would miss all that arrives while step n computes. So with KV under way the launch waits,
-by the measured times of steps and launches. All waits are the engine thread's wait for messages, so
-arrivals are handled meanwhile.
+A step takes the requests that are ready at its launch. If step n + 1 were launched as soon as step
+n - 1 has settled, it would miss requests whose KV lands while step n computes. So as long as KV is
+under way the launch waits, by the measured times of steps and launches (ADR 0021). The engine
+thread waits for messages meanwhile, so it handles whatever arrives.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from worker.run.base import PaddedShape
 from worker.run.groups import LayerGroups
 from worker.run.stream import Handle
 
-# Margin before a step's expected end: a timed wait of the OS, or other threads that hold the
-# interpreter lock, may delay the launch of the next step by this much.
+# Margin before a step's expected end. A timed wait of the OS, or a thread that holds the GIL, may
+# delay the launch of the next step by this much.
 SLACK_S = 4e-4
 # How often the loop polls for a step's end: every NEAR_POLL_S within NEAR_S of its expected end,
-# else every POLL_S, as it may end early and the end of a step with chunks is not predicted.
+# else every POLL_S. A step may end early, and the end of a step with chunks is not predicted.
 POLL_S = 2.5e-4
 NEAR_S = 2e-4
 NEAR_POLL_S = 3e-5
-TOLD_S = 0.1  # where the end of a step wakes the loop, which need not poll
-NUM_LAUNCHES = 8  # recent ones; the next takes at most the longest of them, presumably
+TOLD_S = 0.1  # wait of a loop that the end of a step wakes, and that need not poll
+NUM_LAUNCHES = 8  # recent launches; the next is assumed to take as long as the longest of them
 
 
 class Step:
@@ -46,10 +46,10 @@ class Step:
 
     def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
         self.plan, self.shape, self.groups = plan, shape, groups
-        # How it was launched, for metrics, and tokens of its forward, padding included; known once
-        # it has been waited for.
+        # How the step was launched, for metrics, and how many tokens its forward computed, padding
+        # included. Both are known once `wait` has returned.
         self.path, self.num_tokens = "", 0
-        self.end: Handle | None = None  # of all of it; None: a masked step's tail is to come
+        self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
         self.verifies: Handle | None = None  # the drafts of a masked step; None: the width is 1
 
     def done(self) -> bool:
@@ -64,14 +64,14 @@ class Step:
         return self.end is not None and self.end.tells(wake)
 
     def drafts(self) -> list[list[int]]:
-        """What each row of a masked step verifies, width - 1 ids; -1 = none. Width 1: [].
+        """Drafts that each row of a masked step verifies: width - 1 ids, -1 = none. Width 1: [].
 
-        Known as soon as the step before has ended, when masks can be made.
+        Waits for the end of the step before. From then on masks can be made.
         """
         return [] if self.verifies is None else self.verifies.wait().ids.tolist()
 
     def wait(self) -> list[Drawn]:
-        """Block until the step has finished; returns what plan.sampled_rows drew."""
+        """Block until the step has finished; returns the draws of plan.sampled_rows."""
         assert self.end is not None, "the tail of a masked step is not launched"
         result: Result | None = self.end.wait()
         return result.read() if result is not None else []
@@ -83,9 +83,10 @@ class Flight:
     A turn asks, in this order: `launch_due` (then `launched`), `ended`, `tail_due`, `idle_s`.
 
     Args:
-        meter: what it says of the ends of steps.
+        meter: predicts the ends of steps.
         overlap: a step is launched while the one before it runs.
-        wake: begins a turn of the loop, from any thread; for steps that say when they end.
+        wake: begins a turn of the loop, from any thread; called at the end of a step where the
+            stream can do so.
     """
 
     def __init__(
@@ -107,9 +108,9 @@ class Flight:
         return self.running is not None or self._next is not None
 
     def launch_due(self, num_arriving: int = 0) -> bool:
-        """Whether a step, if there is one, is to be launched now.
+        """Whether to launch a step now, if the scheduler has one.
 
-        num_arriving: requests that may join it as soon as their KV has landed.
+        num_arriving: requests that may join the step once their KV has landed.
         """
         self._wait_s, self._has_settled = 0.0, False
         if self._next is not None or (self.running is not None and not self.overlap):
@@ -118,7 +119,7 @@ class Flight:
         return not self._wait_s
 
     def launched(self, step: Step, took_s: float) -> None:
-        """Take a step whose launch took so long."""
+        """Take a step that was launched just now; took_s: how long the launch took."""
         self._next = step
         if step.plan.decode:
             self._launches_s.append(took_s)
@@ -126,7 +127,8 @@ class Flight:
     def ended(self) -> Step | None:
         """The running step, if it is to be settled now; the next one takes its place.
 
-        A step that was launched in this turn runs until the next.
+        A step that was launched behind no other becomes `running` here, and is not settled in
+        the same turn.
         """
         step = self.running
         if step is not None:
@@ -139,16 +141,16 @@ class Flight:
         return step
 
     def tail_due(self) -> Step | None:
-        """The running step if its tail waits for masks, which follow from the step before; once."""
+        """The running step if its tail waits for masks; once, when the step before has settled."""
         due, self._tail_due = self._tail_due, False
         return self.running if due else None
 
     def idle_s(self, num_arriving: int = 0) -> float | None:
-        """How long nothing is due; None: nothing will be before something arrives."""
+        """How long nothing is due; None: nothing will be due before something arrives."""
         if self._wait_s:
             return self._wait_s
         if self.running is None:
-            return 0.0 if self._has_settled else None  # what has settled may have made room
+            return 0.0 if self._has_settled else None  # the settled step may have made room
         return self._launch_wait_s(num_arriving)
 
     def _launch_wait_s(self, num_arriving: int) -> float:

@@ -1,16 +1,16 @@
 """Decode steps as CUDA graphs: everything from the rows to the drawn tokens in one replay.
 
-A bucket is a padded number of rows. For each width of windows it has these graphs:
+A bucket is a padded number of rows. For each width of windows, a bucket has these graphs:
 
     what is in it            width 1                      wider
     forward, draws           greedy, random, filtered     greedy
     forward                  one                          one
     draws behind a forward   with logprobs, without       with logprobs, without
 
-Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens there.
-They serve steps with grammars, penalties or logprobs, and every tail that has no graph of its own.
-A graph's inputs are row numbers and masks. Padding is row 0, the sink: it writes to page 0 and
-draws nothing.
+Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens.
+Two replays, forward and draws, serve steps with grammars, penalties or logprobs, and tails without
+a graph of their own. A graph's inputs are row numbers and masks. Padding is row 0, the sink, which
+writes to page 0 and draws nothing.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FullDecode:
         memory: of all captures.
 
     Raises:
-        Unsupported: the decode backend plans on the host, which a replay cannot repeat.
+        Unsupported: the attention backend plans on the host, which a replay cannot repeat.
     """
 
     def __init__(self, loaded: LoadedModel, memory: GraphMemory) -> None:
@@ -76,7 +76,7 @@ class FullDecode:
         self._eager = EagerDecode(loaded)
         device = loaded.state.device
         self._rows = torch.zeros(self.buckets[-1], dtype=torch.int64, device=device)
-        # Bucket and width, those of most tokens first, so that smaller ones reuse their memory.
+        # (bucket, width), most tokens first, so that smaller captures reuse the memory of larger.
         shapes = [(b, w) for w in loaded.widths for b in buckets_of(self.buckets, w)]
         self._shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
         most = self._shapes[0][0] * self._shapes[0][1]
@@ -202,13 +202,13 @@ class FullDecode:
 
 
 def _tails(width: int) -> tuple[Tail, ...]:
-    """Those that have a graph of their own behind the forward; "none", first, is the forward."""
+    """Tails that have one graph with the forward; first "none", which is the forward alone."""
     return TAILS if width == 1 else ("none", "greedy")
 
 
 @cache
 def buckets_of(buckets: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """Those that windows of `width` have graphs for: beyond 64 rows every second one."""
+    """The buckets that have graphs for windows of `width`: beyond 64 rows every second one."""
     if width == 1:
         return buckets
     most = max_rows(width, buckets[-1])

@@ -12,11 +12,11 @@ from worker.run.stream import Stream
 class LayerGroups:
     """The layer hook of one prefill step: records an event as each layer group becomes final.
 
-    The last group's pages travel with those of all other regions (`RankPair.runs`). So if there are
-    other regions, its event is recorded once they are written, too.
+    Pages of other regions (a drafter's) travel with the last group (`RankPair.runs`). So if there
+    are other regions, the last event is recorded once these are written, too.
 
     With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows
-    after that layer's all-reduce, so a group counts as final from the next layer on.
+    that after the layer's all-reduce, so a group counts as final from the next layer on.
 
     If the stream launches in the engine thread, `while_launching` is called at each layer, once the
     store of its KV is enqueued: that thread announces the groups of the step before meanwhile.
@@ -32,7 +32,7 @@ class LayerGroups:
         self._events = [stream.event() for _ in range(layout.num_groups)]
         self._layers_per_group = layout.regions[0].layers_per_group
         self._late = num_ranks > 1
-        # How many groups `on_layer` records; the rest is recorded when all regions are written.
+        # Groups that `on_layer` records; the last may have to wait for `on_regions`.
         self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)
         self._while_launching = while_launching if stream.launches_here else None
         self._failed = False
@@ -61,7 +61,7 @@ class LayerGroups:
             self._while_launching()
 
     def on_regions(self) -> None:
-        """Called once the step has written all regions: what is left becomes final."""
+        """Called once the step has written all regions: the groups that are left become final."""
         for event in self._events[self._by_layers :]:
             event.record()
 

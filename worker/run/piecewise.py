@@ -2,13 +2,12 @@
 
 A piecewise capture depends only on the padded number of tokens. Token ids, positions and slots lie
 in the static buffers of `BatchBuffers`, padded with tokens of page 0. Requests, lengths and pages
-concern attention only, which is planned and launched for the live batch. Embedding and head stay
-outside: the graphs hold the layers and the final norm.
+matter to attention only, which is planned and launched for the live batch. The graphs hold the
+layers and the final norm, not embedding and head.
 
-If the attention backend reads requests, lengths and pages on the device (static_plan), buckets of
-up to MAX_FULL tokens are also captured without breaks, for a few short requests
-(`BatchBuffers.fixed_reqs`). The gaps between pieces cost time when a layer takes about 100 us. A
-step with a layer hook is never replayed that way.
+Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests: gaps
+between pieces cost time when a layer takes about 100 us. The attention backend has to read lengths
+on the device (static_plan). Steps with a layer hook never use these.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from worker.run.segments import Capture, Cuts, GraphMemory
 
 log = logging.getLogger("kvlane.graph")
 
-MAX_BUCKET = 4096  # beyond, every model computes a layer longer than the host takes to launch it
-MAX_FULL = 1024  # beyond, the gaps between pieces are negligible beside a layer's time
+MAX_BUCKET = 4096  # beyond, a layer of any model takes longer to compute than to launch
+MAX_FULL = 1024  # beyond, gaps between pieces are negligible beside a layer's time
 # A full capture begins a new segment after these layers; the host launches a layer in 8 us.
 CUT_AFTER = frozenset({2, 8})
 # A graph is kept if it takes less than TIE times eager's time: it relieves the host, and two
@@ -51,7 +50,7 @@ FREE_TOKENS = MAX_STREAMED_ROWS  # padding up to here is free: a GEMM is bound b
 class Bucket:
     """A padded number of tokens that may have graphs; times from the start-up check, 0 = none.
 
-    `piecewise` and `full` say which of its graphs `choose_shape` may choose.
+    `choose_shape` may choose the graphs whose flags, `piecewise` and `full`, are set.
     """
 
     num_tokens: int
@@ -64,7 +63,7 @@ class Bucket:
 
 @dataclass(slots=True, frozen=True)
 class CapturedChunks:
-    """One bucket's graphs, and their result, which the next replay of any bucket overwrites."""
+    """One bucket's graphs, and their result. The next replay of any bucket overwrites that."""
 
     capture: Capture
     hidden: Tensor  # [bucket, hidden], or of the last-token rows; memory of the capture
@@ -213,7 +212,7 @@ class PiecewiseChunks:
         """Launch each attention variant that batches of this bucket can need, to compile it now."""
         loaded, attention = self.loaded, self.loaded.attention.prefill
         longest = min(num_tokens, loaded.max_len)
-        # Longest requests in powers of two, the lowest and highest bound, any number of requests.
+        # Lengths in powers of two, the lowest and the highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
         counts = range(1, min(int(loaded.config.max_num_reqs), num_tokens) + 1)
         for length, bound, num_reqs in product(lengths, {1, loaded.max_len}, counts):
@@ -266,14 +265,14 @@ def _sink_plan(counts: Sequence[int], max_seq_len_ub: int) -> Plan:
 def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = False) -> PaddedShape:
     """Choose the bucket to which a batch is padded, or say why it is launched eagerly.
 
-    Reasons: too_long; dropped (eager was as fast); padding (the padded step would take longer than
-    eager: over twice the tokens, or by the measured times). `padded` adds many: more requests than
-    the graph computes hidden states for.
+    Reasons: `too_long`; `dropped`: eager was as fast; `padding`: the padded step would take longer
+    than eager, by its tokens (over twice as many) or by the measured times. `padded` adds `many`:
+    there are more requests than the graph computes hidden states for.
 
     Args:
         num_tokens: of the batch.
         buckets: by number of tokens, ascending.
-        full: the unbroken graph could serve it: no layer hook, and it fits the fixed shape.
+        full: the unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
     """
     at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
     if at == len(buckets):
@@ -297,8 +296,8 @@ def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = Fal
 def chunk_buckets(max_tokens: int) -> list[int]:
     """Numbers of tokens that get graphs, ascending, up to `max_tokens` or MAX_BUCKET."""
     last = min(max_tokens, MAX_BUCKET)
-    # Between 512 and 1024 close by: a step takes about as long as its tokens, padding included, and
-    # a rest in a step of its own at least as long as a read of the weights.
+    # Between 512 and 1024 buckets are close. There a step's time grows with its tokens, padding
+    # included, and a short rest in a step of its own costs at least a read of the weights.
     sizes = [16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 576, 640, 704, 768, 896, 1024, 1536]
     sizes += range(2048, MAX_BUCKET, 1024)
     return [size for size in sizes if size < last] + [last]

@@ -1,4 +1,4 @@
-"""ModelRunner launches a step without waiting, and settles it."""
+"""ModelRunner: launches a step without waiting for it, and settles it once it has ended."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ModelRunner:
 
     Args:
         loaded: the model and all that its steps need.
-        graphs: launch them.
-        meter: times them.
-        step_log: gets a line of each; None: there is none.
-        sums: counts their all-reduces; None: the worker has one rank.
+        graphs: launch steps, op by op or by replays.
+        meter: times steps.
+        step_log: gets a line of each step; None: there is no log.
+        sums: counts all-reduces of steps; None: the worker has one rank.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ModelRunner:
         self.stream = stream_of(loaded.state.device)
         self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
         self._state, self._log, self._sums = loaded.state, step_log, sums
-        # What the forward of a masked plan returned, until its tail is launched.
+        # Result of a masked plan's forward, until the tail is launched.
         self._forwarded: Decoded | None = None
 
     def launch(
@@ -64,8 +64,8 @@ class ModelRunner:
 
         Args:
             plan: of the step.
-            groups: the layer hook of a prefill step; the tail is enqueued behind their last event.
-            shape: what `padded_shape` chose, on the rank that decides; None: it is chosen here.
+            groups: the layer hook of a prefill step; the tail is enqueued behind its last event.
+            shape: chosen by `padded_shape` on the leader; None: this rank leads, and chooses here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
         log = self._log
@@ -142,7 +142,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> _Drafts | None:
-        """Apply a decode plan's row changes; returns what a masked step verifies."""
+        """Apply a decode plan's row changes; returns the drafts that a masked step verifies."""
         self._state.apply(plan)
         self._seed(plan)
         if not plan.masked or plan.width == 1:
@@ -168,7 +168,7 @@ class ModelRunner:
     def run_chunks(self, step: Step) -> Decoded:
         """Run the forward of a prefill step, then apply the plan's row changes.
 
-        If no chunk samples, `sampled` is None, and `hidden` is not of sampled rows: not to be used.
+        If no chunk samples, `sampled` is None, and `hidden` must not be used.
         """
         plan, shape, groups = step.plan, step.shape, step.groups
         with nullcontext() if groups is None else groups.released_on_error():
@@ -180,7 +180,7 @@ class ModelRunner:
                 groups.on_regions()
         self._state.apply_rows(plan)  # behind the forward, which does not read them
         self._seed(plan)
-        # e.g. "eager_padding": launched eagerly, because padding to a bucket would have cost more
+        # For example "eager_padding": launched eagerly, as padding to a bucket would cost more.
         path = f"{path}_{shape.refused}" if shape.refused else path
         sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
         if not sampled:
@@ -205,7 +205,7 @@ class ModelRunner:
 
 
 class _Drafts(NamedTuple):
-    """What a masked step verifies."""
+    """The drafts that a masked step verifies."""
 
     ids: Tensor  # [rows, width - 1] i64
 
@@ -217,8 +217,8 @@ class _Drafts(NamedTuple):
 def _join_ranks(loaded: LoadedModel) -> None:
     """On a prefill worker with a drafter, go on once all ranks have stored the drafter's rows.
 
-    The leader announces KV for all ranks. Later all-reduces tell it that all have stored the
-    model's KV; after the drafter's there may be none.
+    The leader announces KV for all ranks. For the model's KV a later layer's all-reduce shows that
+    all ranks have stored theirs. Behind the drafter's there may be no all-reduce, so here is one.
     """
     collective = loaded.model.collective
     if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:

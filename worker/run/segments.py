@@ -4,14 +4,12 @@
     hidden = capture.record(forward)  # forward(capture): the same device work at every call
     capture.replay()                  # segment, break, segment, ..., break, segment
 
-A forward without a break is one graph, or a few (`Cuts`). At every replay the host runs the body of
-each break, in the caller's forward context, where it reads what differs from batch to batch; its
-tensors are fixed memory. Kernels in a segment are replayed with the addresses and host values of
-the capture.
+Kernels in a segment are replayed with the addresses and host values of the capture. The body of a
+break runs on the host at every replay: its tensors are fixed memory, and the caller's forward
+context says how the batch differs. A forward without a break is one graph, or a few (`Cuts`).
 
-All captures of an engine share one memory pool and keep none of its tensors alive, so they reuse
-each other's memory. That is safe because replays run one at a time and nothing is kept from one to
-the next: read a result before the next replay. Capture the largest first.
+All captures of an engine share the memory of one pool: read a result before the next replay, and
+capture the largest first.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ class GraphMemory:
         torch.cuda.synchronize()
 
     def release_cache(self) -> None:
-        """Synchronize and empty the allocator's cache: captures cannot use what warm-ups left."""
+        """Synchronize and empty the allocator's cache: captures cannot use memory of warm-ups."""
         torch.cuda.synchronize()
         if not self._collected:  # takes a tenth of a second
             self._collected = True
@@ -71,7 +69,7 @@ class GraphMemory:
         graph.capture_end()
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """Make a tensor over the same memory that does not keep it alive."""
+        """Make a tensor over the same memory, which it does not keep alive."""
         storage = torch._C._construct_storage_from_data_pointer(  # pyright: ignore
             tensor.data_ptr(), tensor.device, tensor.nbytes
         )
@@ -91,13 +89,13 @@ class Capture:
 
     @property
     def num_segments(self) -> int:
-        """Number of its graphs."""
+        """Number of graphs."""
         return len(self._parts)
 
     def record(self, forward: Callable[[Capture | None], Made]) -> Made:
         """Call `forward` with None to warm up, then with `self` to capture it.
 
-        Returns what that last call returned: tensors that every replay overwrites.
+        Returns the result of the second call: tensors that every replay overwrites.
         """
         memory, collecting = self._memory, gc.isenabled()
         with memory.capturing():
@@ -122,9 +120,9 @@ class Capture:
         return made
 
     def at(self, body: Body, x: Tensor, out: Tensor) -> Tensor:
-        """See Breaks.at. The body is not called now: its input has not been computed.
+        """See Breaks.at. The body is not called now, because x has not been computed.
 
-        x: contiguous, made by this forward; out: contiguous, allocated just now.
+        x: contiguous, made by this forward; out: contiguous, allocated just before.
         """
         segment = self._end()
         here = partial(body, self._memory.alias(x), self._memory.alias(out))
@@ -154,7 +152,7 @@ class Capture:
 class Cuts:
     """Captures the bodies of breaks as well, and ends a segment after some of them.
 
-    Launch time grows with the length of a graph, and the device starts only when it is all
+    Launch time grows with the length of a graph, and the device starts only when the whole graph is
     submitted. So the first segment is short: the device works on it while the next is submitted.
     The breaks `after`, counted from 1, end a segment.
     """

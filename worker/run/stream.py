@@ -1,7 +1,8 @@
-"""Streams: the device work of one engine, a piece after the other, launched without waiting.
+"""Streams: the device work of one engine, one piece after the other, launched without waiting.
 
-`submit` takes a piece of work that enqueues on a CUDA device, or computes on a CPU, and returns at
-once with a handle on what it makes. One class a side; nothing else asks which side it is.
+`submit` takes a piece of work and returns at once, with a handle on its result. A CUDA stream runs
+the piece's host code in the caller's thread, which enqueues kernels; a CPU stream computes it in a
+thread. Nothing else in an engine asks which of the two it has.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ STREAMS = {
 
 
 class OnDevice(Protocol):
-    """What a piece of work makes for the host."""
+    """A piece's result, which the host will read."""
 
     def to_host(self) -> Any:
         """Enqueue copies to pinned memory on the current stream; returns them."""
@@ -30,14 +31,14 @@ class OnDevice(Protocol):
 
 
 class Handle(Protocol):
-    """What a submitted piece of work makes."""
+    """A piece of work that was submitted."""
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
         ...
 
     def wait(self) -> Any:
-        """Block until the work has ended; returns what it made, on the host. Raises its error."""
+        """Block until the work has ended; returns its result on the host, or raises its error."""
         ...
 
     def tells(self, wake: Callable[[], None]) -> bool:
@@ -62,12 +63,12 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
-    """Runs pieces of work in the order of their submission."""
+    """Runs pieces of work in the order in which they were submitted."""
 
     launches_here: bool  # `submit` runs the work's host code itself, in the caller's thread
 
     def submit(self, work: Callable[[], OnDevice | None]) -> Handle:
-        """Enqueue a piece of work. On CUDA its errors are raised here, else by Handle.wait."""
+        """Enqueue a piece of work. On CUDA its errors are raised here, on a CPU by Handle.wait."""
         ...
 
     def event(self) -> Event:
@@ -75,14 +76,14 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for all of it."""
+        """Wait for all submitted work."""
         ...
 
 
 class CpuStream:
     """A thread, so launching, settling and pulling overlap with compute as on a GPU (ADR 0001).
 
-    Work behind a piece that failed is not run: it fails in the same way.
+    Once a piece has failed, later pieces are not run: they fail with the same error.
     """
 
     launches_here = False

@@ -8,9 +8,9 @@ from worker.run.flight import Step
 
 
 class Sums:
-    """Counts all sums of a step at once, since those of all layers are of the same size.
+    """Counts all sums of a step at once, since the sums of all layers have the same size.
 
-    A replayed graph runs no Python, so nothing can be counted where a sum is launched. But the
+    A replayed graph runs no Python, so a sum cannot be counted where it is launched. But its
     algorithm depends on the number of tokens alone, in captured graphs as well.
     """
 

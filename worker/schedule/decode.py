@@ -1,13 +1,12 @@
 """What a decode worker runs next: decode rows, local prefill chunks, preemption.
 
 Admission reserves pages for the uncached prompt and growth_tokens of output. After that a row takes
-free pages as it grows. When none is left, the youngest row is preempted: it gives up its pages and
-is admitted again later with prompt + output as its prompt. Its tokens do not change, because each
-depends only on the text before it, the seed and its position.
+free pages as it grows. When no page is left, the youngest row is preempted: it gives up its pages
+and is admitted again later with prompt + output as its prompt. Its tokens do not change, because a
+token depends only on the text before it, the seed and its position.
 
-Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. Each step in flight adds
-at least one and may add its width, so the host's bound of the KV length on the device is
-n - 1 + num_slots_in_flight.
+Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. A step in flight adds
+its width at most. So KV on the device is n - 1 + num_slots_in_flight tokens at most.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class DecodeScheduler:
     """Rows, pages and order of one decode worker.
 
     Invariant: an admitted request that is not FINISHED is in exactly one of `local`, `ready`,
-    `running`, `preempted`, or is FETCHING and known to Inbound. All but the preempted have a hold.
+    `running`, `preempted`, or is FETCHING and known to Inbound. All but preempted requests have a
+    hold.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DecodeScheduler:
         self.local.append(req)
 
     def commit(self, req: Req) -> None:
-        """Enter KV of tokens[:-1], all here and final, into the tree; queue `req` for a row."""
+        """Enter KV of tokens[:-1], which is final, into the tree; queue `req` for a row."""
         assert req.hold is not None
         req.num_computed_tokens = len(req.tokens) - 1
         self.book.commit(req.hold, req.tokens[:-1])
@@ -120,8 +120,8 @@ class DecodeScheduler:
     def plan(self, now: float = 0.0) -> Plan | None:
         """Return the next step, or None if nothing can run now.
 
-        None may be due to preemption: the victim's pages become free when its step settles.
-        now: noted in the timeline of a request that gets a row.
+        None may also mean that a request is being preempted: its pages become free when its step
+        settles. now: noted in the timeline of a request that gets a row.
         """
         for req in list(self.ready):
             if not self._rows.num_free:
@@ -131,8 +131,8 @@ class DecodeScheduler:
             self.ready.remove(req)
             self.on_row(req, now)
             assert req.hold is not None
-            # Includes the last token's slot: a drafter stores its KV there before the first decode
-            # step is planned. Reserved at admission: cannot fail.
+            # Binds the last token's slot, too: a drafter stores its KV there before the first
+            # decode step is planned. Reserved at admission, so `bind` cannot fail.
             self.book.bind(req.hold, len(req.tokens))
             self._rows.enter(req, now, active=True)
             self._rows.queue_pages(req)
@@ -146,8 +146,8 @@ class DecodeScheduler:
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
 
-        The caller calls `finish` for results with a finish reason. Requests that ended meanwhile
-        are left out.
+        The caller calls `finish` for results with a finish reason. Requests that have ended since
+        the launch are left out.
         """
         self.book.settled(step)
         results: list[Settled] = []
@@ -209,7 +209,7 @@ class DecodeScheduler:
             start = req.num_planned_tokens
             end = min(len(req.tokens), start + budget)
             last = end == len(req.tokens)
-            # With the slot of the token to be drawn, for a drafter, as in `plan`.
+            # As in `plan`, with the slot of the token to be drawn, for a drafter.
             self.book.bind(req.hold, end + last)
             self._rows.queue_pages(req)
             chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
@@ -264,7 +264,7 @@ class DecodeScheduler:
                     return None
                 continue
             chosen.append(req)
-            # A row that is active has less than max_len tokens of KV, whatever the host's bound.
+            # An active row has KV of less than max_len tokens, whatever the host's bound is.
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
         return chosen, lengths
 
@@ -299,11 +299,11 @@ class DecodeScheduler:
         )
 
     def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:
-        """Bind pages for a window and what is ahead of it; at width 1 preempt the youngest request
-        if need be.
+        """Bind pages for a window and `ahead` slots behind it; at width 1 preempt requests for it.
 
-        False: `req` cannot run in this step. Either it was preempted itself, or a victim's pages
-        become free only when its step in flight settles, or windows of `width` are too wide.
+        The youngest request is preempted first. False: `req` cannot run in this step. Either it was
+        preempted itself, or pages become free only when a preempted request's step settles, or
+        windows of `width` are too wide.
         """
         assert req.hold is not None
         slots = window_slots(bound, width, ahead, req.max_len)
@@ -356,7 +356,7 @@ def num_queued_tokens(scheduler: DecodeScheduler) -> int:
 def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
     """Append the tokens of a step; returns how many, and why the request ends, if it does.
 
-    Tokens behind the end of a grammar are left out: the device does not know of that end.
+    Tokens behind the end of a grammar are left out, because the device does not know of that end.
     """
     tokens, matcher = req.tokens, req.matcher
     num_before, reason = len(tokens), None
@@ -386,5 +386,5 @@ def window_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
 
 
 def has_work(scheduler: DecodeScheduler) -> bool:
-    """Whether a step can run or runs. Not the preempted: fetches may hold pages they wait for."""
+    """Whether a step runs or can run. Preempted requests may wait for pages that fetches hold."""
     return bool(scheduler.running or scheduler.ready or scheduler.local)

@@ -13,13 +13,13 @@ from operator import attrgetter
 
 from worker.plan import LONG_STEP_TOKENS
 
-# Shorter steps are not chosen: the measured times are of the forward alone. What else a step costs
-# (host work, messages) was not measured, and weighs the more the shorter the step.
+# Shorter steps are not chosen. Measured times are of the forward alone; the rest of a step (host
+# work, messages) is not measured, and weighs the more the shorter the step.
 MIN_STEP_TOKENS = 512
 ANNOUNCE_S = 1e-4  # what one more announcement costs the loops of both workers
-# Share of a layer's time after its KV is stored: attention, output projection, feed-forward. In the
-# last layer of a long step (`LONG_STEP_TOKENS`) only the attention runs for all tokens, so such a
-# step counts as gaining no time there.
+# Share of a layer's time after its KV is stored: attention, output projection, feed-forward. A long
+# step (`LONG_STEP_TOKENS`) counts as gaining no time in the last layer, as only attention runs for
+# all tokens there.
 AFTER_STORE = 0.8
 
 
@@ -51,11 +51,10 @@ class Pace:
     def step_tokens(self, num_queued: int, link_bytes_per_s: float) -> int:
         """Choose how many tokens the next step may have, given `num_queued` waiting tokens.
 
-        Minimises the time to compute all of them in steps of one size and a last one with the rest,
-        plus the pull that is left after the last step. Small steps leave little to pull; large ones
-        compute a token faster, and a short rest costs a step's whole read of the weights.
-        Counts `whole_s` for every step, also where groups are announced.
-        link_bytes_per_s: 0 = not known.
+        Minimises the time to compute all of them, in steps of one size and a last step with the
+        rest, plus the time of the pull after the last step. Small steps leave little to pull; large
+        steps compute a token faster. Even a short rest costs a whole read of the weights. `whole_s`
+        counts for every step, also if groups are announced. link_bytes_per_s: 0 = not known.
         """
         best, best_s = self.max_tokens, float("inf")
         for step in self.times:
@@ -75,9 +74,9 @@ class Pace:
     def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:
         """Whether to announce the layer groups of a step one by one.
 
-        All groups but the last are pulled while the step computes; that hides at most the step's
-        time. The last is announced once the last layer has stored its KV, before that layer's
-        attention; where other regions travel with it, at the end of the step. Returns True if the
+        All groups but the last are pulled while the step computes, which hides the step's time at
+        most. The last group is announced once the last layer has stored its KV, before that layer's
+        attention; if other regions travel with it, at the end of the step. Returns True if the
         link's rate is not known and there are several groups.
         """
         if self.num_groups == 1 or not link_bytes_per_s:

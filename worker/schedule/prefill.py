@@ -1,7 +1,7 @@
 """What a prefill worker computes next: chunks of prompts, first come first served.
 
-A prompt is admitted only with a reservation for all its pages, so it never waits for memory
-half-way, and announced pages are never preempted. Where decode asks for it, the step that ends a
+A prompt is admitted only with a reservation for all its pages. So it never waits for memory
+half-way, and announced pages are never preempted. If decode asks for it, the step that ends a
 prompt also draws the token that follows.
 """
 

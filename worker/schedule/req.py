@@ -41,7 +41,7 @@ class Phase(Enum):
 
 
 class Draw(NamedTuple):
-    """What a step does for a request beyond its forward; equal for most requests of a batch."""
+    """What a request needs of a step beyond the forward; equal for most requests of a batch."""
 
     tail: int  # index into TAILS of the cheapest sampling tail that can serve it
     penalized: bool
@@ -70,7 +70,7 @@ class Req:
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
     num_in_flight: int = 0  # launched steps that draw for it and have not settled
-    num_slots_in_flight: int = 0  # tokens that these may add at most: the sum of their widths
+    num_slots_in_flight: int = 0  # tokens that these steps may add: the sum of their widths
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: Matcher | None = None  # of its grammar; None = free text
@@ -79,7 +79,7 @@ class Req:
     draw: Draw = field(init=False)
 
     def __post_init__(self) -> None:
-        """Work out once what each step asks for."""
+        """Compute once what every step asks for."""
         sampling = self.sampling
         self.max_len = self.num_prompt_tokens + sampling.max_tokens
         self.draw = Draw(
@@ -104,7 +104,7 @@ def finish_reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
 
 @dataclass(slots=True, eq=False)
 class PrefillReq:
-    """A prompt on a prefill worker; KV of tokens[:-1] is wanted, or of all and a token drawn."""
+    """A prompt on a prefill worker, for KV of tokens[:-1], or of all tokens and the next token."""
 
     tokens: tuple[int, ...]
     hold: Hold
@@ -113,7 +113,7 @@ class PrefillReq:
     num_planned_tokens: int  # launched
     row: int = 0
     num_table_pages: int = 0
-    num_announced_pages: int = 0  # that decode had, or settled and announced with all groups
+    num_announced_pages: int = 0  # decode had them, or they are settled and announced whole
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
     sampling: Sampling | None = None  # to draw the token that follows; None: decode draws it

@@ -12,8 +12,8 @@ from worker.schedule.req import PrefillReq, Req
 class RowTable:
     """The free rows of the step state, and the row changes queued since the last plan.
 
-    Row 0 is never given out. A row given back may be taken again in the same plan: releases are
-    applied before starts, and both are ordered on the device's stream behind steps in flight.
+    Row 0 is never given out. A row that is released may be taken again in the same plan: releases
+    are applied before starts, and both run on the device's stream behind steps in flight.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""How wide the verify windows of a step are: what is accepted, against what a wider step costs.
+"""The width of a step's verify windows: acceptance of drafts against the cost of a wider step.
 
-A window of W tokens yields 1 + c1 + c1 c2 + ... + c1 ... c(W-1) of them, where c(j) is the share of
-windows whose draft j was accepted among those that got so far. The width that is chosen yields most
-tokens a second at the measured times of steps. Host only.
+A window of W tokens is expected to keep 1 + c1 + c1 c2 + ... + c1 ... c(W-1) tokens. c(j) is the
+share of windows whose draft j was accepted, among windows whose drafts before j were. The policy
+takes the width with most kept tokens a second, by measured times of steps. Host only.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 
 from worker.plan import Drawn, max_rows
 
-PRIOR_SHARE, PRIOR_WINDOWS = 0.75, 4  # acceptance that is assumed until so many have been seen
-MAX_WINDOWS = 2048  # counts of windows are halved beyond it, so that old ones fade
+PRIOR_SHARE, PRIOR_WINDOWS = 0.75, 4  # assumed acceptance, which weighs as much as so many windows
+MAX_WINDOWS = 2048  # beyond it, counts of windows are halved, so that old windows fade
 TIME_WEIGHT = 0.05  # of the newest step in a moving average
-NUM_MEASURED = 4  # a time of the start-up check counts as so many steps
-OUTLIER = 1.5  # a step counts as at most so many times the average
-DWELL = 64  # steps after which the choice is looked at again; before that, after 1, 2, 4, 8 ...
-SURE_WINDOWS = 256  # with fewer seen, nothing is looked at before DWELL
-GAIN = 1.03  # the choice changes for so many times the tokens a second
-# After so many steps come two of a neighbouring width, to learn what it yields: the first makes the
-# drafts, the second verifies them.
+NUM_MEASURED = 4  # a time from the start-up check counts as so many steps
+OUTLIER = 1.5  # a step's time counts as so many times the average at most
+DWELL = 64  # steps between two choices; before the first DWELL, choices at steps 1, 2, 4, 8 ...
+SURE_WINDOWS = 256  # with fewer windows observed, no choice before DWELL
+GAIN = 1.03  # another width has to yield so many times the tokens a second
+# After so many steps, two steps have a neighbouring width, to learn of it. The first of them makes
+# drafts for a window of that width, the second verifies them.
 PROBE = 512
 
 
@@ -41,9 +41,9 @@ class WidthPolicy:
         self._widths = tuple(widths)
         self.max_width = max(widths)
         self._may_miss = may_miss
-        self._last_width = 1  # of the step observed last: drafts were asked for so wide a window
+        self._last_width = 1  # of the step observed last, which asked for that many drafts, less 1
         self._step_s = dict(step_s or {})
-        # How many steps each time stands for; a measured one for several.
+        # Number of steps that a time stands for; a time from the start-up check stands for several.
         self._timed = dict.fromkeys(self._step_s, NUM_MEASURED)
         self._known_rows = sorted({rows for rows, _ in self._step_s})
         self._tried = [float(PRIOR_WINDOWS)] * self.max_width
@@ -71,10 +71,10 @@ class WidthPolicy:
         return now
 
     def observe(self, width: int, drawn: Sequence[Drawn]) -> None:
-        """Learn from what windows of a settled step yielded.
+        """Learn from the draws of a settled step.
 
-        A row's first window has no drafts, one after a narrower step has few. A missing draft is
-        not counted, but with `may_miss` one that was asked for counts as rejected.
+        A row's first window has no drafts, and a window after a narrower step has few. A missing
+        draft is not counted, except with `may_miss`: if it was asked for, it counts as rejected.
         """
         asked, self._last_width = self._last_width if self._may_miss else 1, width
         if width == 1:
@@ -94,11 +94,11 @@ class WidthPolicy:
                 self._accepted[place] /= 2
 
     def took(self, num_rows: int, width: int, seconds: float) -> None:
-        """Learn how long a step took. One that was held up teaches little.
+        """Learn how long a step took. A step that was held up changes little.
 
         Steps of all widths take longer as contexts grow, by about the same factor. So a step of the
-        chosen width scales the times of all widths: those not used stay comparable. A step of
-        another width scales its own time alone.
+        chosen width scales the times of all widths, and times of unused widths stay comparable. A
+        step of another width scales its own time alone.
         """
         if len(self._widths) < 2:
             return
@@ -107,7 +107,7 @@ class WidthPolicy:
         old = self._step_s.setdefault(key, seconds)
         self._timed[key] = number = self._timed.get(key, 0) + 1
         if number == 2:
-            self._step_s[key] = min(old, seconds)  # of the first two, as one may have compiled
+            self._step_s[key] = min(old, seconds)  # one of the first two may have compiled
             return
         seconds = min(seconds, OUTLIER * old)
         factor = 1 + max(TIME_WEIGHT, 1 / number) * (seconds / old - 1)
@@ -116,7 +116,7 @@ class WidthPolicy:
                 self._step_s[bucket, scaled] *= factor
 
     def expected_tokens(self, width: int) -> float:
-        """Tokens that a window of `width` is expected to yield."""
+        """Tokens that a window of `width` is expected to keep."""
         total = reached = 1.0
         for place in range(1, width):
             reached *= self._accepted[place] / self._tried[place]

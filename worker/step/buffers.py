@@ -24,8 +24,8 @@ from worker.step.chunk_rows import (
 from worker.step.staging import Staging
 from worker.step.state import StepState
 
-# Most requests of a fixed-shape batch, and most tokens of each. Attention splits its work for a
-# fixed shape without the true lengths, which is too uneven for more or longer requests.
+# Most requests of a fixed-shape batch, and most tokens of each. For a fixed shape attention splits
+# its work without the true lengths. With more or longer requests the parts would be too uneven.
 FIXED_REQS = 4
 MAX_FIXED_LEN = SHORT_KEYS
 # Most requests of a long step for which only hidden states of last tokens are computed.
@@ -40,8 +40,8 @@ class BatchBuffers:
         page_size: tokens a page.
         max_chunk_tokens: of one step.
         drafts: batches of chunks have `DraftRows`.
-        all_hidden: the last layer's output is wanted for all tokens of a prompt, as a drafter
-            reads it; otherwise long steps compute it for last tokens alone.
+        all_hidden: a drafter reads the last layer's output for all tokens of a prompt; otherwise
+            long steps compute it for the last token of each chunk only.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class BatchBuffers:
         self._page_size = page_size
         self._all_hidden = all_hidden
         capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its lines are 16-byte aligned
-        # Token ids, positions and slots of the latest batch of chunks (then its draft rows), where
-        # graphs read them.
+        # Token ids, positions and slots of the latest batch of chunks, then its draft rows. Graphs
+        # read them here.
         num_lines = DRAFT_LINES if drafts else TOKEN_LINES
         self._chunk = torch.zeros(num_lines, capacity, dtype=torch.int64, device=state.device)
         num_rows, max_pages = len(state.active) - 1, state.page_table.shape[1]
@@ -160,7 +160,7 @@ class BatchBuffers:
         )
 
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
-        """Fill `Batch.last_token_rows`, which is of the same length for any number of requests."""
+        """Fill `Batch.last_token_rows`; its length is the same for any number of requests."""
         num_reqs = len(query_start) - 1
         long = num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
         if not long or num_reqs > MAX_LAST_TOKEN_ROWS:
@@ -182,10 +182,10 @@ class BatchBuffers:
         return sent
 
     def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
-        """Choose the new pages that go with the upload, by row; apply the others.
+        """Choose the new pages that go with the upload, by row; apply the rest at once.
 
-        The others are pages of rows that have no chunk in this plan (a decode worker may start
-        decode rows in a prefill step), and those for which the upload has no room.
+        The rest is pages for which the upload has no room, and pages of rows without a chunk in
+        this plan: a decode worker may start decode rows in a prefill step.
         """
         if not plan.pages:
             return {}

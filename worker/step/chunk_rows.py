@@ -1,4 +1,4 @@
-"""Prompt chunks: pack them for one upload, unpack them to batch rows and page tables."""
+"""Prompt chunks: packed on the host for one upload, unpacked to batch rows and page tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worker.plan import Chunk
 NUM_LINES = 6
 
 
-TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
+TOKEN_LINES, DRAFT_LINES = 3, 6  # lines of a batch; with a chain drafter's rows
 
 
 class NewPages(NamedTuple):
@@ -55,9 +55,9 @@ class SentChunks:
 
 
 def line_width(num_reqs: int) -> int:
-    """i32 words of a line: one more than requests, in whole 16 bytes.
+    """i32 words of a line: one more than requests, rounded up to 16 bytes.
 
-    Kernels would be compiled anew for a pointer that is not a multiple of 16 bytes.
+    A kernel would be compiled anew for a pointer that is not a multiple of 16 bytes.
     """
     return -(-(num_reqs + 1) // 4) * 4
 
@@ -65,13 +65,13 @@ def line_width(num_reqs: int) -> int:
 def pack(
     words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, NewPages], num_lines: int
 ) -> tuple[list[int], SentChunks]:
-    """What to upload to the beginning of `words`, and its description for the kernel.
+    """Make the words to upload to the beginning of `words`, and their description for the kernel.
 
     Args:
         words: i32, on the device.
-        chunks: one of each request.
-        new: pages by row, for those of the chunks' rows that get some.
-        num_lines: requests, padded ones included.
+        chunks: one for each request.
+        new: new pages by row, of the chunks' rows.
+        num_lines: number of requests, padded ones included.
     """
     num_reqs, width = len(chunks), line_width(num_lines)
     assert num_reqs <= num_lines

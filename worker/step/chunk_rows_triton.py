@@ -13,7 +13,7 @@ BLOCK = 128
 
 @triton.jit
 def _pages_of(words, page_table, line, at, width, stride_table, mask):
-    """Pages `at` of request `line`'s table, new ones included; which are new; their addresses."""
+    """Pages `at` of request `line`'s table, which of them are new, and where they stand in it."""
     row = tl.load(words + line).to(tl.int64)
     first = tl.load(words + 3 * width + line)
     last = tl.load(words + 4 * width + line)

@@ -1,4 +1,4 @@
-"""PenaltyTables: what penalties and logit biases need of a row's text."""
+"""PenaltyTables: counts of tokens and logit biases, for rows that have penalties or biases."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from worker.plan import RowStart
 class PenaltyTables:
     """Tables over the vocabulary for penalties and logit bias, by penalty slot.
 
-    Slot 0 is neutral: rows without penalties use it. What they add to its counts is never read,
-    because their penalties are off.
+    Slot 0 is neutral: rows without penalties use it. They add to its counts, which are never read,
+    because these rows' penalties are off.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
@@ -27,13 +27,13 @@ class PenaltyTables:
         self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
 
     def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
-        """What draws read: these tables, and `masks` and `drafts` as `Changes` describes them."""
+        """The record that draws read: these tables, with `masks` and `drafts` (see `Changes`)."""
         return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
 
     def fill(
         self, start: RowStart, upload: Callable[[Sequence[object], torch.dtype], Tensor]
     ) -> None:
-        """Fill the slot of a request that starts from its prompt and output."""
+        """Fill the slot of a request that starts, from its prompt and output."""
         slot = start.penalty_slot
         for table in (self.in_prompt, self.counts, self.bias):
             table[slot].zero_()

@@ -1,7 +1,7 @@
-"""What the rows of a decode step read of the state, and what they leave in it.
+"""Windows of a decode step: read from the step state, and accepted into it.
 
 Row j of a verify window of W tokens is the token at position L + j, where L is the request's KV
-length: the last drawn token for j = 0, then its drafts. W = 1 is plain decode.
+length: for j = 0 the token drawn last, for j > 0 a draft. W = 1 is plain decode.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ class RowColumns:
     last_token: Tensor  # i64
     max_len: Tensor  # i64
     page_table: Tensor  # i32 [num_rows + 1, max_pages]
-    # i64 [num_rows + 1, widest window - 1]: proposals for the positions behind last_token's, of the
-    # next step; -1 = none, which no draw equals
+    # i64 [num_rows + 1, widest window - 1]: drafts for the positions behind last_token's, which the
+    # next step verifies. -1: there is none; no draw equals it.
     drafts: Tensor
 
     def of_rows(self) -> tuple[Tensor, ...]:
-        """What steps change."""
+        """The columns that steps change."""
         return self.active, self.seq_len, self.last_token, self.drafts
 
 
 @dataclass(slots=True, frozen=True)
 class StepRows:
-    """What a decode step reads of its n rows; an inactive row reads as row 0, the sink."""
+    """The windows of a decode step's n rows; an inactive row reads as row 0, the sink."""
 
     live: Tensor  # [n] i64
-    valid: Tensor  # [n] bool; active
+    valid: Tensor  # [n] bool; whether the row is active
     positions: Tensor  # [n * width] i64; of the input tokens
     next_positions: Tensor  # [n * width] i64; of the tokens to be drawn
     input_ids: Tensor  # [n * width] i64
@@ -51,9 +51,9 @@ def read_rows_ref(
 ) -> StepRows:
     """Read windows of `width` tokens of `rows` [n] i64, with at most `num_pages` pages of each.
 
-    Where there is no draft the window has token 0. A window may pass its row's max_len: the slots
-    are the row's own, and positions stay below it, as the model has no others. Inactive rows write
-    to the sink.
+    Where there is no draft the window has token 0. A window may pass its row's max_len. Its slots
+    are still the row's own, but its positions stay below max_len, as the model may have no others.
+    Inactive rows write to the sink.
     """
     live = rows * columns.active[rows]
     positions = columns.seq_len[live][:, None] + torch.arange(width, device=rows.device)
@@ -76,7 +76,7 @@ def read_rows_ref(
 read_rows = op(read_rows_ref)
 
 
-# Of a row's result, behind its draws: how many of them count, whether the row has ended.
+# Columns of a row's result behind its draws: how many draws count, whether the row has ended.
 NUM_COUNTS = 2
 
 
@@ -92,21 +92,21 @@ def accept_rows_ref(
 ) -> Tensor:
     """Advance each valid row by the draws that it keeps; a stop id or the maximum length ends it.
 
-    A row keeps its first draw, and each further one whose window row had the right token before it:
-    draft j is accepted iff draw j equals it. Draws behind the first that ends the row do not count.
-    The drafts are consumed: they are -1 afterwards.
+    A row keeps draw 0. Draft j (from 0 on) is accepted iff all drafts before it are and draw j
+    equals it; then the row keeps draw j + 1 as well. Draws behind one that ends the row do not
+    count. The drafts are consumed: they are -1 afterwards.
 
     Args:
         rows: [n] i64, distinct where valid.
         position: [n * width] i64, of each draw.
         valid: [n] bool.
         draws: [n * width] i64.
-        stop_ids: [n * width, num] i64, -1 = unused. Of this and the next two, lines of one window
-            are equal.
+        stop_ids: [n * width, num] i64, -1 = unused. Lines of one window are equal, in this tensor,
+            in min_len and in num_accepted.
         min_len: [n * width] i64; no stop id counts below it.
         columns: changed.
-        num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever they are.
-            None: as they are.
+        num_accepted: [n * width] i64, how many drafts of the window are accepted, whatever they
+            are. None: by the rule above.
 
     Returns:
         [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;

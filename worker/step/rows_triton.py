@@ -140,7 +140,7 @@ def accept_rows_triton(
     columns: RowColumns,
     num_accepted: Tensor | None = None,
 ) -> Tensor:
-    """See accept_rows_ref; one launch. Rows that are not valid are inactive already."""
+    """See accept_rows_ref. One launch; rows that are not valid are inactive already."""
     assert all(each.is_contiguous() for each in (rows, position, valid, draws, stop_ids, min_len))
     n, num_stops, num_drafts = len(rows), stop_ids.shape[1], columns.drafts.shape[1]
     width = len(draws) // n

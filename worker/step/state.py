@@ -1,8 +1,8 @@
 """StepState: what the device keeps of each row between steps, without asking the host.
 
-Filled by `apply_rows` and `apply_pages` from a Plan (`BatchBuffers.chunks` brings the pages of rows
-with chunks), and by each step's sampling tail. Row 0 is the sink: inactive and padded rows are
-replaced by it, so whatever they write is harmless.
+`apply_rows` and `apply_pages` fill it from a Plan, and so does each step's sampling tail. (Pages of
+rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands in for inactive and
+padded rows, so whatever they write is harmless.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class IntColumns(NamedTuple, Generic[T]):
     seq_len: T  # tokens whose KV is in the pages
     last_token: T  # token at position seq_len, the next decode input
     max_len: T  # tokens of prompt + output at which the row finishes
-    min_len: T  # no stop token is drawn at a position below this
+    min_len: T  # no stop token is drawn at a position below it
     seed: T
     top_k: T  # 0 = off
     penalty_slot: T  # index into `StepState.penalties`; 0 = neutral
@@ -122,9 +122,9 @@ class StepState:
         self._flat_table = self.page_table.view(-1)
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # KV length of each row after the last step applied, counted on the host from plans. Equal
-        # to the device's for rows active there, if no step was wider than 1; too high for rows that
-        # ended and are not settled.
+        # KV length of each row after the last step applied, counted on the host from plans. If no
+        # step was wider than 1, it is exact for rows that are active on the device. It is too high
+        # for rows that have ended there and are not settled.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active,
@@ -134,7 +134,7 @@ class StepState:
             self.page_table,
             torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
-        # The tokens of each row by position, as far as they are known; for a drafter that reads.
+        # Known tokens of each row by position, for a drafter that reads text; None: there is none.
         self.text: Tensor | None = None
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
