@@ -39,7 +39,7 @@ from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
 from worker.transfer.peers import PrefillPeers
-from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PeerNotDialled, PullEnded
+from worker.transfer.ranked import LeaderPulls, OwnDialled, PeerDialled, PullEnded
 from worker.transfer.sources import DialFailed, Link
 
 log = logging.getLogger("kvlane.decode")
@@ -163,7 +163,7 @@ class DecodeLoop:
             case MembersChanged():
                 for gone in self._peers.update(event.members):
                     self._lose(gone)
-            case OwnDialled() | PeerDialled() | PeerNotDialled() | PullEnded():
+            case OwnDialled() | PeerDialled() | PullEnded():
                 self._ranks.on(event)
             case Link():
                 self._peers.dialled(event)

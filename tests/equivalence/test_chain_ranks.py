@@ -37,7 +37,7 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     rows.store(1, ids[1:7], g[:6])
     found = rows.forward(7, ids[7:], g[6:])
     rows.pool.close()
-    return [g, *found, drafter.logits(found[1])]
+    return [g, *found, drafter.head.logits(found[1])]
 
 
 def run_rank(rank: int, root: Path) -> None:

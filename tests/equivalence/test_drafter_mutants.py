@@ -21,6 +21,7 @@ from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
 from worker.ops.mask import KeyMask
+from worker.step.rows import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,16 +92,17 @@ def seeds_nothing(real: Any) -> Any:
 def injects_what_is_active(real: Any) -> Any:
     """The last tokens of a request that ends are missing."""
 
-    def place(rows: Tensor, at: Tensor, valid: Tensor, drawn: Tensor, columns: Any, *rest: Any):
-        return real(rows, at, columns.active[rows], drawn, columns, *rest)
+    def place(sampled: SampledRows, drawn: Tensor, columns: Any, *rest: Any):
+        active = columns.active[sampled.rows]
+        return real(replace(sampled, valid=active), drawn, columns, *rest)
 
     return place
 
 
 def injects_rejected_rows(real: Any) -> Any:
-    def place(rows: Tensor, at: Tensor, valid: Tensor, drawn: Tensor, *rest: Any):
-        width = len(at) // len(rows)
-        return real(rows, at, valid, drawn.index_fill(1, torch.tensor([width]), width), *rest)
+    def place(sampled: SampledRows, drawn: Tensor, *rest: Any):
+        width = sampled.width
+        return real(sampled, drawn.index_fill(1, torch.tensor([width]), width), *rest)
 
     return place
 
@@ -116,9 +118,9 @@ def a_length_too_long(real: Any) -> Any:
 
 
 def padding_into_a_page(real: Any) -> Any:
-    def place(rows: Tensor, at: Tensor, valid: Tensor, *rest: Any):
-        steps = real(rows, at, valid, *rest)
-        padding = ~valid.repeat_interleave(len(at) // len(rows))
+    def place(sampled: SampledRows, *rest: Any):
+        steps = real(sampled, *rest)
+        padding = ~sampled.valid.repeat_interleave(sampled.width)
         return steps._replace(slots=torch.where(padding, 16 + 3, steps.slots))
 
     return place
@@ -198,9 +200,9 @@ def feeds_back_the_raw_output(real: Any) -> Any:
 
 
 def kept_padding_in_a_page(real: Any) -> Any:
-    def place(rows: Tensor, at: Tensor, valid: Tensor, *rest: Any):
-        positions, slots = real(rows, at, valid, *rest)
-        padding = ~valid.repeat_interleave(len(at) // len(rows))
+    def place(sampled: SampledRows, *rest: Any):
+        positions, slots = real(sampled, *rest)
+        padding = ~sampled.valid.repeat_interleave(sampled.width)
         return positions, torch.where(padding, 16 + 3, slots)
 
     return place

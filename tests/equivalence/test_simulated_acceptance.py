@@ -24,6 +24,7 @@ from tests.support.shallow import shallow
 from worker.config import ModelConfig, PingConfig, SpecConfig
 from worker.draw.simulated import SimulatedAcceptance
 from worker.observe.step_log import StepLine
+from worker.step.rows import SampledRows
 from worker.step.state import StateShape, StepState
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
@@ -166,9 +167,8 @@ def test_places_without_a_draft_count_as_drafts(width: int) -> None:
     simulated, rows = SimulatedAcceptance(state.ints.seed, 3.0), torch.tensor([1, 2])
     position = torch.arange(5, 5 + width).repeat(2)
     none = torch.full((2 * width, 1), -1)
-    drawn = simulated(
-        rows, position, rows > 0, position.clone(), none, none[:, 0], state.columns
-    )  # fmt: skip
+    sampled = SampledRows(rows, position, rows > 0, width)
+    drawn = simulated(sampled, position.clone(), none, none[:, 0], state.columns)
     assert drawn[:, width].tolist() == [min(width, 3)] * 2
     assert drawn[:, width + 2 :].tolist() == [[0] * (width - 1)] * 2
     assert state.ints.seq_len[1:].tolist() == [5 + min(width, 3) - 1] * 2

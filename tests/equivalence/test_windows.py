@@ -30,6 +30,7 @@ from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.forward.draws import Masks
+from worker.step.rows import SampledRows
 
 FACTORS: dict[str, Any] = {
     "widths": [(3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))],
@@ -235,8 +236,8 @@ def same_noise_in_the_whole_window(real: Any) -> Any:
 
 
 def accepts_without_comparing(real: Any) -> Any:
-    def accept(rows: Tensor, position: Tensor, valid: Tensor, draws: Tensor, *rest: Any) -> Tensor:
-        return real(rows, position, valid, draws, *rest[:3], torch.full_like(draws, 99))
+    def accept(sampled: SampledRows, draws: Tensor, *rest: Any) -> Tensor:
+        return real(sampled, draws, *rest[:3], torch.full_like(draws, 99))
 
     return accept
 
@@ -244,25 +245,23 @@ def accepts_without_comparing(real: Any) -> Any:
 def one_token_too_many(real: Any) -> Any:
     """A row keeps its draw behind the first wrong draft."""
 
-    def accept(rows: Tensor, position: Tensor, valid: Tensor, draws: Tensor, *rest: Any) -> Tensor:
-        width = len(draws) // len(rows)
+    def accept(sampled: SampledRows, draws: Tensor, *rest: Any) -> Tensor:
+        width = sampled.width
         if width == 1:
-            return real(rows, position, valid, draws, *rest)
-        drafts = rest[2].drafts[rows, : width - 1]
+            return real(sampled, draws, *rest)
+        drafts = rest[2].drafts[sampled.rows, : width - 1]
         right = (draws.view(-1, width)[:, :-1] == drafts).long().cumprod(1).sum(1) + 1
-        return real(rows, position, valid, draws, *rest[:3], right.repeat_interleave(width))
+        return real(sampled, draws, *rest[:3], right.repeat_interleave(width))
 
     return accept
 
 
 def stops_count_in_the_first_row_only(real: Any) -> Any:
-    def accept(
-        rows: Tensor, position: Tensor, valid: Tensor, draws: Tensor, stops: Tensor, *rest: Any
-    ) -> Tensor:
-        first = draws.view(len(rows), -1)[:, 0]
-        is_first = (stops[:: len(draws) // len(rows)] == first[:, None]).any(1)
-        stops = torch.where(is_first.repeat_interleave(len(draws) // len(rows))[:, None], stops, -1)
-        return real(rows, position, valid, draws, stops, *rest)
+    def accept(sampled: SampledRows, draws: Tensor, stops: Tensor, *rest: Any) -> Tensor:
+        width = sampled.width
+        is_first = (stops[::width] == draws[::width, None]).any(1)
+        stops = torch.where(is_first.repeat_interleave(width)[:, None], stops, -1)
+        return real(sampled, draws, stops, *rest)
 
     return accept
 

@@ -20,9 +20,9 @@ from worker.attention.qk_rope_store import (
     qk_rope_store_ref,
 )
 from worker.drafts.draft_draws import draw_drafts
-from worker.draw.draw_triton import draw_triton
 from worker.draw.logprobs import logprobs, logprobs_ref
 from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
+from worker.draw.sampler_triton import draw_triton
 from worker.forward.draws import Changes
 from worker.ops.best_pairs import VocabPart
 from worker.ops.pair_norm import pair_norm, pair_norm_ref
@@ -167,13 +167,11 @@ def test_unfiltered_draws_are_the_twin_s(m: int, dtype: torch.dtype) -> None:
     for temperature, tail in ((mixed, "random"), (0.0, "greedy")):
         rows = rows_of(m, "cuda", temperature=temperature)
         wanted = draw_ref(logits, rows, tail)  # type: ignore[arg-type]
-        got = draw_triton(logits, rows, filtered=False)
+        got = draw_triton(logits, rows, "random")
         off = gaps(logits, rows, got, wanted)
         assert all(abs(gap) < 1e-5 for gap in off), off
         assert len(off) <= m // 100
-        assert torch.equal(
-            replayed(lambda rows=rows: draw_triton(logits, rows, filtered=False)), got
-        )
+        assert torch.equal(replayed(lambda rows=rows: draw_triton(logits, rows, "random")), got)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -191,7 +189,7 @@ def test_ranks_draw_and_draft_as_one_does(m: int, size: int, dtype: torch.dtype)
         return draw_drafts(x, *given)
 
     for draw in (
-        lambda x, part: draw_triton(x, rows, filtered=False, part=part),
+        lambda x, part: draw_triton(x, rows, "random", part=part),
         lambda x, part: draft(x, part, None),
         lambda x, part: draft(x, part, spread),
     ):
@@ -208,12 +206,12 @@ def test_filtered_draws_are_the_twin_s(name: str, scale: float, dtype: torch.dty
     columns = {key: list(values) * repeat for key, values in CASES[name].items()}
     rows = rows_of(5 * repeat, "cuda", **columns)
     logits = (noise(5 * repeat, VOCAB) * scale).to(dtype)
-    got = draw_triton(logits, rows, filtered=True)
+    got = draw_triton(logits, rows, "filtered")
     assert int((got != draw_ref(logits, rows, "filtered")).sum()) <= 1
-    assert torch.equal(replayed(lambda: draw_triton(logits, rows, filtered=True)), got)
+    assert torch.equal(replayed(lambda: draw_triton(logits, rows, "filtered")), got)
     for row in (0, 7, 99):
         alone = {each: getattr(rows, each)[[row]] for each in rows.__dataclass_fields__}
-        assert draw_triton(logits[[row]], replace(rows, **alone), filtered=True) == got[row]
+        assert draw_triton(logits[[row]], replace(rows, **alone), "filtered") == got[row]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -223,7 +221,7 @@ def test_every_token_of_a_narrow_set_comes_and_no_other(dtype: torch.dtype) -> N
     first = replace(rows, **{each: getattr(rows, each)[:1] for each in rows.__dataclass_fields__})
     wanted = keep_likely(logits.float(), first)[0].isfinite().nonzero().flatten().tolist()
     assert 4 < len(wanted) < 12
-    tokens = draw_triton(logits.expand(3_000, -1).contiguous(), rows, filtered=True)
+    tokens = draw_triton(logits.expand(3_000, -1).contiguous(), rows, "filtered")
     assert tokens.unique().tolist() == wanted
 
 
@@ -233,8 +231,8 @@ def test_stop_tokens_stay_out_below_min_len() -> None:
     stops = torch.full((8, 16), -1)
     stops[:, 3] = VOCAB - 3
     rows = rows_of(8, "cuda", min_len=[0, 999] * 4, stop_ids=stops, top_p=0.9)
-    for filtered in (False, True):
-        tokens = draw_triton(logits, rows, filtered=filtered)
+    for tail in ("random", "filtered"):
+        tokens = draw_triton(logits, rows, tail)
         assert (tokens == VOCAB - 3).tolist() == [True, False] * 4
 
 
@@ -245,16 +243,16 @@ def test_changed_draws_are_the_twin_s(m: int, width: int, dtype: torch.dtype) ->
     rows, changes = changed_rows(m, VOCAB, width, "cuda")
     logits = made_of(changes, m, VOCAB, 1, dtype)
     greedy = replace(rows, temperature=torch.zeros_like(rows.temperature))
-    got = draw_triton(logits, greedy, filtered=False, changes=changes)
+    got = draw_triton(logits, greedy, "random", changes=changes)
     assert torch.equal(got, draw_ref(logits, greedy, "greedy", changes))
-    got = draw_triton(logits, rows, filtered=False, changes=changes)
+    got = draw_triton(logits, rows, "random", changes=changes)
     wanted = draw_ref(logits, rows, "random", changes)
     off = gaps(logits, rows, got, wanted, changes)
     assert all(abs(gap) < 1e-5 for gap in off), off
     assert len(off) <= 1
 
     def draw() -> Tensor:
-        return draw_triton(logits, rows, filtered=False, changes=changes)
+        return draw_triton(logits, rows, "random", changes=changes)
 
     assert torch.equal(replayed(draw), got)
 
@@ -264,12 +262,12 @@ def test_changed_draws_are_the_twin_s(m: int, width: int, dtype: torch.dtype) ->
 def test_filtered_changed_draws_are_the_twin_s(m: int, width: int, dtype: torch.dtype) -> None:
     rows, changes = changed_rows(m, VOCAB, width, "cuda", **FILTERS)
     logits = made_of(changes, m, VOCAB, 2, dtype)
-    got = draw_triton(logits, rows, filtered=True, changes=changes)
+    got = draw_triton(logits, rows, "filtered", changes=changes)
     assert int((got != draw_ref(logits, rows, "filtered", changes)).sum()) <= 1
     assert changes.masks is not None
     plain = ((rows.penalty_slot == 0) & (changes.masks.line == 0)).nonzero().flatten()
     alone = {each: getattr(rows, each)[plain] for each in rows.__dataclass_fields__}
-    without = draw_triton(logits[plain], replace(rows, **alone), filtered=True)
+    without = draw_triton(logits[plain], replace(rows, **alone), "filtered")
     assert torch.equal(got[plain], without)
 
 
@@ -280,7 +278,7 @@ def test_changed_draws_and_logprobs_allocate_no_f32_of_all_logits(m: int) -> Non
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    token = draw_triton(logits, rows, filtered=True, changes=changes)
+    token = draw_triton(logits, rows, "filtered", changes=changes)
     logprobs(logits, token, 20)
     assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 4
 

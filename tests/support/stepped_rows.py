@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 9, 12
 
@@ -27,8 +27,8 @@ def columns_of(generator: torch.Generator) -> RowColumns:
     return RowColumns(active, seq_len, drawn(3, 97), max_len, table, drafts)
 
 
-def step_of(columns: RowColumns, width: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows, position, valid, drawn) of a step that has just led to `columns`; row 0 is padding."""
+def step_of(columns: RowColumns, width: int, seed: int) -> tuple[SampledRows, Tensor]:
+    """(rows, accept_rows' result) of a step that has just led to `columns`; row 0 is padding."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(NUM_ROWS, generator=generator)[:7] + 1
     rows[3] = 0
@@ -40,4 +40,5 @@ def step_of(columns: RowColumns, width: int, seed: int) -> tuple[Tensor, Tensor,
     draws = torch.randint(3, 97, (7, width), generator=generator)
     ended = (~columns.active[rows]).long()
     drafts = torch.full((7, width - 1), -1)
-    return rows, position, valid, torch.cat((draws, num[:, None], ended[:, None], drafts), 1)
+    drawn = torch.cat((draws, num[:, None], ended[:, None], drafts), 1)
+    return SampledRows(rows, position, valid, width), drawn

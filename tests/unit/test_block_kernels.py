@@ -19,15 +19,15 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("seed", range(6))
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
-    rows, position, valid, drawn = step_of(columns, width, seed)
+    sampled, drawn = step_of(columns, width, seed)
     op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
-    positions, slots = op(rows, position, valid, drawn, columns, PAGE_SIZE)
+    positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
-    for i, row in enumerate(rows.tolist()):
+    for i, row in enumerate(sampled.rows.tolist()):
         for j in range(width):
-            at = int(position[i * width + j]) - 1
-            kept = bool(valid[i]) and j < int(drawn[i, width])
+            at = int(sampled.position[i * width + j]) - 1
+            kept = bool(sampled.valid[i]) and j < int(drawn[i, width])
             page = int(columns.page_table[row, at // PAGE_SIZE]) if kept else 0
             slot = page * PAGE_SIZE + at % PAGE_SIZE if kept else 0
             wanted.append((at if kept else 0, slot))

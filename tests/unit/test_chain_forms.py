@@ -461,7 +461,7 @@ def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> N
         for got, expected in zip(found, wanted(ids[1:step], g[: step - 1]), strict=True):
             assert torch.allclose(got, expected[-len(got) :], atol=1e-4)
         fed_back, head_input = found
-        logits = drafter.logits(head_input)
+        logits = drafter.head.logits(head_input)
         assert logits.shape == (len(head_input), spec.vocab_size)
         assert torch.allclose(logits, head_input @ head.T, atol=1e-4)
         g = torch.cat((g[: step - 1], fed_back[-1:]))
@@ -489,6 +489,6 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     rows, g = ChainRows(drafter), drafter.features(taps)
     rows.store(1, torch.zeros(6), g)
     fed_back, head_input = rows.forward(7, torch.zeros(6), g)
-    logits = drafter.logits(head_input)
+    logits = drafter.head.logits(head_input)
     assert (fed_back.shape, fed_back.dtype) == ((6, 32), kind)
     assert (logits.shape, logits.dtype) == ((6, 97), kind)

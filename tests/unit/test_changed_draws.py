@@ -20,7 +20,7 @@ from tests.unit.test_kernels_triton import pick, rows_of
 from worker.api import MAX_STOP_IDS
 from worker.draw import changes_triton, logprobs, logprobs_triton
 from worker.draw import draw_rows_triton as draw_rows
-from worker.draw import draw_triton as draw
+from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows, change, draw_ref
 from worker.forward.draws import Changes, Masks
 
@@ -119,7 +119,7 @@ if not INTERPRETED:
         rows, changes = changed_rows(2, 1000, width)
         made = made_of(changes, 2, 1000, 0, dtype)
         with compiling(draw) as found, compiling(changes_triton) as more, compiling(draw_rows):
-            draw.draw_triton(made, rows, filtered=True, changes=changes)
+            draw.draw_triton(made, rows, "filtered", changes=changes)
         for ptx in (found["_best_kernel"], more["_stuck_kernel"]):  # no other products of floats
             assert "mul.rn.f32" in ptx
             assert "div.rn.f32" in ptx
@@ -155,15 +155,15 @@ else:
         m = 10 if width == 1 or whole else 6
         rows, changes = changed_rows(m, 250, width)
         made = made_of(changes, m, 250, 1, dtype)
-        got = draw.draw_triton(made, rows, filtered=False, changes=changes)
+        got = draw.draw_triton(made, rows, "random", changes=changes)
         assert torch.equal(got, draw_ref(made, rows, "random", changes))
-        without = draw.draw_triton(made, rows, filtered=False)
+        without = draw.draw_triton(made, rows, "random")
         assert int((got != without).sum()) > width * 2
         if changes.drafts is not None:
             blank = replace(changes, drafts=torch.full_like(changes.drafts, -1))
-            assert not torch.equal(got, draw.draw_triton(made, rows, filtered=False, changes=blank))
+            assert not torch.equal(got, draw.draw_triton(made, rows, "random", changes=blank))
         none = replace(changes, masks=None)
-        got = draw.draw_triton(made, rows, filtered=False, changes=none)
+        got = draw.draw_triton(made, rows, "random", changes=none)
         assert torch.equal(got, draw_ref(made, rows, "random", none))
 
     @pytest.mark.parametrize(
@@ -173,24 +173,25 @@ else:
         m = 10 if width == 1 or whole else 6
         rows, changes = changed_rows(m, 250, width, **FILTERS)
         made = made_of(changes, m, 250, 2, dtype)
-        got = draw.draw_triton(made, rows, filtered=True, changes=changes)
+        got = draw.draw_triton(made, rows, "filtered", changes=changes)
         assert torch.equal(got, draw_ref(made, rows, "filtered", changes))
 
     @pytest.mark.parametrize(
-        ("dtype", "filtered"), [(BF16, True), (F32, False), *in_whole((BF16, False), (F32, True))]
+        ("dtype", "tail"),
+        [(BF16, "filtered"), (F32, "random"), *in_whole((BF16, "random"), (F32, "filtered"))],
     )
     def test_rows_without_changes_draw_the_same_beside_changed_ones(
-        dtype: torch.dtype, filtered: bool
+        dtype: torch.dtype, tail: Any
     ) -> None:
         """In bf16, too, where a batch without penalties searches for 16 bits only."""
-        rows, changes = changed_rows(10, 250, **FILTERS if filtered else {})
+        rows, changes = changed_rows(10, 250, **FILTERS if tail == "filtered" else {})
         made = made_of(changes, 10, 250, 3, dtype) * torch.tensor([0.3, 1.0] * 5)[:, None]
         made = made.nan_to_num(neginf=float("-inf")).to(dtype)
         assert changes.masks is not None
         plain = ((rows.penalty_slot == 0) & (changes.masks.line == 0)).nonzero().flatten().tolist()
         assert len(plain) >= 2
-        mixed = draw.draw_triton(made, rows, filtered=filtered, changes=changes)
-        alone = draw.draw_triton(made[plain], pick(rows, plain), filtered=filtered)
+        mixed = draw.draw_triton(made, rows, tail, changes=changes)
+        alone = draw.draw_triton(made[plain], pick(rows, plain), tail)
         assert torch.equal(mixed[plain], alone)
 
     @pytest.mark.parametrize("dtype", [BF16, *in_whole((F32,))])
@@ -202,12 +203,12 @@ else:
         made = torch.randn(16, 250, generator=generator) * 2
         made[8:] = (made[8:] / 2).round()
         made = made.to(dtype)
-        got = draw.draw_triton(made, rows, filtered=True)
+        got = draw.draw_triton(made, rows, "filtered")
         assert torch.equal(got, draw_ref(made, rows, "filtered"))
-        unfiltered = draw.draw_triton(made, replace(rows, top_p=torch.ones(16)), filtered=True)
+        unfiltered = draw.draw_triton(made, replace(rows, top_p=torch.ones(16)), "filtered")
         assert 2 <= int((got == unfiltered).sum()) <= 14
         with mock.patch.object(draw, "TRY_FROM", 2.0):
-            assert torch.equal(draw.draw_triton(made, rows, filtered=True), got)
+            assert torch.equal(draw.draw_triton(made, rows, "filtered"), got)
 
     def test_greedy_rows_take_what_penalties_leave_at_the_last_bit() -> None:
         """Two tokens that only the order and the roundings of the penalties tell apart."""
@@ -221,7 +222,7 @@ else:
             nearly = made.clone()
             gap = changed.gather(1, best[:, None])[:, 0] - changed[:, other]
             nearly[:, other] += torch.where(gap.isfinite(), gap, 0.0)
-            got = draw.draw_triton(nearly, rows, filtered=False, changes=changes)
+            got = draw.draw_triton(nearly, rows, "random", changes=changes)
             assert torch.equal(got, draw_ref(nearly, rows, "greedy", changes))
 
     def test_a_mask_that_leaves_stop_ids_alone_goes_before_min_len() -> None:
@@ -229,12 +230,12 @@ else:
         made = made_of(changes, 10, 250, 5, torch.float32)
         assert changes.masks is not None
         changes = replace(changes, masks=changes.masks._replace(line=torch.full((10,), 1)))
-        for filtered in (False, True):
-            tokens = draw.draw_triton(made, rows, filtered=filtered, changes=changes)
+        for tail in ("random", "filtered"):
+            tokens = draw.draw_triton(made, rows, tail, changes=changes)
             assert set(tokens.tolist()) <= {3, 248}
         # 3 cannot come: then the mask leaves 248 alone, which is a stop id as well.
         made[:, 3] = float("-inf")
-        assert set(draw.draw_triton(made, rows, filtered=True, changes=changes).tolist()) == {248}
+        assert set(draw.draw_triton(made, rows, "filtered", changes=changes).tolist()) == {248}
 
     @pytest.mark.parametrize(
         ("dtype", "num_top"),

@@ -20,7 +20,7 @@ from tests.support.chain_reference import draw
 from tests.support.pairwise import more, whole
 from tests.unit.test_sampler import REJECT, Case, exact, p_of, rows_of
 from worker.draw.sampler import sample
-from worker.step.rows import RowColumns, accept_rows
+from worker.step.rows import RowColumns, SampledRows, accept_rows
 
 VOCAB, WIDTH, ROWS, DRAWS = 12, 4, 8000, 100_000 if whole else 40_000
 RANDOM = torch.Generator().manual_seed(3)
@@ -116,9 +116,8 @@ class Rows:
         draws = sample(TARGET[before.flatten()], lines, "filtered")
         forced = torch.full_like(draws, WIDTH) if self.accepts_all else None
         valid = torch.ones(ROWS, dtype=torch.bool)
-        result = accept_rows(
-            self.rows, position, valid, draws, lines.stop_ids, position, self.columns, forced
-        )
+        sampled = SampledRows(self.rows, position, valid, WIDTH)
+        result = accept_rows(sampled, draws, lines.stop_ids, position, self.columns, forced)
         draws, num = result[:, :WIDTH], result[:, WIDTH]
         counts = torch.arange(WIDTH) < num[:, None]
         known = torch.cat((before[:, :1], draws[:, :-1]), 1)  # what stands before each in the text

@@ -21,8 +21,8 @@ from tests.unit.test_draft_rows import draws_case
 from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
 from worker.drafts import draft_draws, draft_draws_triton
-from worker.draw import draw_triton as draw
 from worker.draw import sampler
+from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows
 from worker.model.layers import Placement, VocabParallelEmbedding
 from worker.ops import best_pairs, best_pairs_triton
@@ -83,7 +83,7 @@ def divided(logits: Tensor, size: int, draw_part: Draw) -> list[Tensor]:
 def target(rows: SamplingRows, tail: Tail) -> Draw:
     """Draws of the target."""
     if INTERPRETED:
-        return lambda logits, part: draw.draw_triton(logits, rows, filtered=False, part=part)
+        return lambda logits, part: draw.draw_triton(logits, rows, "random", part=part)
     return lambda logits, part: sampler.draw_ref(logits, rows, tail, None, part)
 
 
@@ -186,7 +186,7 @@ def test_draws_that_look_at_all_tokens_refuse_a_part() -> None:
     with pytest.raises(AssertionError, match="all tokens"):
         sampler.draw_ref(torch.zeros(2, 32), rows_of(2), "filtered", None, part)
     with pytest.raises(AssertionError, match="all tokens"):
-        draw.draw_triton(torch.zeros(2, 32), rows_of(2), filtered=True, part=part)
+        draw.draw_triton(torch.zeros(2, 32), rows_of(2), "filtered", part=part)
 
 
 def test_parts_hold_each_id_once_and_begin_where_noise_does() -> None:

@@ -13,15 +13,12 @@ from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 
-def expected(
-    columns: RowColumns, step: tuple[Tensor, Tensor, Tensor, Tensor], num_drafts: int
-) -> dict[str, list[Any]]:
+def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
     """draft_rows, number by number."""
-    rows, position, valid, drawn = step
-    width = len(position) // len(rows)
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     found: dict[str, list[Any]] = {name: [] for name in draft_rows.DraftSteps._fields}
     ahead: list[list[tuple[int, int, int]]] = []
     for i, row in enumerate(rows.tolist()):
@@ -39,7 +36,7 @@ def expected(
             found["tail_pages"].append(pages[(at - 1) // PAGE_SIZE] if is_end else 0)
         found["last"].append(i * width + max(num - 1, 0))
         line = []
-        for k in range(num_drafts):
+        for k in range(width - 1):
             at = int(columns.seq_len[row]) + k
             if columns.active[row] and at + 1 < longest:
                 line.append((at, pages[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE, at + 1))
@@ -47,7 +44,7 @@ def expected(
                 line.append((0, 0, 1))
         ahead.append(line)
     for at, name in enumerate(("draft_positions", "draft_slots", "draft_lens")):
-        found[name] = [[line[k][at] for line in ahead] for k in range(num_drafts)]
+        found[name] = [[line[k][at] for line in ahead] for k in range(width - 1)]
     return found
 
 
@@ -56,9 +53,9 @@ def expected(
 def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(100 + seed))
     step = step_of(columns, width, seed)
-    wanted = expected(columns, step, width - 1)
+    wanted = expected(columns, *step)
     op = draft_rows_triton.draft_rows_triton if INTERPRETED else draft_rows.draft_rows_ref
-    found = op(*step, columns, PAGE_SIZE, width - 1)
+    found = op(*step, columns, PAGE_SIZE)
     for name, value in found._asdict().items():
         assert value.tolist() == wanted[name], name
         check_columns(value.unbind() if value.dim() > 1 else (value,))

@@ -19,7 +19,7 @@ from worker.api import MAX_STOP_IDS
 from worker.attention import qk_rope_store, qk_rope_store_triton
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.draw import draw_rows_triton as draw_rows
-from worker.draw import draw_triton as draw
+from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows, draw_ref
 from worker.ops import (
     pair_norm,
@@ -107,10 +107,10 @@ def at_step(
     at = torch.arange(n, device=device)
     min_len = torch.where(at % 4 == 0, 10**6, 0)[:, None].expand(n, width)
     num = None if forced is None else torch.full((n * width,), forced, device=device)
+    sampled = step_rows.SampledRows(found.live, found.next_positions, found.valid, width)
     return found, accept(
-        found.live, found.next_positions, found.valid, draws.view(-1), stop_ids.flatten(0, 1),
-        min_len.reshape(-1), state, num,
-    )  # fmt: skip
+        sampled, draws.view(-1), stop_ids.flatten(0, 1), min_len.reshape(-1), state, num
+    )
 
 
 def check_ends(
@@ -246,7 +246,7 @@ if not INTERPRETED:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
             monkeypatch.setattr(draw, "DRAW_BLOCK", block)
         with compiling(draw) as found, compiling(draw_rows):
-            draw.draw_triton(torch.empty(2, 151936, dtype=dtype), rows_of(2), filtered=True)
+            draw.draw_triton(torch.empty(2, 151936, dtype=dtype), rows_of(2), "filtered")
         assert "mul.hi.u32" in found["_draw_kernel"]
 
     def test_the_gather_compiles_for_hopper_without_one() -> None:
@@ -420,7 +420,7 @@ else:
         check_ends(step_columns(30, 5), step_columns(30, 5), rows, ENDS, width, forced)
 
     def disagreements(logits: Tensor, rows: SamplingRows, tail: Any) -> int:
-        got = draw.draw_triton(logits, rows, filtered=tail == "filtered")
+        got = draw.draw_triton(logits, rows, tail)
         assert got.dtype == torch.int64
         return int((got != draw_ref(logits, rows, tail)).sum())
 
@@ -436,18 +436,18 @@ else:
         logits = torch.zeros(3, 2500)
         logits[1, [700, 2100, 1999]] = 4.0
         logits[2] = float("-inf")
-        tokens = draw.draw_triton(logits, rows_of(3, temperature=0.0), filtered=False)
+        tokens = draw.draw_triton(logits, rows_of(3, temperature=0.0), "random")
         assert tokens.tolist() == [0, 700, 0]
 
-    @pytest.mark.parametrize("filtered", [False, True])
-    def test_no_stop_token_is_drawn_below_min_len(filtered: bool) -> None:
+    @pytest.mark.parametrize("tail", ["random", "filtered"])
+    def test_no_stop_token_is_drawn_below_min_len(tail: Any) -> None:
         stops = torch.full((4, MAX_STOP_IDS), -1)
         stops[:, :2] = torch.tensor([3, 1100])
         rows = rows_of(4, temperature=[0.0, 1.0, 0.0, 1.0], min_len=[99, 99, 0, 0], stop_ids=stops)
         logits = noise(4, 1200)
         logits[:, [3, 1100]] = 30.0
-        tokens = draw.draw_triton(logits, rows, filtered=filtered)
-        wanted = draw_ref(logits, rows, "filtered" if filtered else "random")
+        tokens = draw.draw_triton(logits, rows, tail)
+        wanted = draw_ref(logits, rows, tail)
         assert torch.equal(tokens, wanted)
         assert not set(tokens[:2].tolist()) & {3, 1100}
         assert set(tokens[2:].tolist()) <= {3, 1100}
@@ -482,19 +482,19 @@ else:
     def test_a_row_is_the_same_alone_in_any_batch_and_again() -> None:
         logits = (noise(3, 500) * 1.5).to(torch.bfloat16)
         rows = pick(rows_of(5, **CASES["all"]), [0, 3, 4])
-        together = draw.draw_triton(logits, rows, filtered=True)
+        together = draw.draw_triton(logits, rows, "filtered")
         for row in (0, 0, 1):
-            alone = draw.draw_triton(logits[[row]], pick(rows, [row]), filtered=True)
+            alone = draw.draw_triton(logits[[row]], pick(rows, [row]), "filtered")
             assert alone.item() == together[row]
 
     def test_rows_may_be_part_of_wider_ones() -> None:
         wide = noise(3, 1300)
         rows = rows_of(3, top_p=0.7)
-        got = draw.draw_triton(wide[:, :1201], rows, filtered=True)
+        got = draw.draw_triton(wide[:, :1201], rows, "filtered")
         assert torch.equal(got, draw_ref(wide[:, :1201], rows, "filtered"))
 
     def test_a_row_of_nan_draws_some_token() -> None:
         logits = torch.full((2, 1100), float("nan"))
-        for filtered in (False, True):
-            tokens = draw.draw_triton(logits, rows_of(2, top_k=5, top_p=0.5), filtered=filtered)
+        for tail in ("random", "filtered"):
+            tokens = draw.draw_triton(logits, rows_of(2, top_k=5, top_p=0.5), tail)
             assert bool(((tokens >= 0) & (tokens < 1100)).all())

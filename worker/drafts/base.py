@@ -7,7 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from worker.forward.batch import Batch
-from worker.step.state import SampledRows
+from worker.step.rows import SampledRows
 
 
 class Drafter(Protocol):
@@ -19,20 +19,14 @@ class Drafter(Protocol):
     """
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Take in a chunk of prompts, behind its forward; graphs may hold it.
-
-        hidden: what the forward returned.
-        """
+        """Take in a chunk of prompts; hidden: what its forward returned. Graphs may hold it."""
         ...
 
     def seed(self, rows: Tensor) -> None:
         """Rows begin to decode: they have a last token, and KV of all text before it. Not captured.
 
         Nothing is proposed, so the first window of each yields one token. Rows that are not active
-        are left alone.
-
-        Args:
-            rows: [n] i64, of the step state.
+        are left alone. rows: [n] i64, of the step state.
         """
         ...
 

@@ -28,10 +28,9 @@ FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
 def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | None:
-    """Read the shape of the drafter that is configured; None: it has no weights.
+    """The shape of the drafter that is configured; None: it has no weights.
 
-    Raises:
-        UserError: see `read_chain_shape`, `read_dflash_shape` and `check_block`.
+    Raises UserError as its reader and `check_block`.
     """
     if not config.spec.has_weights:
         return None
@@ -41,10 +40,7 @@ def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | Non
 
 
 def within_block(config: WorkerConfig, shape: DrafterShape | None) -> WorkerConfig:
-    """Cut the widths that `auto` gave to what a block of the drafter holds.
-
-    config: after `WorkerConfig.resolved`.
-    """
+    """Cut the widths that `auto` gave, in a resolved `config`, to a block of the drafter."""
     if not isinstance(shape, DFlashShape):
         return config
     widths = [width for width in config.spec.chosen if width <= shape.block_size]
@@ -53,7 +49,7 @@ def within_block(config: WorkerConfig, shape: DrafterShape | None) -> WorkerConf
 
 
 def regions(shape: DrafterShape, page_size: int, dtype: str) -> tuple[KVRegion, ...]:
-    """The KV regions of a drafter, see `drafts/chain.py` and `drafts/dflash.py`."""
+    """The KV regions of a drafter, as `drafts/chain.py` and `drafts/dflash.py` describe them."""
     heads, size = shape.num_kv_heads, shape.head_dim
     if isinstance(shape, DFlashShape):
         return (KVRegion("draft", shape.num_layers, heads, size, 1, page_size, dtype),)
@@ -116,7 +112,6 @@ def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | 
 def _attention(
     config: WorkerConfig, model: DrafterModel, pool: KVPool, mask: KeyMask
 ) -> AttentionBackend:
-    """The backend of windows, over the drafter's region."""
     spec, backend = model.spec, config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
     heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
@@ -134,7 +129,6 @@ def poison(pool: KVPool) -> None:
 
 
 def _most_tokens(config: WorkerConfig) -> int:
-    """Tokens of a step at most, padding included."""
     engine = config.engine
     most, chunk = int(engine.max_num_reqs), int(engine.max_prefill_tokens)
     if config.role == "prefill":

@@ -25,18 +25,12 @@ from worker.drafts.draft_rows import DraftSteps, draft_rows
 from worker.drafts.features import Features, stored_tokens
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import SampledRows
+from worker.step.state import StepState
 
 
 class Chain(Drafter):
-    """Drafter by a chain model.
-
-    Args:
-        features: of the model, on the device of all else.
-        attention: over the region "draft", from key 1 on.
-        pool: has the regions "draft" and "tail".
-        state: of all rows.
-    """
+    """Drafter by a chain model; `attention` reads the region "draft" from key 1 on."""
 
     def __init__(
         self,
@@ -52,7 +46,6 @@ class Chain(Drafter):
         self._query_start = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Store the rows of a chunk, and the tails of its pages."""
         draft = batch.draft
         assert draft is not None
         features = self._features.of(hidden, batch.num_tokens)
@@ -69,21 +62,16 @@ class Chain(Drafter):
         position = columns.seq_len.index_select(0, rows)
         one = torch.stack((columns.last_token.index_select(0, rows), active.long()), 1)
         drawn = torch.nn.functional.pad(one, (0, 1))  # as if each row had just drawn it
-        steps = draft_rows(rows, position, active, drawn, columns, self._page_size, 0)
+        steps = draft_rows(SampledRows(rows, position, active), drawn, columns, self._page_size)
         before = self._tails.index_select(0, steps.tail_pages)
         self._store(steps.tokens, before, steps.positions, steps.slots)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Store the rows that are kept, then draft token by token."""
-        columns, num_drafts = self._state.columns, sampled.width - 1
-        steps = draft_rows(
-            sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size,
-            num_drafts,
-        )  # fmt: skip
+        steps = draft_rows(sampled, drawn, self._state.columns, self._page_size)
         features = self._features.of(hidden, len(steps.tokens))
         self._store(steps.tokens, features, steps.positions, steps.slots)
         self._tails.index_copy_(0, steps.tail_pages, features)
-        if num_drafts:
+        if sampled.width > 1:
             self._propose(sampled, steps, features, greedy=greedy)
 
     def _propose(
@@ -114,7 +102,7 @@ class Chain(Drafter):
             with forward_context(batch, self._attention, self._attention.plan(batch)):
                 feature, output = model(token, feature, position)
             token = draw_drafts(
-                model.logits(output, whole=False), sampled.rows, position, slots,
+                model.head.logits(output, whole=False), sampled.rows, position, slots,
                 seed, state.floats.temperature, model.id_map, columns.drafts[:, k : k + 1],
                 model.head.part,
             )  # fmt: skip

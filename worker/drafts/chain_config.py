@@ -17,9 +17,9 @@ def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     """The drafter in directory `path`, which may be the target's own, for `target`.
 
     Raises:
-        UserError: a file is missing or broken, a field is missing or wrong, or the drafter is
-            another target's; the message names file and field. Unsupported (a UserError) if it
-            uses what we cannot compute, or a field has two readings or is unknown.
+        UserError: a file or a field is missing or wrong, or the drafter is another target's; the
+            message names file and field. Unsupported (a UserError): it uses what we cannot
+            compute, or a field has two readings or is unknown.
     """
     file = DrafterFile.open(path, "chain", target)
     fields, layer, kind = file.fields, file.layer, file.form.kind
@@ -67,7 +67,6 @@ def _norm_output(fields: Fields) -> bool:
 
 
 def _absent_parts(fields: Fields, *, fuses: bool) -> set[str]:
-    """The parts before and with fc that this drafter lacks."""
     one_by_one = fields.flag("fc_norm")
     together = fields.flag("norm_before_fc") or fields.flag("eagle_config.norm_before_fc")
     if one_by_one and together:
@@ -80,7 +79,6 @@ def _absent_parts(fields: Fields, *, fuses: bool) -> set[str]:
 
 
 def _tap_of_output(file: DrafterFile) -> tuple[int, ...]:
-    """Of a drafter that is fed with the target's output, and names no layers."""
     for name in (f"eagle_config.{IDS}", IDS):
         if file.fields.integers(name):
             raise file.fields.error(name, f"eagle_config.{FUSES} is false")

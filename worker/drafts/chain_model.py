@@ -18,8 +18,7 @@ from worker.ops.pair_norm import pair_norm
 class ChainDrafter(DrafterModel):
     """One rank of a drafter. It reads and writes layer 0 of the attention's region.
 
-    Its row for slot t is made of token t and the feature g of token t - 1. `store` fills the slots
-    of tokens that are known; `forward` also says what the drafter makes of them.
+    Its row for slot t is made of token t and the feature g of token t - 1.
     """
 
     spec: ChainShape
@@ -54,11 +53,7 @@ class ChainDrafter(DrafterModel):
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
-        """Fuse the target's hidden states into g.
-
-        taps: [n, num_features · target_hidden_size], in the order of `spec.taps`.
-        Returns [n, hidden_size]; `taps` itself where nothing is fused.
-        """
+        """Fuse [n, num_features · target_hidden_size] into g [n, hidden_size]; without fc: taps."""
         if self.fc is None:
             return taps
         if self.fc_norm is not None:
@@ -78,7 +73,7 @@ class ChainDrafter(DrafterModel):
     def forward(self, input_ids: Tensor, g: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Store the rows and let them attend, within a forward_context(); see `store`.
 
-        Returns (g of these tokens as the drafter makes it, what `logits` takes), both
+        Returns (g of these tokens as the drafter makes it, what the head takes), both
         [n, hidden_size], maybe one tensor. No argument is changed.
         """
         layer_input, residual = self._layer_input(input_ids, g)
@@ -91,13 +86,6 @@ class ChainDrafter(DrafterModel):
             return output, output
         normed, output = self.final_norm.reduce_add(part, residual)
         return (normed if self.spec.norm_output else output), normed
-
-    def logits(self, head_input: Tensor, *, whole: bool = True) -> Tensor:
-        """head_input: [n, hidden_size] -> [n, vocab_size], of draft ids; see `id_map`.
-
-        whole: see VocabParallelEmbedding.logits.
-        """
-        return self.head.logits(head_input, whole=whole)
 
     def _layer_input(self, input_ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """(what q, k and v are made of, the residual that attention is added to)."""
@@ -117,7 +105,6 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def shards(self) -> dict[str, Shard]:
-        """Of the ids, and of every part that has a name."""
         shards = self.ids.shards()
         for part, name in self.spec.names.items():
             if part not in ("d2t", "t2d"):
@@ -126,7 +113,6 @@ class ChainDrafter(DrafterModel):
         return shards
 
     def ignores(self, name: str) -> bool:
-        """An MTP layer lies among the target's own tensors."""
         is_target_s = self.spec.form == "mtp" and not name.startswith("model.mtp_layers.")
         return is_target_s or super().ignores(name)
 
@@ -135,12 +121,10 @@ class FeatureNorms(nn.ModuleList):
     """A norm of its own for each of the hidden states that are fused."""
 
     def forward(self, taps: Tensor) -> Tensor:
-        """taps: [n, num_features · target_hidden_size] -> the same shape."""
         parts = taps.chunk(len(self), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         shards: dict[str, Shard] = {}
         for i, norm in enumerate(self):
             assert isinstance(norm, RMSNorm)

@@ -26,8 +26,8 @@ from worker.drafts.kept_rows import kept_rows
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.ops.mask import KeyMask
-from worker.step.rows import read_rows
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import SampledRows, read_rows
+from worker.step.state import StepState
 
 
 class BlockLimits(NamedTuple):
@@ -38,15 +38,7 @@ class BlockLimits(NamedTuple):
 
 
 class DFlash(Drafter):
-    """Drafter by blocks.
-
-    Args:
-        features: of the model, on the device of all else.
-        attentions: over the region "draft", by the mask of layers.
-        pool: has the region "draft".
-        state: of all rows.
-        limits: of blocks.
-    """
+    """Drafter by blocks; `attentions` read the region "draft", by the mask of layers."""
 
     def __init__(
         self,
@@ -72,7 +64,6 @@ class DFlash(Drafter):
         self._starts = [every * block for block in range(longest + 1)]  # of blocks, by their length
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Store the keys and values of a chunk."""
         features = self._features.of(hidden, batch.num_tokens)
         self._store(features, batch.positions, batch.slot_mapping)
 
@@ -80,11 +71,8 @@ class DFlash(Drafter):
         """All that a block needs is in the row's pages."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Store those of the tokens that are kept, then draft a block."""
         columns, width = self._state.columns, sampled.width
-        positions, slots = kept_rows(
-            sampled.rows, sampled.position, sampled.valid, drawn, columns, self._page_size
-        )
+        positions, slots = kept_rows(sampled, drawn, columns, self._page_size)
         self._store(self._features.of(hidden, len(positions)), positions, slots)
         if width > 1:
             self._propose(sampled, max(width, self._min_block), greedy=greedy)
@@ -94,18 +82,7 @@ class DFlash(Drafter):
         bound = sampled.max_seq_len_ub + block
         num_pages = min(-(-bound // self._page_size), self._blocks.page_table.shape[1])
         rows = read_rows(sampled.rows, self._blocks, self._page_size, num_pages, block)
-        batch = Batch(
-            input_ids=rows.input_ids,
-            positions=rows.positions,
-            slot_mapping=rows.slots,
-            query_start=self._starts[block][: n + 1],
-            seq_lens=rows.seq_lens,
-            page_table=rows.table,
-            num_reqs=n,
-            num_tokens=n * block,
-            max_query_len=block,
-            max_seq_len_ub=bound,
-        )
+        batch = rows.batch(self._starts[block], block, bound)
         model, residual = self._model, None
         part = model.embed(batch.input_ids, block)
         plans = {mask: attention.plan(batch) for mask, attention in self._attentions.items()}

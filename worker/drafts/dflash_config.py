@@ -15,11 +15,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
-    """The DFlash drafter in directory `path`, for `target`.
-
-    Raises:
-        UserError: as read_chain_shape.
-    """
+    """The DFlash drafter in directory `path`, for `target`; raises as `read_chain_shape`."""
     file = DrafterFile.open(path, "dflash", target)
     fields, layer = file.fields, file.layer
     shape = file.shape()
@@ -44,7 +40,6 @@ def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
 
 
 def _types(layer: Fields, num_layers: int) -> list[str]:
-    """Of all layers, as the file has them."""
     types = layer.get("layer_types")
     types = [FULL] * num_layers if types is None else types
     if not isinstance(types, list) or len(types) != num_layers:
@@ -155,7 +150,6 @@ def _mask_token_id(file: DrafterFile) -> int:
     if token_id >= file.target.vocab_size:
         where, field = fields.place(*places)
         raise where.error(
-            field,
-            f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids",
+            field, f"{token_id} is outside of the target's vocabulary, {file.target.vocab_size} ids"
         )
     return token_id

@@ -75,11 +75,7 @@ class DFlashDrafter(DrafterModel):
         self._stacked = Stacked.of([layer.attention for layer in self._layers()])
 
     def features(self, taps: Tensor) -> Tensor:
-        """Fuse the target's hidden states of tokens.
-
-        taps: [n, num_features · target_hidden_size], in the order of `spec.taps`.
-        Returns [n, hidden_size].
-        """
+        """Fuse hidden states [n, num_features · target_hidden_size] to [n, hidden_size]."""
         return self.hidden_norm(self.fc(taps))
 
     def store(self, features: Tensor, positions: Tensor) -> None:
@@ -95,11 +91,9 @@ class DFlashDrafter(DrafterModel):
         layers_rope_store(kv, positions, self.rotary.table, caches, slots, stacked.k_norm, eps)
 
     def embed(self, input_ids: Tensor, block: int) -> Tensor:
-        """Embed blocks of one token and masks behind it.
+        """Embed blocks of one token and masks: [n · block] i64 -> [n · block, hidden_size].
 
-        input_ids: [n · block] i64, all but each block's first the mask's id, or any if the
-        drafter has an embedding of its own for masks.
-        Returns [n · block, hidden_size].
+        The ids of masks are the mask's, or any if the drafter has an embedding of its own for them.
         """
         hidden = self.embedding(input_ids)
         if self.mask_embedding is not None:
@@ -125,11 +119,9 @@ class DFlashDrafter(DrafterModel):
     def logits(
         self, part: Tensor, residual: Tensor, block: int, num_drafts: int, *, whole: bool = True
     ) -> Tensor:
-        """Logits of the first drafts of each block, behind its last layer.
+        """Logits of the first drafts of each block, [n · num_drafts, vocab_size] of draft ids.
 
         part, residual: [n · block, hidden_size], what `run` returned.
-        whole: see VocabParallelEmbedding.logits.
-        Returns [n · num_drafts, vocab_size], of draft ids; see `id_map`.
         """
         normed, _ = self.final_norm.reduce_add(part, residual)
         drafts = normed.view(-1, block, normed.shape[1])[:, 1 : 1 + num_drafts]
@@ -142,7 +134,6 @@ class DFlashDrafter(DrafterModel):
             yield layer
 
     def shards(self) -> dict[str, Shard]:
-        """Of the ids, all layers and what stands before and behind them."""
         shards, names = self.ids.shards(), self.spec.names
         for number, layer in enumerate(self._layers()):
             shards |= layer.shards(f"{names['layers']}.{number}")

@@ -27,7 +27,7 @@ def draw_drafts_ref(
     drafts: Tensor,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw the next m drafts of each row, and write them to `drafts`.
+    """Draw the next m drafts of each row, and write them to `drafts`; token 0 where there is none.
 
     Args:
         logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: its
@@ -37,14 +37,10 @@ def draw_drafts_ref(
         slots: [n * m] i64; 0: there is no draft.
         seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
         temperature: [num_rows + 1] f32, another; 0 = greedy.
-        ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: they are
-            equal.
+        ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: its own.
         drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
         part: which of the drafter's ids the columns are, if other ranks have others. All ranks
             call, and draw the same.
-
-    Returns:
-        [n * m] i64: the drafts, token 0 where there is none.
     """
     owners = rows.repeat_interleave(drafts.shape[1])
     ids = _ids_of(logits, ids, part)
@@ -62,7 +58,6 @@ def draw_drafts_ref(
 
 
 def _ids_of(logits: Tensor, ids: Tensor | None, part: VocabPart | None) -> Tensor | None:
-    """The target's ids of the columns of logits."""
     if ids is None or part is None:
         return ids
     return ids[part.first : part.first + logits.shape[1]]

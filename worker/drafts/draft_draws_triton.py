@@ -8,13 +8,11 @@ from torch import Tensor
 from worker.drafts.draft_draws import _ids_of
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_pairs_triton, id_of
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_at, gumbel_block
 
 BLOCK, WARPS = 1024, 4
-
-
 NO_ID = 1 << 30
 
 
@@ -28,9 +26,7 @@ def _best_draft_kernel(
 
     Without MAPPED the columns are ids from `first` on.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = block * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits + i * stride + at, mask=at < num_ids, other=float("-inf")).to(tl.float32)
@@ -59,9 +55,7 @@ def _keep_draft_kernel(
     NUM: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n * NUM): the best of the blocks, or of the ranks' pairs [BLOCKS, n * NUM]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     at = tl.arange(0, BLOCKS_2)
     if pairs is not None:
@@ -89,7 +83,7 @@ def draw_drafts_triton(
     drafts: Tensor,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """See draw_drafts_ref; two launches, with `part` three beside the gather."""
+    """Two launches, with `part` three beside the gather."""
     assert all(each.is_contiguous() for each in (rows, position, slots))
     n, num_ids = logits.shape
     num, blocks = drafts.shape[1], max(1, -(-num_ids // BLOCK))

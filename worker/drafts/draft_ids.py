@@ -28,7 +28,6 @@ class DraftIds(nn.Module):
         self.register_buffer("used", used, persistent=False)
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for the tables that the checkpoint has."""
         tables, names = {"d2t": self.offsets, "t2d": self.used}, self.spec.names
         return {names[part]: whole(table) for part, table in tables.items() if part in names}
 
@@ -42,9 +41,8 @@ class DraftIds(nn.Module):
     def settle(self, path: Path) -> None:
         """Make `targets` of the tables, which are filled by now. Waits for the device.
 
-        Raises:
-            UserError: an id is not the target's, or stands twice or out of order, or the two
-                tables of directory `path` disagree.
+        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
+        tables of directory `path` disagree.
         """
         names, size = self.spec.names, self.spec.target_vocab_size
         targets = torch.arange(self.spec.vocab_size, device=self.offsets.device) + self.offsets

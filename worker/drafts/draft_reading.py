@@ -108,11 +108,9 @@ class DrafterFile:
         return where.flag(place, default=place in TRUE_UNLESS_SAID)
 
     def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
-        """Where the parts stand in the weight files, which dummies have none of.
+        """Where the parts of the form, but for `without`, stand in the weight files.
 
-        Args:
-            shape: see `shape`.
-            without: parts of the form that this drafter lacks.
+        Dummies have no such files. shape: what `shape` returned.
         """
         tensors = tensor_names(self.path)
         narrow = shape["hidden_size"] != shape["target_hidden_size"]
@@ -174,7 +172,6 @@ class DrafterFile:
 
 
 def _check(where: Fields, rules: Rules) -> None:
-    """Refuse a field of another name, or of another value."""
     for field, value in where.values.items():
         if value is None:
             continue

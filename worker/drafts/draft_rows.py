@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 
 class DraftSteps(NamedTuple):
@@ -30,7 +30,7 @@ class DraftSteps(NamedTuple):
     slots: Tensor
     tail_pages: Tensor
     last: Tensor  # [n] i64: index of each row's last draw that counts
-    # [num_drafts, n], of the rows that propose: positions and slots i64, KV lengths with them i32;
+    # [width - 1, n], of the rows that propose: positions and slots i64, KV lengths with them i32;
     # slot 0: nothing is proposed
     draft_positions: Tensor
     draft_slots: Tensor
@@ -38,34 +38,19 @@ class DraftSteps(NamedTuple):
 
 
 def draft_rows_ref(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
-    drawn: Tensor,
-    columns: RowColumns,
-    page_size: int,
-    num_drafts: int,
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> DraftSteps:
-    """Place the draft rows of a step.
+    """Place the draft rows of a step, whose `sampled` accept_rows had and `drawn` it returned.
 
     Rows are kept of those that were live when the step began, whether it ended them or not: their
     pages may serve others. Nothing is proposed for rows that ended, nor for positions at or beyond
     a row's maximum; what would be goes to the sink. Position 0 has no row.
-
-    Args:
-        rows: [n] i64, as accept_rows had them.
-        position: [n * width] i64, of each draw.
-        valid: [n] bool, live when the step began.
-        drawn: [n, 2 * width + 1] i64, what accept_rows returned.
-        columns: after accept_rows.
-        page_size: tokens a page.
-        num_drafts: rows that propose, one after the other.
     """
-    n, width = len(rows), len(position) // len(rows)
+    rows, width, n = sampled.rows, sampled.width, len(sampled.rows)
     place = torch.arange(width, device=rows.device)
     num = drawn[:, width : width + 1]
-    at, longest = position.view(n, width), columns.max_len[rows][:, None]
-    kept = valid[:, None] & (place < num) & (at > 0)
+    at, longest = sampled.position.view(n, width), columns.max_len[rows][:, None]
+    kept = sampled.valid[:, None] & (place < num) & (at > 0)
     table = columns.page_table[rows].to(torch.int64)
 
     def page_of(positions: Tensor) -> Tensor:
@@ -76,7 +61,7 @@ def draft_rows_ref(
     ends = (at % page_size == 0) | (place == num - 1)
     active = columns.active[rows][:, None]
     first = torch.where(active, columns.seq_len[rows][:, None], 0)
-    ahead = first + torch.arange(num_drafts, device=rows.device)
+    ahead = first + torch.arange(width - 1, device=rows.device)
     inside = active & (ahead + 1 < longest)
     draft_slots = page_of(ahead) * page_size + ahead % page_size
     last = torch.arange(0, n * width, width, device=rows.device) + (num[:, 0] - 1).clamp(min=0)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from worker.drafts.draft_rows import DraftSteps
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 
 @triton.jit(do_not_specialize=["stride", "stride_rows"])
@@ -19,9 +19,7 @@ def _draft_rows_kernel(
     PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). kept: i64 [4, stride], the first four fields; ahead: i64 [2, NUM, stride_rows]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     table, longest = page_table + row * stride_table, tl.load(max_len + row)
@@ -57,17 +55,11 @@ def _draft_rows_kernel(
 
 
 def draft_rows_triton(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
-    drawn: Tensor,
-    columns: RowColumns,
-    page_size: int,
-    num_drafts: int,
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> DraftSteps:
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
-    n, num_tokens = len(rows), len(position)
-    width = num_tokens // n
+    n, num_tokens, num_drafts = len(rows), len(position), width - 1
     stride, stride_rows = aligned(num_tokens), aligned(n)
     kept = torch.empty(4, stride, dtype=torch.int64, device=rows.device)
     last = torch.empty(n, dtype=torch.int64, device=rows.device)

@@ -18,13 +18,9 @@ from worker.model.shard import Shard, split_heads
 class DrafterModel(nn.Module):
     """One rank of a drafter, on the device of its target, in its dtype, divided as it is.
 
-    Args:
-        spec: of the whole drafter.
-        target: whose embedding and head it uses, unless it has its own.
-        max_positions: of the served length, whatever the drafter was trained for.
-
-    Raises:
-        Unsupported: the drafter cannot be divided among the target's ranks.
+    It uses the target's embedding and head unless it has its own. `max_positions` is of the served
+    length, whatever the drafter was trained for. Raises Unsupported if it cannot be divided among
+    the target's ranks.
     """
 
     spec: DrafterShape
@@ -42,7 +38,6 @@ class DrafterModel(nn.Module):
         self.ids = DraftIds(spec, device)
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
-        """The drafter's own rows if it has such a part, else the target's."""
         if part not in self.spec.names:
             return shared
         return VocabParallelEmbedding(num, self.spec.hidden_size, self.placement)
@@ -63,10 +58,8 @@ class DrafterModel(nn.Module):
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
         """Fill the weights from directory `path`, in eval mode; see load_model.
 
-        "dummy" gives a reduced vocabulary evenly spread ids.
-
-        Raises:
-            ValueError: as load_model; or the drafter's ids do not fit the target's.
+        "dummy" gives a reduced vocabulary evenly spread ids. Raises ValueError as load_model, or
+        if the drafter's ids do not fit the target's.
         """
         check_format(load_format)
         if load_format == "dummy":

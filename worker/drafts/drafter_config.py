@@ -20,11 +20,7 @@ READERS: Mapping[str, Callable[[Path, ModelShape], DrafterShape]] = {
 
 
 def check_block(asked: SpecConfig, shape: DrafterShape) -> None:
-    """Refuse windows and blocks that are longer than a block of the drafter.
-
-    Raises:
-        UserError: they are; the message begins with the field.
-    """
+    """Refuse windows and blocks that are longer than a block of the drafter, by a UserError."""
     if not isinstance(shape, DFlashShape):
         return
     widths = [] if asked.widths == "auto" else asked.widths

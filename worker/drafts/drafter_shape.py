@@ -45,9 +45,8 @@ class DrafterShape(LayerShape):
 class ChainShape(DrafterShape):
     """A drafter of one layer that drafts token by token.
 
-    Row t is made of token t and the feature g of token t - 1. For tokens that the target has
-    verified, g comes of the target's hidden states at `taps`; for drafted ones it is what the
-    drafter's own row before returned.
+    For tokens that the target has verified, the feature g is made of the target's hidden states at
+    `taps`; for drafted ones it is what the drafter's own row before returned.
     """
 
     form: ChainKind
@@ -59,12 +58,7 @@ class ChainShape(DrafterShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DFlashShape(DrafterShape):
-    """A drafter that proposes a block of tokens in one pass (DFlash, arXiv:2602.06036).
-
-    A block is the last token that the target drew and mask tokens behind it. It attends to itself
-    and, in every layer, to keys and values made of the target's hidden states at `taps`, of all
-    tokens before the block.
-    """
+    """A drafter that proposes a block of tokens in one pass (DFlash, arXiv:2602.06036)."""
 
     num_layers: int
     block_size: int  # tokens of a block as it was trained, the first of which is no draft

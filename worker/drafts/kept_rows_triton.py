@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 
 @triton.jit(do_not_specialize=["stride"])
@@ -17,9 +17,7 @@ def _kept_rows_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). out: i64 [2, stride]: positions, slots, each [n, WIDTH]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     place = tl.arange(0, WIDTH_2)
@@ -35,16 +33,11 @@ def _kept_rows_kernel(
 
 
 def kept_rows_triton(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
-    drawn: Tensor,
-    columns: RowColumns,
-    page_size: int,
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> tuple[Tensor, Tensor]:
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
     n, num_tokens = len(rows), len(position)
-    width = num_tokens // n
     out = torch.empty(2, aligned(num_tokens), dtype=torch.int64, device=rows.device)
     _kept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), drawn, columns.page_table, out,

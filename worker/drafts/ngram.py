@@ -2,6 +2,10 @@
 
 It needs no weights and keeps nothing in pages: the text of each row is on the device
 (`StepState.text`), from the row's start and from what its steps draw.
+
+The longest run of last tokens counts that is found again, and of several places the last one. Where
+the text ends before all drafts are found, what follows is taken for periodic. After Saxena, "Prompt
+lookup decoding" (2023).
 """
 
 from __future__ import annotations
@@ -10,23 +14,60 @@ import torch
 from torch import Tensor
 
 from worker.drafts.base import Drafter
-from worker.drafts.ngram_drafts import ngram_drafts
 from worker.forward.batch import Batch
-from worker.step.state import SampledRows, StepState
+from worker.ops.op import op
+from worker.step.rows import RowColumns, SampledRows
+from worker.step.state import StepState
+
+
+def ngram_drafts_ref(
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, text: Tensor, lengths: range
+) -> None:
+    """Append what a step kept to the texts of its rows, then fill columns.drafts[:, : width - 1].
+
+    -1 stands for no draft: nothing is found again, the row has ended, or its maximum is reached.
+
+    Args:
+        sampled: as accept_rows had them; drawn is what it returned.
+        text: [number of rows, length] i32, the tokens of each row by position, the last included.
+        lengths: of a run in tokens, from 1 on.
+    """
+    text = text[:, : sampled.max_seq_len_ub + 1]  # the kernel knows each length
+    rows, width, length = sampled.rows, sampled.width, text.shape[1]
+    at, place = sampled.position.view(-1, width), torch.arange(width, device=rows.device)
+    kept = sampled.valid[:, None] & (place < drawn[:, width : width + 1]) & (at < length)
+    line = torch.where(kept, rows[:, None], 0)
+    text[line, torch.where(kept, at, 0)] = drawn[:, :width].to(torch.int32)
+    if width == 1:
+        return
+    num = torch.where(columns.active[rows], columns.seq_len[rows] + 1, 0)[:, None]  # tokens known
+    known, here = text[rows], torch.arange(length, device=rows.device)
+    same, num_same = here < num - 1, torch.zeros_like(known)
+    for back in range(lengths[-1]):
+        last = known.gather(1, (num - 1 - back).clamp(min=0))
+        there = torch.roll(known, back, 1)
+        same = same & (there == last) & (here >= back)
+        num_same += same
+    score = torch.where(num_same >= lengths[0], num_same.long() * length + here, -1)
+    best = score.max(1, keepdim=True).values
+    found, end = best >= 0, best % length
+    ahead = torch.arange(width - 1, device=rows.device)
+    source = end + 1 + ahead % (num - 1 - end).clamp(min=1)
+    drafts = known.gather(1, source.clamp(0, length - 1)).long()
+    inside = found & (num + ahead < columns.max_len[rows][:, None])
+    columns.drafts[rows, : width - 1] = torch.where(inside, drafts, -1)
+
+
+ngram_drafts = op(ngram_drafts_ref)
 
 
 class Ngram(Drafter):
-    """Drafter by lookup.
-
-    Args:
-        state: of all rows; keeps their text.
-        shortest, longest: tokens of the run that is looked for.
-    """
+    """Drafter by lookup of runs of `shortest` to `longest` tokens in the text of each row."""
 
     def __init__(self, state: StepState, shortest: int, longest: int) -> None:
         assert state.text is not None
         self._columns, self._text = state.columns, state.text
-        self._shortest, self._longest = shortest, longest
+        self._lengths = range(shortest, longest + 1)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
         """Rows start with their text."""
@@ -41,8 +82,4 @@ class Ngram(Drafter):
         self._text.index_put_(at, token)
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        """Append what is kept, then look up."""
-        ngram_drafts(
-            sampled.rows, sampled.position, sampled.valid, drawn, self._columns, self._text,
-            sampled.width - 1, self._shortest, self._longest, sampled.max_seq_len_ub,
-        )  # fmt: skip
+        ngram_drafts(sampled, drawn, self._columns, self._text, self._lengths)

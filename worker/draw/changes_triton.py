@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.forward.draws import Changes, DrawParams
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 
 STUCK_BLOCK, STUCK_WARPS = 4096, 4
@@ -116,10 +116,8 @@ def _stuck_kernel(
     BLOCK: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): whether mask and early stops together leave no token. Few rows have both."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid (rows): whether mask and early stops leave nothing. Few rows have both."""
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     early = tl.load(rules.position + row) < tl.load(rules.min_len + row)
     nothing = (early & (tl.load(rules.line + row) > 0)).to(tl.int32)

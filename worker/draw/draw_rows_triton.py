@@ -7,11 +7,10 @@ many programs as run at once, and each program walks down a list of rows.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import enter, tl, triton
+from worker.ops.launch import overlap
 
 BLOCK, WARPS = 1024, 4
 NUM_PROGRAMS = 396  # of a pass: as many as run at once, three on each of 132 multiprocessors
@@ -38,9 +37,7 @@ def _list_rows_kernel(
     CHECKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     start, num, num_all, num_k, num_p, long_k, long_p = 0, 0, 0, 0, 0, 0, 0
     while start < n:
         row = start + tl.arange(0, BLOCK)
@@ -84,22 +81,16 @@ def list_rows(
         limits: temperature, top_k and top_p of the n rows.
         kept: [n] u8, whether the row has its token; read with `checked` only.
         long_slots: [n] i64 or None; rows with one are in the last two lists as well.
-        lists: from `new_lists`; a list is its length, then its rows, ascending. They are: rows
-            that try; rows without a token. Of the latter: sampled rows; sampled rows with top_k;
-            with top_p; with top_k and a long slot; with top_p and a long slot.
-        vocab: number of token ids.
+        lists: i32 [NUM_LISTS, n + 1 or more], each its length and then its rows, ascending: rows
+            that try (without `checked` this alone is written); all without a token; those of
+            them that are sampled; of these those with top_k; with top_p; with top_k and a long
+            slot; with top_p and a long slot.
         least: see `tries`.
-        checked: write all lists but the first, else the first.
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,
         **overlap(lists, CHECKED=checked, BLOCK=BLOCK, num_warps=WARPS),
     )  # fmt: skip
-
-
-def new_lists(num_rows: int, device: torch.device) -> Tensor:
-    """Room for NUM_LISTS lists, i32."""
-    return torch.empty(NUM_LISTS, aligned(num_rows + 1), dtype=torch.int32, device=device)
 
 
 def rows_at_once(num_rows: int, num_blocks: int, num_programs: int | None = None) -> int:

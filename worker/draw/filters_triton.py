@@ -1,6 +1,6 @@
 """Device functions of a draw: temperature, top_k, top_p and min_p, for a block of logits.
 
-Logits are compared by keys, integers of the same order. `draw_triton.py` fills `keys` and `sums`.
+Logits are compared by keys, integers of the same order. `sampler_triton` fills `keys` and `sums`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,6 @@ class Matcher:
             lines[:] = -1
 
     def _run(self, step: Callable[[], object]) -> None:
-        """Call `step`, unless the matcher is at an end."""
         if self.stopped or self.error is not None:
             return
         try:

@@ -14,15 +14,10 @@ from worker.ops.op import op
 
 
 def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits.
+    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits [n, vocab].
 
-    Args:
-        logits: [n, vocab], of the model's dtype.
-        token: [n] i64, the drawn tokens.
-        num_top: number of likeliest tokens, vocab at most. Equally likely tokens come by lowest id.
-
-    Returns:
-        Values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
+    token: [n] i64, the drawn ones. Of equally likely tokens the lowest ids come first.
+    Returns values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
     """
     x = logits.float() + 0.0  # no -0
     bits = x.view(torch.int32).long()

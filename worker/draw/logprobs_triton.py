@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import natural_log
 
@@ -30,10 +30,8 @@ def _blocks_kernel(
     logits, first, sums, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the first token in rank of each block, and its sum relative to that."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid (blocks, rows): each block's first in rank, and its sum relative to that one."""
+    enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     found = _ranked(logits, row, block, vocab, stride, BLOCK)
     x, ranked = found[0], found[1]
@@ -57,10 +55,7 @@ def _walk_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, BLOCKS_2)
     here = blocks < BLOCKS
@@ -88,7 +83,7 @@ def _walk_kernel(
 
 
 def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """See logprobs_ref; two launches, no host sync."""
+    """Two launches, no host sync."""
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     assert num_top <= vocab

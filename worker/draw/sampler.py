@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from worker.draw.draw_triton import draw_triton
 from worker.forward.draws import Changes, DrawParams, Masks
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
+from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
 from worker.plan import Tail
 from worker.step.rows import gather_rows
@@ -46,7 +46,7 @@ class SamplingRows(DrawParams):
         )
 
 
-def sample(
+def draw_ref(
     logits: Tensor,
     rows: SamplingRows,
     tail: Tail,
@@ -57,30 +57,15 @@ def sample(
 
     Args:
         logits: [n, vocab], of the model's dtype; not written.
-        rows: parameters of the n rows.
-        tail: "greedy" if all rows are greedy, "random" if no row filters, else "filtered"; not
-            "none".
-        changes: penalties, biases and masks; None: no row has any.
-        part: the tokens of this rank's columns of logits, where ranks divide the vocabulary. Then
-            filters and `changes` are not served; all ranks call, and draw the same.
+        tail: "greedy" if all rows are greedy, "random" if none filters, else "filtered".
+        changes: penalties, biases and masks; None when no row has any.
+        part: which tokens the columns of logits are, if other ranks have others. Then neither a
+            filter nor `changes` is served; all ranks call, and draw the same.
 
     Returns:
-        [n] i64. A row's token is the same under every tail that serves it, and whatever `changes`
-        hold for other rows.
+        [n] i64; of equal values the lowest id. A row's token is the same under every tail that
+        serves it, and with `changes` that do not concern it.
     """
-    if logits.is_cuda:
-        return draw_triton(logits, rows, filtered=tail == "filtered", changes=changes, part=part)
-    return draw_ref(logits, rows, tail, changes, part)
-
-
-def draw_ref(
-    logits: Tensor,
-    rows: SamplingRows,
-    tail: Tail,
-    changes: Changes | None = None,
-    part: VocabPart | None = None,
-) -> Tensor:
-    """The definition of draw_triton; see `sample`."""
     if part is None:
         return _perturbed(logits, rows, tail, changes).argmax(-1)
     assert tail != "filtered", "these need the logits of all tokens"
@@ -88,6 +73,9 @@ def draw_ref(
     ids = part.first + torch.arange(logits.shape[1], device=logits.device)
     pairs = best_pairs_ref(_perturbed(logits, rows, tail, None, part.first), ids)
     return best_ids_ref(part.gather(pairs))
+
+
+sample = op(draw_ref)
 
 
 def _perturbed(
@@ -106,7 +94,7 @@ def _perturbed(
 
 
 def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: int = 0) -> Tensor:
-    """Logits [n, vocab] with all changes, in f32: the definition of `changes_triton.py`.
+    """What a draw sees of logits [n, vocab], in f32; kernels: `changes_triton.py`.
 
     first: token of the first column, 0 with changes.
     """
@@ -119,10 +107,7 @@ def change(logits: Tensor, rows: SamplingRows, changes: Changes | None, first: i
 
 
 def ban_early_stops(logits: Tensor, rows: SamplingRows, first: int = 0) -> Tensor:
-    """Set stop tokens to -inf in rows that draw at a position below their min_len.
-
-    first: token of the first column.
-    """
+    """Set the stop tokens of rows that draw below their min_len to -inf; first: of the columns."""
     n, columns = logits.shape
     at = rows.stop_ids - first
     too_early = (rows.position < rows.min_len)[:, None] & (at >= 0) & (at < columns)

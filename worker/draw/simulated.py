@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.philox import philox_ref
-from worker.step.rows import NUM_COUNTS, accept_rows
+from worker.step.rows import NUM_COUNTS, SampledRows, accept_rows
 
 PERIOD = 4096  # the drawn numbers repeat after so many positions
 PRIME, STRIDE = 4093, 613  # a request begins at one of these positions, by all bits of its seed
@@ -18,12 +18,9 @@ PRIME, STRIDE = 4093, 613  # a request begins at one of these positions, by all 
 class SimulatedAcceptance:
     """Stands in for `accept_rows`: draws how many drafts of a window count.
 
-    The number depends on seed and position alone, so runs repeat. The width of the window, a stop
-    token or the request's end still limit it. A place without a draft counts as a draft, token 0.
-
-    Args:
-        seed: [num_rows + 1] i64, a column of the step state.
-        kept: see `change`.
+    Counter-based, so that runs repeat: the number depends on seed and position alone. A window that
+    is too narrow, a stop token or the request's end still cut it. Places without a draft count as
+    drafts: token 0 stands for these. seed: [num_rows + 1] i64, a column of the step state.
     """
 
     def __init__(self, seed: Tensor, kept: float) -> None:
@@ -45,21 +42,19 @@ class SimulatedAcceptance:
             least = int(kept) - 1
             self._num.copy_(least + (_uniform() < kept - 1 - least).long())
 
-    def __call__(self, rows: Tensor, position: Tensor, *rest: Any) -> Tensor:
-        """Call accept_rows with these arguments and a drawn `num_accepted`."""
-        width = len(position) // len(rows)
+    def __call__(self, sampled: SampledRows, *rest: Any) -> Tensor:
+        """accept_rows, with its arguments but for `num_accepted`."""
+        width = sampled.width
         if width == 1:
-            return accept_rows(rows, position, *rest)
-        seed = self._seed.index_select(0, rows).repeat_interleave(width)
-        drawn = accept_rows(rows, position, *rest, num_accepted=self.num_accepted(position, seed))
+            return accept_rows(sampled, *rest)
+        seed = self._seed.index_select(0, sampled.rows).repeat_interleave(width)
+        num_accepted = self.num_accepted(sampled.position, seed)
+        drawn = accept_rows(sampled, *rest, num_accepted=num_accepted)
         drawn[:, width + NUM_COUNTS :].clamp_(min=0)
         return drawn
 
     def num_accepted(self, position: Tensor, seed: Tensor) -> Tensor:
-        """How many drafts are accepted in windows that begin to draw at `position`.
-
-        position, seed of the request, result: [n] i64.
-        """
+        """Drafts accepted in a window that draws at `position` first, by seed; all [n] i64."""
         return self._num[(position + seed % PRIME * STRIDE) % PERIOD]
 
 

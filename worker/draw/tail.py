@@ -14,8 +14,8 @@ from worker.draw.sampler import SamplingRows, sample
 from worker.forward.draws import Masks
 from worker.ops.best_pairs import VocabPart
 from worker.plan import Drawn, Tail
-from worker.step.rows import NUM_COUNTS
-from worker.step.state import SampledRows, StepState
+from worker.step.rows import NUM_COUNTS, SampledRows
+from worker.step.state import StepState
 
 
 class Head(Protocol):
@@ -70,52 +70,33 @@ class Result:
     def read(self) -> list[Drawn]:
         """One entry for each sampled row. Call it only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
-        if self.values is not None and self.ids is not None:
-            return self._with_logprobs(lines, width)
-        if width == 1:
-            return [
-                Drawn((token,) if is_valid else (), bool(ended)) for token, is_valid, ended in lines
+        if self.values is None or self.ids is None:
+            if width == 1:  # the common case, quick for hundreds of rows
+                return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
+            tokens: list[TokenLogprob] = []
+        else:
+            draws = zip(self.values.tolist(), self.ids.tolist(), strict=True)
+            tokens = [
+                TokenLogprob(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
+                for values, ids in draws
             ]
-        return [_drawn(line, width) for line in lines]
-
-    def _with_logprobs(self, lines: list[list[int]], width: int) -> list[Drawn]:
-        assert self.values is not None
-        assert self.ids is not None
-        values, ids = self.values.tolist(), self.ids.tolist()
-        found = []
-        for i, line in enumerate(lines):
-            kept = range(i * width, i * width + line[width])
-            told = tuple(
-                TokenLogprob(values[j][0], tuple(zip(ids[j][1:], values[j][1:], strict=True)))
-                for j in kept
+        return [
+            Drawn(
+                tuple(line[: line[width]]),
+                bool(line[width + 1]),
+                tuple(tokens[i * width : i * width + line[width]]),
+                tuple(line[width + NUM_COUNTS :]),
             )
-            found.append(_drawn(line, width, told))
-        return found
-
-
-def _drawn(line: list[int], width: int, logprobs: tuple[TokenLogprob, ...] = ()) -> Drawn:
-    """Make the entry of one line of accept_rows' result."""
-    num, ended = line[width], line[width + 1]
-    return Drawn(tuple(line[:num]), bool(ended), logprobs, tuple(line[width + NUM_COUNTS :]))
+            for i, line in enumerate(lines)
+        ]
 
 
 def draw(
-    head: Head,
-    state: StepState,
-    sampled: SampledRows,
-    hidden: Tensor,
-    draws: Draws,
+    head: Head, state: StepState, sampled: SampledRows, hidden: Tensor, draws: Draws
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 
-    Enqueues device work only.
-
-    Args:
-        head: of the model.
-        state: of the rows; changed.
-        sampled: rows to draw for, with their positions.
-        hidden: [n * width, hidden] after the final norm.
-        draws: how.
+    Enqueues device work only. hidden: [n * width, hidden] after the final norm.
     """
     tail, penalized, num_logprobs, masks = draws
     width, position = sampled.width, sampled.position
@@ -133,9 +114,7 @@ def draw(
         drafts = state.columns.drafts[sampled.rows, : width - 1] if width > 1 else None
         changes = state.penalties.changes(masks, drafts)
     ids = sample(logits, params, tail, changes, part)
-    drawn = state.accept(
-        sampled.rows, position, sampled.valid, ids, params.stop_ids, params.min_len, state.columns
-    )  # fmt: skip
+    drawn = state.accept(sampled, ids, params.stop_ids, params.min_len, state.columns)
     if penalized:
         # No two rows share a slot, except slot 0, whose counts are never read.
         kept = torch.arange(width, device=drawn.device) < drawn[:, width : width + 1]

@@ -34,7 +34,7 @@ EXPORTING = (
 
 
 def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
-    """A tracer whose spans go to the collector; see `setup.tracer_of`."""
+    """A tracer whose spans go to the collector."""
     _quiet_sdk()
     ours = {
         "service.name": f"kvlane-{role}",
@@ -60,7 +60,6 @@ def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
 
 
 def _url(endpoint: str) -> str | None:
-    """The collector's URL for traces; None: as the environment says."""
     if endpoint == "auto":
         return None
     parts = urlsplit(endpoint)

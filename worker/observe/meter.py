@@ -17,10 +17,8 @@ NUM_RECENT = 8  # decode steps that the next one is expected to be like
 class WindowCounts:
     """What verify windows have drafted and accepted since the start.
 
-    Args:
-        max_width: of the windows; 1: nothing is verified.
-        simulated: acceptance is, so that every place counts as a draft.
-        reads_text: acceptance depends on the text, so that no first acceptance is kept.
+    max_width: of the windows; 1: nothing is verified. simulated: acceptance is, so every place
+    counts as a draft. reads_text: acceptance depends on the text, so no first acceptance is kept.
     """
 
     def __init__(
@@ -86,10 +84,9 @@ class StepMeter:
         metrics.on_scrape(metrics.spec_drafted_at, lambda: _by_place(windows.drafted))
 
     def ends_at(self, plan: Plan) -> float | None:
-        """When the launched step of `plan` may end at the earliest; None: not known.
+        """When the launched step of `plan` may end at the earliest, in monotonic seconds.
 
-        Monotonic seconds, by the shortest of the last decode steps of its width. Not known for
-        steps with chunks.
+        By the shortest of the last decode steps of its width; None: it has chunks, or is the first.
         """
         if plan.chunks or plan.width not in self._decodes_s:
             return None
@@ -122,12 +119,10 @@ class StepMeter:
         self.prefill_s_per_token = rate if old == 0 else (1 - WEIGHT) * old + WEIGHT * rate
 
     def verified(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
-        """Count the windows of a decode step.
+        """Count the windows of a decode step of `width`.
 
-        Args:
-            width: of its windows.
-            nums: tokens of each request that had not ended meanwhile.
-            drafts: what their windows verified; -1 from where there is none.
+        nums: tokens of each request that had not ended meanwhile; drafts: what their windows
+        verified, -1 from where there is none.
         """
         if nums:
             self._metrics.spec_width.observe(width)

@@ -80,10 +80,7 @@ class Families:
     """The families that a subclass declares, in a registry; every name starts with `kvlane_`.
 
     The attribute of a declaration is, in an object, the series itself, or for families with labels
-    a function label values -> series.
-
-    Args:
-        bound: labels of all series, with their values.
+    a function label values -> series. bound: labels of all series, with their values.
     """
 
     histogram_type: Callable[..., Any] = Histogram
@@ -119,7 +116,6 @@ class Families:
         series.set_function(value)
 
     def _make(self, family: Family) -> tuple[Any, Any]:
-        """What a family registers, and what stands for its series."""
         name, text, bound = f"kvlane_{family.name}", family.text, tuple(self.bound.values())
         labels = *self.bound, *family.labels
         if family.kind == "reading":
@@ -139,14 +135,7 @@ class Families:
 
 
 class _Readings(Collector):
-    """A counter that is kept elsewhere.
-
-    Args:
-        name: of the family.
-        text: what it counts.
-        labels: names of the labels, of which at most the last is not bound.
-        bound: values of the others.
-    """
+    """A counter that is kept elsewhere; of `labels` at most the last is not among those `bound`."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], bound: Sequence[str]) -> None:
         self._about, self._labels, self._bound = (name, text), labels, bound
@@ -282,11 +271,7 @@ class WorkerMetrics(Families):
     def serve(self, host: str, port: int = 0, stalled: Callable[[], str] = lambda: "") -> str:
         """Serve /metrics and /live on `port` of `host`, 0 is any free one; returns host:port.
 
-        Args:
-            stalled: says why the worker is not live; "" if it is.
-
-        Raises:
-            UserError: the port is taken.
+        stalled: why the worker is not live, "" if it is. Raises UserError if the port is taken.
         """
         try:
             server, thread = start_http_server(port, host, self.registry)
@@ -300,7 +285,6 @@ class WorkerMetrics(Families):
         return f"{host}:{server.server_port}"
 
     def close(self) -> None:
-        """Stop serving."""
         if self._server is not None:
             server, thread = self._server
             server.socket.shutdown(socket.SHUT_RDWR)  # or its thread looks up after half a second

@@ -29,11 +29,8 @@ class Tracer:
     """Makes the traces of one process; from one thread.
 
     The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
-    of a request fit together to a microsecond, in all processes of a machine.
-
-    Args:
-        tracer: OpenTelemetry's.
-        close: sends what is left, within a bound.
+    of a request fit together to a microsecond, in all processes of a machine. `close` sends what is
+    left, within a bound.
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
@@ -42,33 +39,24 @@ class Tracer:
         self.close = close
 
     def of_headers(self, headers: Mapping[str, str], at: float) -> Trace:
-        """The trace that a request's W3C headers name, or a new one.
-
-        Args:
-            headers: `traceparent` and `tracestate`, where there are some.
-            at: when its first stage begins.
-        """
+        """The trace that a request's W3C headers name, or a new one, from `at` on."""
         # Not the current context: whatever instruments this process, our parents are explicit.
         return Trace(self, W3C.extract(headers, Context()), at, serves=True)
 
     def carried(self, text: str, at: float) -> Trace:
         """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
-        return Trace(self, W3C.extract(parent, Context()), at, serves=True)
+        return self.of_headers(parent, at)
 
     def begin(
         self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
     ) -> Span:
         """Begin a span; recorded only if the sampler says so."""
         return self._tracer.start_span(
-            name, parent, kind, attributes, start_time=self._wall_ns(at), record_exception=False
+            name, parent, kind, attributes, start_time=self.wall_ns(at), record_exception=False
         )
 
-    def end(self, span: Span, at: float) -> None:
-        """End a span."""
-        span.end(self._wall_ns(at))
-
-    def _wall_ns(self, at: float) -> int:
+    def wall_ns(self, at: float) -> int:
         """The wall clock's reading at a monotonic time, in ns since the epoch."""
         if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
             self._offset_ns = _offset_ns()
@@ -79,14 +67,8 @@ class Trace:
     """Stages of a request in one process: each begins where the one before it has ended.
 
     So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
-    Service graphs pair CLIENT spans with their SERVER children: of those a process has one.
-
-    Args:
-        tracer: makes the spans.
-        parent: of every stage.
-        at: when the first stage begins.
-        attributes: of every stage.
-        serves: another process is the parent. The first stage that asks nobody is SERVER.
+    Service graphs pair CLIENT spans with their SERVER children: of those a process has one, the
+    first stage that asks nobody, if another process is the parent (`serves`).
     """
 
     __slots__ = (
@@ -133,12 +115,7 @@ class Trace:
         return headers.get("traceparent", "") + headers.get("tracestate", "")
 
     def enter(
-        self,
-        stage: str,
-        at: float,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        asks: bool = False,
+        self, stage: str, at: float, attributes: Attributes = NO_ATTRIBUTES, *, asks: bool = False
     ) -> None:
         """Begin a stage; the present one ends at `at`. asks: it waits for another process.
 
@@ -170,11 +147,7 @@ class Trace:
     ) -> None:
         """End the present stage, if there is one.
 
-        Args:
-            at: when.
-            attributes: added to it.
-            error: code of the error that has cut it off, or ABORT.
-            why: the error in words.
+        error: code of the error that has cut it off, or ABORT; why: the error in words.
         """
         span = self._span
         if span is None:
@@ -190,7 +163,7 @@ class Trace:
             if error != ABORT:
                 span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
-        self._tracer.end(span, self.at)
+        span.end(self._tracer.wall_ns(self.at))
         self._span = None
 
     def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:

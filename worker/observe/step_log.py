@@ -39,8 +39,6 @@ class StepLine(msgspec.Struct, omit_defaults=True):
 
 @dataclass(slots=True)
 class _Launched:
-    """Of a step that has not settled."""
-
     launch_s: float
     joined: bool
     late: bool
@@ -49,11 +47,7 @@ class _Launched:
 
 
 class StepLog:
-    """The log of the worker `name`: <directory>/<name>.jsonl, begun anew.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """The log of the worker `name`: <directory>/<name>.jsonl, begun anew, or a UserError."""
 
     def __init__(self, directory: str, name: str, device: torch.device) -> None:
         path = Path(directory).expanduser() / f"{name}.jsonl"
@@ -91,7 +85,6 @@ class StepLog:
     def settled(
         self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float, drawn: Sequence[Drawn]
     ) -> None:
-        """Write the line of a step that has ended."""
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
         since = cpu_at if self._cpu_at is None else self._cpu_at
         line = StepLine(
@@ -115,5 +108,4 @@ class StepLog:
             self._file.flush()
 
     def close(self) -> None:
-        """Write what is left."""
         self._file.close()

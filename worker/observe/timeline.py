@@ -23,12 +23,7 @@ NONE: Attributes = {}
 class Timeline:
     """When a request first reached which stage, in monotonic seconds; its spans, if it is traced.
 
-    A stage ends when the next one begins.
-
-    Args:
-        received_at: when the request came.
-        tracer: of this process; None where tracing is off.
-        carried: Generate.trace; "": the request is not traced.
+    tracer: of this process, None where tracing is off; carried: Generate.trace, "" if not traced.
     """
 
     __slots__ = (
@@ -84,7 +79,6 @@ class Timeline:
             self._spans.inner.enter("prefill_queue", now, cached)
 
     def chunk(self, began_at: float, now: float, num_tokens: int) -> None:
-        """A chunk of its prompt has been computed by this worker."""
         if self._spans is not None and self._spans.inner is not None:
             size = {"kvlane.prompt_tokens": num_tokens}
             self._spans.inner.add("prefill_chunk", began_at, now, size)
@@ -98,8 +92,7 @@ class Timeline:
     def token(self, now: float, *, in_row: bool) -> Stages | None:
         """A token goes to the router; with the first one its stages.
 
-        in_row: a step of its row drew it. The step may have been launched before the request was
-        preempted.
+        in_row: a step of its row drew it, maybe launched before the request was preempted.
         """
         if in_row and self.stage != "preempted":
             self.enter("decode", now)
@@ -125,7 +118,6 @@ class Timeline:
             self._spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
 
     def _stages(self) -> Stages:
-        """The durations up to the first token."""
         if not self.row_at:  # the prefill worker drew the token
             whole_s = self.first_token_at - self.received_at
             prefill_s = min(self.prefill_s, whole_s)

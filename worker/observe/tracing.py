@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,7 @@ SAMPLERS = (
 def check_tracing(config: TracingConfig) -> None:
     """Whether this machine can trace, if it is to.
 
-    Raises:
-        MissingLibrary: OpenTelemetry is not installed.
-        UserError: the environment asks for a sampler that there is not.
+    Raises MissingLibrary without OpenTelemetry, UserError if the environment's sampler is unknown.
     """
     if not config.endpoint:
         return
@@ -36,14 +35,12 @@ def check_tracing(config: TracingConfig) -> None:
 
 def _check_libraries() -> None:
     for package in PACKAGES:
-        try:
-            spec = find_spec(package)
-        except ModuleNotFoundError:
-            spec = None
-        if spec is None:
-            path = "tracing.endpoint"
-            message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
-            raise MissingLibrary(message, path)
+        with suppress(ModuleNotFoundError):  # its parent is not installed
+            if find_spec(package) is not None:
+                continue
+        path = "tracing.endpoint"
+        message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
+        raise MissingLibrary(message, path)
 
 
 def _check_sampler() -> None:
@@ -64,15 +61,9 @@ def _is_share(text: str) -> bool:
 
 
 def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
-    """What makes the spans of this process; None where tracing is off.
+    """What makes the spans of this process; None where tracing is off. Raises as `check_tracing`.
 
-    Args:
-        config: whether, where to and how many.
-        role: of this process.
-        name: of this process; stays the same when it is started again.
-
-    Raises:
-        MissingLibrary, UserError: as `check_tracing`.
+    name: of this process; stays the same when it is started again.
     """
     if not config.endpoint:
         return None

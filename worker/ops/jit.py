@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+    enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
 elif HAS_TRITON:
@@ -28,17 +29,28 @@ elif HAS_TRITON:
     # kernel before.
     gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
     gdc_wait = tl.extra.cuda.gdc_wait
+
+    @triton.jit
+    def enter(PDL: tl.constexpr):
+        """What a kernel begins with that may be resident before the one before it has ended."""
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
 else:
 
     class _Absent:
-        """Stands for both modules: `triton.jit` leaves a function as it is, nothing else works."""
+        """Stands for both modules: `jit` and `constexpr` leave their argument as it is."""
 
         @staticmethod
         def jit(function: Any = None, **_options: Any) -> Any:
             return function if function is not None else lambda each: each
 
+        @staticmethod
+        def constexpr(value: Any) -> Any:
+            return value
+
     triton = tl = _Absent()
-    gdc_launch_dependents = gdc_wait = None
+    enter = gdc_launch_dependents = gdc_wait = None
 
 
 @contextmanager

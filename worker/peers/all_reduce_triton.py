@@ -1,47 +1,14 @@
-"""Sums over the ranks of one host, through memory that all of them have mapped.
+"""Sums over the ranks of one host, through memory that all of them have mapped (`PeerLayout`).
 
-Every rank gives the others a region: `PeerLayout` says what is where in it. Sums are made in f32 in
-the order of ranks and rounded once, by the same binary everywhere, so all ranks get the same bits.
-A NaN stays a NaN; which one is not kept.
-
-**One shot**, for small messages. Each rank writes its part into a slot of every peer, polls its
-own slots and sums. There is no barrier and no atomic: a slot holds ABSENT words until data comes,
-and the data is its own flag. ABSENT is a NaN in every dtype (of bf16 and f16, a pair of them); a
-word of the payload that equals it is sent as another NaN. (The idea is NCCL's LL and
-TensorRT-LLM's "Lamport" all-reduce.)
-
-Program c of a rank exchanges with program c of its peers alone, in slots that only they use: it is
-a *channel*. A channel has two sets of slots and takes them by turns. Whose turn it is stands in the
-region, and the program moves it on: so replays of graphs, eager calls and changing sizes mix.
-Why two sets suffice, for calls e, e + 1, e + 2 of one channel, with reader r and writer w:
-
-1. r resets each word of its slot right after it has read it, in the thread that read it.
-2. w writes into r's set e % 2 again in call e + 2, so after the end of its call e + 1.
-3. w's call e + 1 ended, so it saw what r had pushed in r's call e + 1.
-4. r's call e + 1 began after the end of r's call e, resets included: kernels of a stream follow
-   each other. With programmatic dependent launch a kernel may be resident earlier, but every
-   program calls gdc_wait before its first access, which returns when all memory operations of the
-   kernel before are done; and every kernel of ours waits, so that one's end implies that of all
-   before it.
-
-So the resets of e come before the writes of e + 2, and neither is lost. (One set does not do: w may
-end call e, and push call e + 1, while r still reads call e.) The same wait orders our reads of `x`
-behind the stores of the product that made it, and lets the kernel after us read `out`.
-
-**Two shots**, for large ones. `x` lies in the region. Each rank reads its share of every peer's
-x, sums, and writes the sum back into every peer's x. An element is read and written by one thread
-of one rank, so this is done in place. Flags of a channel tell that all x are complete, before, and
-that all are summed, after; a flag carries the turn and where x lies, so ranks need not use the same
-buffer. Flags are released and acquired at the scope of the system. A kernel ends when all peers
-have written here and read here: its x may be written by the next kernel.
-
-**A gather** is one shot without a sum, and exact for every payload: each 4 bytes travel with the
-number of the call in one access of 8 (NCCL's LL), so nothing need be reset.
+Sums are made in f32 in the order of ranks and rounded once, by the same binary everywhere, so all
+ranks get the same bits. A NaN stays a NaN; which one is not kept. Small messages go by one shot,
+large ones by two. A gather is one shot without a sum, and exact for every payload: each 4 bytes
+travel with the number of the call in one access of 8 (NCCL's LL), so nothing need be reset.
 
 All programs of a launch must be resident together, or two ranks could wait for programs that have
 not started: CHANNELS programs of 512 threads are, on any GPU with NVLink. A program whose peer is
-late beyond a limit sets a fault and ends (`peer_memory`); what it leaves is of no use, nor are the
-regions.
+late beyond a limit sets a fault and ends (`peer_memory`); neither its result nor the regions are of
+use then.
 """
 
 from __future__ import annotations
@@ -51,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.peers.peer_layout import (
     CHANNELS,
@@ -219,6 +186,23 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
     return total
 
 
+# One shot: each rank writes its part into a slot of every peer, polls its own slots and sums. There
+# is no barrier and no atomic: a slot holds ABSENT words until data comes, and the data is its own
+# flag. ABSENT is a NaN in every dtype (of bf16 and f16, a pair of them); a word of the payload that
+# equals it is sent as another NaN. (The idea is NCCL's LL and TensorRT-LLM's "Lamport" all-reduce.)
+#
+# Program c of a rank exchanges with program c of its peers alone, by turns in two sets of slots
+# that only they use: a channel. Whose turn it is stands in the region, and the program moves it on:
+# so replays of graphs, eager calls and changing sizes mix.
+#
+# With one set a writer could end call e, and push call e + 1, while the reader still reads call e.
+# Two suffice. The writer uses the set of call e again in call e + 2, so after its own call e + 1
+# has seen what the reader had pushed in call e + 1. That began after the end of the reader's call
+# e, in which the thread that read a word reset it: kernels of a stream follow each other. With
+# programmatic dependent launch a kernel may be resident earlier, but every program calls gdc_wait
+# before its first access, which returns when all memory operations of the kernel before are done;
+# and every kernel of ours waits, so that one's end implies that of all before it. The same wait
+# orders our reads of `x` behind the product that made it, and lets the kernel after us read `out`.
 @triton.jit(do_not_specialize=["rank", "num_chunks", "steps"])
 def _one_shot_kernel(
     x, out, peers, own, control, rank, num_chunks, steps,
@@ -230,9 +214,7 @@ def _one_shot_kernel(
     x, out: num_chunks chunks; may be the same. First everything is pushed, then everything is
     summed, so that all of a large message is under way together.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dtype: tl.constexpr = out.dtype.element_ty
     turn_at = _turn(own, 0, CHANNELS)
@@ -272,9 +254,7 @@ def _one_shot_rms_norm_kernel(
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     in_row = lanes < ROW
     scale = _values(load_chunks(weight.to(tl.int64) + lanes * 16, in_row), dtype)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     turn_at = _turn(own, 0, CHANNELS)
     turn = tl.load(turn_at)
@@ -333,6 +313,12 @@ def _tell(there, mark, value, ids, WORLD: tl.constexpr):
     store_flags(there, flag, ids < WORLD)
 
 
+# Two shots: `x` lies in the region. Each rank reads its share of every peer's x, sums, and writes
+# the sum back into every peer's x. An element is read and written by one thread of one rank, so
+# this is done in place. Flags of a channel tell that all x are complete, before, and that all are
+# summed, after; a flag carries the turn and where x lies, so ranks need not use the same buffer.
+# Flags are released and acquired at the scope of the system. A kernel ends when all peers have
+# written here and read here: its x may be written by the next kernel.
 @triton.jit(do_not_specialize=["rank", "num_chunks", "share", "steps"])
 def _two_shot_kernel(
     x, bases, own, control, rank, num_chunks, share, steps,
@@ -343,9 +329,7 @@ def _two_shot_kernel(
 
     x: num_chunks chunks in this rank's region; afterwards the sum.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     dtype: tl.constexpr = x.dtype.element_ty
     turn_at = _turn(own, 1, CHANNELS)
@@ -389,9 +373,7 @@ def _gather_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[r] = x of rank r. x: i32 [num_pairs, 2]; out: i32 [WORLD, num_pairs, 2]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     channel, width = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     turn_at = _turn(own, 2, CHANNELS)
     turn = tl.load(turn_at) + 1

@@ -22,13 +22,10 @@ COLLECTIVES: Mapping[str, str] = {
 class Collective(Protocol):
     """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
 
-    What a body here does is right for a group that has nothing of its own to do there.
-
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
-    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet.
-
-    A call that cannot end because a peer is gone raises PeerLost; the group is then of no use
-    and the worker ends.
+    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. A call that
+    cannot end because a peer is gone raises PeerLost; the group is then of no use and the worker
+    ends. What a body here does is right for a group that has nothing of its own to do there.
     """
 
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
@@ -44,12 +41,7 @@ class Collective(Protocol):
         ...
 
     def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """add_rms_norm(all_reduce(x), residual, weight, eps, total) -> (normed, new residual).
 
@@ -100,11 +92,7 @@ class Collective(Protocol):
 
 
 class SingleCollective(Collective):
-    """A worker without tensor parallelism: every call is what it is on one rank.
-
-    Raises:
-        UserError: `size` is not 1.
-    """
+    """A worker without tensor parallelism; UserError if `size` is not 1."""
 
     capturable: ClassVar[bool] = True
 

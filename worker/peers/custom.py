@@ -27,15 +27,7 @@ from worker.peers.peer_layout import (
 )
 from worker.peers.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
 from worker.peers.store import TIMEOUT_S, exchange, open_store
-from worker.peers.table import (
-    NCCL,
-    ONE_SHOT,
-    TWO_SHOT,
-    choose,
-    default_table,
-    measure,
-    table_of,
-)
+from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, measure, table_of
 
 log = logging.getLogger("kvlane.comm")
 
@@ -57,11 +49,9 @@ class CustomCollective(Collective):
     """One-shot, two-shot and NCCL, chosen by the bytes of a message alone (all_reduce_triton.py).
 
     All calls go to the current stream of the current device; a rank has one stream. Launched by
-    themselves and in graphs of any kind they are the same kernels with the same arguments: nothing
-    is registered.
-
-    One shot reads its input wherever it lies. Two shots need it in a buffer: an input that is not
-    in one of `buffer` is copied into the next, and the sum is returned there.
+    themselves and in graphs of any kind they are the same kernels with the same arguments. One shot
+    reads its input wherever it lies. For two shots an input that is not in one of `buffer` is
+    copied into the next, and the sum is returned there.
 
     Raises:
         Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's
@@ -105,12 +95,12 @@ class CustomCollective(Collective):
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
-        found = choose(self.table, num_bytes)
-        if found == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
-            found = TWO_SHOT
-        if found == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
-            found = NCCL
-        return found
+        chosen = choose(self.table, num_bytes)
+        if chosen == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+            chosen = TWO_SHOT
+        if chosen == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
+            chosen = NCCL
+        return chosen
 
     def all_reduce(self, x: Tensor) -> Tensor:
         return self.all_reduce_by(self.algorithm(x.nbytes, x.dtype), x) if x.nbytes else x
@@ -126,14 +116,8 @@ class CustomCollective(Collective):
         return self._nccl.all_reduce(x)
 
     def all_reduce_rms_norm(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        eps: float,
-        total: Tensor | None = None,
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One kernel where all_reduce is one shot."""
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
         fused = fits_fused(self.memory.layout, num_rows, row_bytes)
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
@@ -141,14 +125,12 @@ class CustomCollective(Collective):
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
-        """Our kernel for small parts, which keeps every bit."""
         x = x.contiguous()
         if not fits_gather(self.memory.layout, x.nbytes):
             return self._nccl.all_gather(x, dim)
         return join_parts(gather(self.memory, x), dim)
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Of memory that peers have mapped, if it is not too large."""
         layout, num_bytes = self.memory.layout, math.prod(shape) * dtype.itemsize
         if num_bytes > layout.buffer_bytes:
             return super().buffer(shape, dtype)
@@ -167,7 +149,7 @@ class CustomCollective(Collective):
         self._nccl.abort()
 
     def close(self) -> None:
-        """Waits for the device, and a little for peers that are not lost."""
+        """Wait for the device, and a little for peers that are not lost."""
         if self._closed:
             return
         self._closed = True
@@ -189,11 +171,7 @@ class CustomCollective(Collective):
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
-        """What rank 0 has measured holds for all.
-
-        Raises:
-            PeerLost: a rank did not come in time.
-        """
+        """What rank 0 has measured holds for all; PeerLost if a rank did not come in time."""
         times = measure(self, self.memory.layout, self.device)
         self.check()
         self._num_calibrations += 1

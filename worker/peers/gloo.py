@@ -18,9 +18,7 @@ from worker.peers.store import TIMEOUT_S, open_store
 class GlooCollective(Collective):
     """A gloo group of its own; torch.distributed's default group is neither used nor needed.
 
-    Raises:
-        UserError: the device is not the CPU.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises UserError if the device is not the CPU, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = False
@@ -55,7 +53,6 @@ class GlooCollective(Collective):
         return "gloo"
 
     def check(self) -> None:
-        """See Collective.check; every call here has ended when it returns."""
         if self._lost:
             raise PeerLost(f"gloo rank {self.rank} of {self.size}: {self._lost}")
 

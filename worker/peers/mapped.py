@@ -68,16 +68,10 @@ class _Memory:
 
 
 class PeerRegions:
-    """This rank's region, and where those of its peers are mapped.
+    """This rank's region, cleared before peers can write, and where those of peers are mapped.
 
-    Args:
-        layout: of each region; cleared before any peer can write.
-        device: this rank's GPU.
-        store: of this group alone.
-
-    Raises, at all ranks together:
-        Unsupported: ranks on different hosts, or GPUs that cannot map each other's memory.
-        PeerLost: a rank did not come in time.
+    Raises, at all ranks together, Unsupported if ranks are on different hosts or GPUs cannot map
+    each other's memory, PeerLost if a rank did not come in time.
     """
 
     def __init__(
@@ -90,8 +84,8 @@ class PeerRegions:
         except DriverError as e:
             handle, reason = b"", f"rank {rank} has no memory to share: {e}"
         said = {"boot": BOOT.read_text().strip(), "handle": handle.hex(), "reason": reason}
-        told = exchange(store, "region", rank, size, json.dumps(said))
-        reason = self._map([json.loads(each) for each in told])
+        regions = exchange(store, "region", rank, size, json.dumps(said))
+        reason = self._map([json.loads(each) for each in regions])
         reasons = exchange(store, "mapped", rank, size, reason)
         for each in filter(None, reasons):
             self.close()
@@ -111,14 +105,14 @@ class PeerRegions:
             torch.cuda.synchronize()
         return bytes(handle)
 
-    def _map(self, told: list[dict[str, str]]) -> str:
+    def _map(self, regions: list[dict[str, str]]) -> str:
         """Map all peers' regions; why that cannot be, "" if it could."""
-        for peer, each in enumerate(told):
+        for peer, each in enumerate(regions):
             if each["reason"]:
                 return each["reason"]
-            if each["boot"] != told[0]["boot"]:
+            if each["boot"] != regions[0]["boot"]:
                 return f"ranks 0 and {peer} are on different hosts"
-        for peer, each in enumerate(told):
+        for peer, each in enumerate(regions):
             if peer == self._rank:
                 continue
             handle, mapped = Handle.from_buffer_copy(bytes.fromhex(each["handle"])), c_uint64()

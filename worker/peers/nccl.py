@@ -39,9 +39,7 @@ class NcclCollective(Collective):
     those of a replayed graph are not watched: the process has to end. `check` tells what torch's
     watchdog thread has found by then: a peer that is gone or late, or an abort.
 
-    Raises:
-        UserError: the device is not a GPU, or torch has no NCCL.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises UserError without a GPU or NCCL, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True
@@ -94,9 +92,9 @@ class NcclCollective(Collective):
 
     def check(self) -> None:
         if not self._lost and self._group is not None:
-            found = self._group.get_error()
-            if found != ErrorType.SUCCESS:
-                self._lost = f"torch's watchdog has found {found.name}"
+            status = self._group.get_error()
+            if status != ErrorType.SUCCESS:
+                self._lost = f"torch's watchdog has found {status.name}"
         if self._lost:
             raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from worker.ops.jit import tl, triton
 
 
-def _expired(control, since: int) -> bool:
-    """Whether a poll that began at `since` ends without what it waits for."""
-    time.sleep(0.001)  # the peer may wait for this very core
-    at = control.to(tl.pointer_type(tl.int64))
-    if time.monotonic_ns() - since > int(tl.load(at + 1)):
-        tl.store(at, 1)
-    return bool(tl.load(at) != 0)
+def _poll(load: Any, is_late: Any, control: Any) -> Any:
+    """What `load` gives once nothing of it `is_late`, or the fault or the limit ends the poll."""
+    since, at = time.monotonic_ns(), control.to(tl.pointer_type(tl.int64))
+    loaded = load()
+    while tl.max(is_late(loaded), 0):
+        time.sleep(0.001)  # the peer may wait for this very core
+        if time.monotonic_ns() - since > int(tl.load(at + 1)):
+            tl.store(at, 1)
+        if bool(tl.load(at) != 0):
+            break
+        loaded = load()
+    return loaded
 
 
 @triton.jit
@@ -50,13 +56,9 @@ def _any_is(words, value):
 @triton.jit
 def poll_chunks(address, absent, control, mask):
     """See peer_ptx.poll_chunks."""
-    words = load_chunks(address, mask)
-    since = time.monotonic_ns()
-    while tl.max(_any_is(words, absent) & mask, 0):
-        if _expired(control, since):
-            break
-        words = load_chunks(address, mask)
-    return words
+    return _poll(
+        lambda: load_chunks(address, mask), lambda words: _any_is(words, absent) & mask, control
+    )
 
 
 @triton.jit
@@ -72,12 +74,11 @@ def store_marked(address, a, b, mark, mask):
 def poll_marked(address, mark, control, mask):
     """See peer_ptx.poll_marked."""
     at = address.to(tl.pointer_type(tl.int64))
-    a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
-    since = time.monotonic_ns()
-    while tl.max((((a >> 32) != mark) | ((b >> 32) != mark)) & mask, 0):
-        if _expired(control, since):
-            break
-        a, b = tl.load(at, mask, 0), tl.load(at + 1, mask, 0)
+    a, b = _poll(
+        lambda: (tl.load(at, mask, 0), tl.load(at + 1, mask, 0)),
+        lambda both: (((both[0] >> 32) != mark) | ((both[1] >> 32) != mark)) & mask,
+        control,
+    )
     return a.to(tl.int32), b.to(tl.int32)
 
 
@@ -91,10 +92,6 @@ def store_flags(address, value, mask):
 def poll_flags(address, mark, control, mask):
     """See peer_ptx.poll_flags."""
     at = address.to(tl.pointer_type(tl.int64))
-    found = tl.load(at, mask, 0)
-    since = time.monotonic_ns()
-    while tl.max(((found >> 32) != mark) & mask, 0):
-        if _expired(control, since):
-            break
-        found = tl.load(at, mask, 0)
-    return found
+    return _poll(
+        lambda: tl.load(at, mask, 0), lambda flags: ((flags >> 32) != mark) & mask, control
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -26,6 +27,8 @@ class PeerLayout:
     buffers: NUM_BUFFERS times buffer_bytes, for what is summed.
     """
 
+    flags: ClassVar[int] = 4096
+    marked_piece: ClassVar[int] = 512  # as `piece`, of a gather; a chunk carries eight bytes
     world: int
     buffer_bytes: int = 64 * MIB
 
@@ -33,16 +36,6 @@ class PeerLayout:
     def piece(self) -> int:
         """Chunks of one part that a channel takes in one call."""
         return 4096 if self.world == 2 else 2048
-
-    @property
-    def marked_piece(self) -> int:
-        """Likewise of a gather; such a chunk carries eight bytes."""
-        return 512
-
-    @property
-    def flags(self) -> int:
-        """Where the flags of two-shot calls begin, in bytes from the region's start."""
-        return 4096
 
     @property
     def marked(self) -> int:

@@ -5,76 +5,36 @@ chunk by one access. Tensors of chunks must not be smaller than the program's th
 hold an element in several threads, and each would run the access.
 
 Memory of peers is touched by relaxed accesses of the scope of the system (PTX ISA, "Memory
-consistency model"). They are never torn within an element, and no L1 holds what they read.
-
-Whoever polls gives up when the peer is late: `control` is the address of two i64 words in pinned
-host memory, `fault` and `limit_ns`. A poll that lasts longer than the limit sets the fault, and a
-poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
-them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
-as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
-0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
-
-The functions are PTX (`peer_ptx`), or plain loads and stores of this process's memory where kernels
-run under the interpreter (`peer_interpreted`).
+consistency model"). They are never torn within an element, and no L1 holds what they read. Under
+the interpreter they are plain loads and stores of memory that processes share.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from worker.ops.jit import INTERPRETED
 
+if INTERPRETED:
+    from worker.peers import peer_interpreted as access
+else:
+    from worker.peers import peer_ptx as access
+
 CHUNK_BYTES = 16
+# Two i64 words in pinned host memory. A poll that lasts longer than the limit sets the fault, and a
+# poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
+# them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
+# as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
+# 0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
 CONTROL_WORDS = 2  # fault, limit_ns
 FAULT, LIMIT_NS = range(CONTROL_WORDS)
 
-if TYPE_CHECKING:
-    load_chunks: Any
-    load_peer_chunks: Any
-    store_chunks: Any
-    store_peer_chunks: Any
-    poll_chunks: Any
-    store_marked: Any
-    poll_marked: Any
-    store_flags: Any
-    poll_flags: Any
-elif INTERPRETED:
-    from worker.peers.peer_interpreted import (
-        load_chunks,
-        load_peer_chunks,
-        poll_chunks,
-        poll_flags,
-        poll_marked,
-        store_chunks,
-        store_flags,
-        store_marked,
-        store_peer_chunks,
-    )
-else:
-    from worker.peers.peer_ptx import (
-        load_chunks,
-        load_peer_chunks,
-        poll_chunks,
-        poll_flags,
-        poll_marked,
-        store_chunks,
-        store_flags,
-        store_marked,
-        store_peer_chunks,
-    )
-
-__all__ = [
-    "CHUNK_BYTES",
-    "CONTROL_WORDS",
-    "FAULT",
-    "LIMIT_NS",
-    "load_chunks",
-    "load_peer_chunks",
-    "poll_chunks",
-    "poll_flags",
-    "poll_marked",
-    "store_chunks",
-    "store_flags",
-    "store_marked",
-    "store_peer_chunks",
-]
+load_chunks: Any = access.load_chunks
+load_peer_chunks: Any = access.load_peer_chunks
+store_chunks: Any = access.store_chunks
+store_peer_chunks: Any = access.store_peer_chunks
+poll_chunks: Any = access.poll_chunks
+store_marked: Any = access.store_marked
+poll_marked: Any = access.poll_marked
+store_flags: Any = access.store_flags
+poll_flags: Any = access.poll_flags

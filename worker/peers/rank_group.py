@@ -20,18 +20,12 @@ TIMEOUT_S = 1800.0
 
 
 class RankGroup:
-    """One rank's membership in the group of its worker; rank 0 hosts the store behind it.
+    """One rank among the ranks of its worker; rank 0 hosts the store behind them.
 
-    Every rank makes the same calls in one order. A group of one opens nothing.
-
-    Args:
-        rank: this process's.
-        size: number of ranks.
-        rendezvous: "tcp://host:port", a free port of rank 0's host; unused by one rank alone.
-        worker: name and incarnation. Ranks of another that come to the same port join nothing.
-
-    Raises:
-        PeerLost: rank 0 does not listen there in time, or the port is taken.
+    Every rank makes the same calls in one order. A group of one opens nothing. Raises PeerLost if
+    rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time, or
+    the port is taken. worker: name and incarnation, so that ranks of another worker that come to
+    the same port join nothing.
     """
 
     def __init__(
@@ -59,8 +53,7 @@ class RankGroup:
     def gather(self, value: bytes) -> list[bytes]:
         """Give `value` to all ranks; returns the values of all, in rank order. Blocks.
 
-        Raises:
-            PeerLost: a rank did not come in time, or rank 0 is gone.
+        Raises PeerLost if a rank did not come in time, or rank 0 is gone.
         """
         if self._store is None:
             return [value]

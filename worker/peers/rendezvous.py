@@ -11,11 +11,9 @@ LOOPBACK = "127.0.0.1"
 def free_rendezvous(host: str) -> str:
     """A rendezvous, "tcp://host:port" of a port of this machine that was free a moment ago.
 
-    Call it on the machine of rank 0, which listens there. Another process may take the port before
-    rank 0 does: then rank 0 fails to bind it, and the worker starts again with another one.
-
-    Args:
-        host: address of this machine, by which the other ranks reach it.
+    Call it on the machine of rank 0, which listens there: `host` is its address. Another process
+    may take the port before rank 0 does: then rank 0 fails to bind it, and the worker starts again
+    with another one.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as found:
@@ -28,10 +26,7 @@ def own_address(rendezvous: str) -> str:
     """Address of this machine on the way to a rendezvous; nothing is sent.
 
     A hostname, which libraries would look up, may mean the loopback, or a network that the other
-    ranks are not in.
-
-    Args:
-        rendezvous: "tcp://host:port", or a file of this machine: then it is the loopback.
+    ranks are not in. A file as the rendezvous means the loopback.
     """
     parts = urlsplit(rendezvous)
     if parts.scheme != "tcp" or not parts.hostname:

@@ -25,11 +25,7 @@ class Admission:
     """Checks and admits requests, and decides where each prompt is prefilled."""
 
     def __init__(
-        self,
-        me: PeerId,
-        engine: Engine,
-        scheduler: DecodeScheduler,
-        inbound: Inbound,
+        self, me: PeerId, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound
     ) -> None:
         self.draining = False
         self._me = me
@@ -92,7 +88,7 @@ class Admission:
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
-            pull_bytes_per_s=self._inbound.bytes_per_s or config.pull_bytes_per_s,
+            pull_bytes_per_s=self._inbound.context.bytes_per_s or config.pull_bytes_per_s,
         )
         # A sibling has matched the first choice's whole pages, and less than a page is missing.
         is_short = req.is_sibling and num_uncached < self._engine.book.page_size

@@ -26,8 +26,6 @@ Key = tuple[PeerId, str, int]  # router, req_id, dispatch
 
 @dataclass(slots=True)
 class _Final:
-    """A final chunk that has not been acknowledged."""
-
     chunk: TokenChunk
     sent_at: float = math.inf  # inf: still queued
 

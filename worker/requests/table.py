@@ -7,15 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from worker.api import (
-    AnyMessage,
-    Error,
-    FinishReason,
-    Generate,
-    PeerId,
-    Refused,
-    Stop,
-)
+from worker.api import AnyMessage, Error, FinishReason, Generate, PeerId, Refused, Stop
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.requests.admission import Admission
 from worker.requests.replies import Last, Replies
@@ -128,10 +120,7 @@ class Requests:
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
         """End `req` without a reply. Its pages are freed once no pull writes to them.
 
-        Args:
-            req: the request.
-            reason: why it ends.
-            cut_off: the error that its trace records; None: it was not cut off.
+        cut_off: the error that its trace records; None: it was not cut off.
         """
         _end_timeline(req, cut_off)
         if req.phase is Phase.FETCHING:

@@ -50,7 +50,7 @@ def draw_eagerly(
         # compile, and some would compile for the first time while requests wait.
         tail = TAILS[-1]
         masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
-    sent = masks and Masks(*map(state.upload_tensor, masks))
+    sent = masks and Masks(*(state.pinned(x).to(state.device, non_blocking=True) for x in masks))
     draws = Draws(tail, plan.penalized, plan.num_logprobs, sent)
     if not ends_prompts:
         return draw_and_propose(loaded, forwarded, draws)

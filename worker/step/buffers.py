@@ -16,7 +16,6 @@ from worker.step.chunk_rows import (
     NUM_LINES,
     TOKEN_LINES,
     NewPages,
-    SentChunks,
     chunk_rows,
     line_width,
     pack,
@@ -35,13 +34,8 @@ MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
 class BatchBuffers:
     """Builds batches of chunks for one runner from its step state.
 
-    Args:
-        state: of all rows.
-        page_size: tokens a page.
-        max_chunk_tokens: of one step.
-        drafts: batches of chunks have `DraftRows`.
-        all_hidden: a drafter reads the last layer's output for all tokens of a prompt; otherwise
-            long steps compute it for the last token of each chunk only.
+    drafts: batches have `DraftRows`. all_hidden: the last layer's output is wanted for all tokens
+    of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone.
     """
 
     def __init__(
@@ -83,13 +77,14 @@ class BatchBuffers:
             plan: has chunks, no more than the state has rows.
             padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
                 of two, so that few kernel variants are compiled. 0: do neither.
-            fixed_shape: with `padded_tokens` only. Pad the number of requests to `fixed_reqs` too.
-                Shapes and host bounds then depend on `padded_tokens` alone, and `host` is None.
-                Each request may have up to `max_fixed_len` tokens.
+            fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
+                tokens. Shapes and host bounds then depend on `padded_tokens` alone; `host` is None.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
-        sent = self._upload(plan, self.fixed_reqs if fixed_shape else num_reqs)
+        num_lines = self.fixed_reqs if fixed_shape else num_reqs
+        values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)
+        self._staging.upload(values)
         num_tokens = max(padded_tokens, sent.num_tokens)
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
@@ -173,13 +168,6 @@ class BatchBuffers:
         """Views of query_start and seq_lens in the uploaded words; layout: SentChunks."""
         words = self._staging.words
         return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
-
-    def _upload(self, plan: Plan, num_lines: int) -> SentChunks:
-        """Copy a prefill plan's tokens, lengths and pages to the device, padded to `num_lines`."""
-        new = self._new_pages(plan)
-        values, sent = pack(self._staging.words, plan.chunks, new, num_lines)
-        self._staging.upload(values)
-        return sent
 
     def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.

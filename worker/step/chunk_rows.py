@@ -14,9 +14,7 @@ from worker.ops.op import op
 from worker.plan import Chunk
 
 NUM_LINES = 6
-
-
-TOKEN_LINES, DRAFT_LINES = 3, 6  # lines of a batch; with a chain drafter's rows
+TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
 
 
 class NewPages(NamedTuple):
@@ -67,11 +65,8 @@ def pack(
 ) -> tuple[list[int], SentChunks]:
     """Make the words to upload to the beginning of `words`, and their description for the kernel.
 
-    Args:
-        words: i32, on the device.
-        chunks: one for each request.
-        new: new pages by row, of the chunks' rows.
-        num_lines: number of requests, padded ones included.
+    new: pages by row, for those of the chunks' rows that get some; num_lines: requests, padded ones
+    included.
     """
     num_reqs, width = len(chunks), line_width(num_lines)
     assert num_reqs <= num_lines
@@ -104,9 +99,7 @@ def chunk_rows_ref(
     Requests that share a row bring the same new pages.
 
     Args:
-        sent: the chunks.
         page_table: [rows, max_pages] i32, rows contiguous; row 0 gets no pages.
-        page_size: tokens a page.
         out: [3 or 6, capacity] i64, contiguous: token ids, positions, slots (page * page_size +
             offset) fill the first `num_rows` columns; those beyond the tokens are padding, all
             zero. The other three are the fields of `forward.batch.DraftRows`.

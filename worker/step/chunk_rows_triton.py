@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, SentChunks
 
@@ -39,9 +39,7 @@ def _chunk_rows_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: blocks of batch rows, then for each request blocks of its pages."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     program, row_blocks = tl.program_id(0), tl.cdiv(num_rows, BLOCK)
     within = tl.arange(0, BLOCK)
     if program < row_blocks:

@@ -6,11 +6,12 @@ length: for j = 0 the token drawn last, for j > 0 a draft. W = 1 is plain decode
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from worker.forward.batch import Batch, HostLengths
 from worker.ops.op import op
 
 
@@ -33,6 +34,23 @@ class RowColumns:
 
 
 @dataclass(slots=True, frozen=True)
+class SampledRows:
+    """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
+
+    rows: Tensor  # [n] i64; 0 = padding
+    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
+    position: Tensor
+    valid: Tensor  # [n] bool; False = padding
+    width: int = 1  # see Plan.width
+    max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
+
+    def first(self, n: int) -> SampledRows:
+        """The first n of them."""
+        position = self.position[: n * self.width]
+        return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
+
+
+@dataclass(slots=True, frozen=True)
 class StepRows:
     """The windows of a decode step's n rows; an inactive row reads as row 0, the sink."""
 
@@ -44,6 +62,25 @@ class StepRows:
     seq_lens: Tensor  # [n] i32; KV length with the whole window
     slots: Tensor  # [n * width] i64; where the tokens' KV goes
     table: Tensor  # [n, num_pages] i32
+
+    def batch(
+        self, query_start: Tensor, width: int, max_seq_len_ub: int, host: HostLengths | None = None
+    ) -> Batch:
+        """The windows as a batch; query_start: [n + 1] i32 or longer, multiples of `width`."""
+        n = len(self.live)
+        return Batch(
+            input_ids=self.input_ids,
+            positions=self.positions,
+            slot_mapping=self.slots,
+            query_start=query_start[: n + 1],
+            seq_lens=self.seq_lens,
+            page_table=self.table,
+            num_reqs=n,
+            num_tokens=n * width,
+            max_query_len=width,
+            max_seq_len_ub=max_seq_len_ub,
+            host=host,
+        )
 
 
 def read_rows_ref(
@@ -74,16 +111,12 @@ def read_rows_ref(
 
 
 read_rows = op(read_rows_ref)
-
-
-# Columns of a row's result behind its draws: how many draws count, whether the row has ended.
+# Of a row's result, behind its draws: how many of them count, whether the row has ended.
 NUM_COUNTS = 2
 
 
 def accept_rows_ref(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
+    sampled: SampledRows,
     draws: Tensor,
     stop_ids: Tensor,
     min_len: Tensor,
@@ -97,24 +130,21 @@ def accept_rows_ref(
     count. The drafts are consumed: they are -1 afterwards.
 
     Args:
-        rows: [n] i64, distinct where valid.
-        position: [n * width] i64, of each draw.
-        valid: [n] bool.
+        sampled: n rows, distinct where valid.
         draws: [n * width] i64.
         stop_ids: [n * width, num] i64, -1 = unused. Lines of one window are equal, in this tensor,
             in min_len and in num_accepted.
         min_len: [n * width] i64; no stop id counts below it.
         columns: changed.
-        num_accepted: [n * width] i64, how many drafts of the window are accepted, whatever they
-            are. None: by the rule above.
+        num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever they are.
 
     Returns:
         [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;
         whether the row has ended; the drafts that were verified.
     """
+    rows, valid, width = sampled.rows, sampled.valid, sampled.width
     n = len(rows)
-    width = len(draws) // n
-    first, draws = position[::width], draws.view(n, width)
+    first, draws = sampled.position[::width], draws.view(n, width)
     stop_ids, min_len = stop_ids[::width], min_len[::width]
     drafts = columns.drafts[rows, : width - 1]
     place = torch.arange(width, device=draws.device)
@@ -138,14 +168,8 @@ def accept_rows_ref(
 
 
 accept_rows = op(accept_rows_ref)
-
-
 Ints = tuple[Tensor, Tensor, Tensor, Tensor]  # each [num_rows] i64
-
-
 Floats = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]  # each [num_rows] f32
-
-
 Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import aligned, overlap, power_of_two
-from worker.step.rows import Floats, Gathered, Ints, RowColumns, StepRows
+from worker.step.rows import Floats, Gathered, Ints, RowColumns, SampledRows, StepRows
 
 BLOCK_PAGES = 256
 
@@ -21,9 +21,7 @@ def _read_rows_kernel(
 ):  # fmt: skip
     """Grid (n, blocks of pages). ints: i64: live [n]; from `start` on, `stride` apart: position,
     next position, token, slot, each [n, WIDTH]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     at, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + at)
     is_active = tl.load(active + row)
@@ -90,9 +88,7 @@ def _accept_rows_kernel(
     DRAFTS: tl.constexpr, DRAFTS_2: tl.constexpr, FORCED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n). DRAFTS: columns of `drafts`, at least WIDTH - 1."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     at = tl.program_id(0)
     row, counts = tl.load(rows + at), tl.load(valid + at) != 0
     place = tl.arange(0, WIDTH_2)
@@ -131,19 +127,17 @@ def _accept_rows_kernel(
 
 
 def accept_rows_triton(
-    rows: Tensor,
-    position: Tensor,
-    valid: Tensor,
+    sampled: SampledRows,
     draws: Tensor,
     stop_ids: Tensor,
     min_len: Tensor,
     columns: RowColumns,
     num_accepted: Tensor | None = None,
 ) -> Tensor:
-    """See accept_rows_ref. One launch; rows that are not valid are inactive already."""
+    """One launch. Rows that are not valid are inactive already."""
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, draws, stop_ids, min_len))
     n, num_stops, num_drafts = len(rows), stop_ids.shape[1], columns.drafts.shape[1]
-    width = len(draws) // n
     result = torch.empty(n, 2 * width + 1, dtype=torch.int64, device=rows.device)
     _accept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), draws, stop_ids, min_len,
@@ -170,9 +164,7 @@ def _gather_rows_kernel(
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """ints: [4, stride]; floats: [6, stride]; picked: [n, WIDTH]."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     row = tl.load(rows + at, mask=here, other=0)

@@ -40,8 +40,6 @@ class Staging:
 
 
 class _Slot:
-    """A host buffer for one upload at a time, with the views that its copies need."""
-
     def __init__(self, host: Tensor, words: Tensor | None) -> None:
         self._host = host.numpy().data
         self._copies: list[tuple[Tensor, Tensor]] = []  # (from, to), by the number of grains
@@ -51,7 +49,6 @@ class _Slot:
             self._copied = torch.cuda.Event()
 
     def upload(self, values: Sequence[int]) -> None:
-        """See Staging."""
         if self._copies:
             self._copied.synchronize()  # the copy DEPTH uploads ago must have left this buffer
         struct.pack_into(f"{len(values)}i", self._host, 0, *values)

@@ -8,7 +8,6 @@ padded rows, so whatever they write is harmless.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from worker.forward.batch import Batch, HostLengths
 from worker.forward.window import WindowShape
 from worker.plan import Plan, RowPages, RowStart
 from worker.step.penalties import PenaltyTables
-from worker.step.rows import RowColumns, accept_rows, read_rows
+from worker.step.rows import RowColumns, SampledRows, accept_rows, read_rows
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
 
@@ -50,39 +49,6 @@ class FloatColumns(NamedTuple, Generic[T]):
     repetition_penalty: T
 
 
-@dataclass(slots=True, frozen=True)
-class SampledRows:
-    """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
-
-    rows: Tensor  # [n] i64; 0 = padding
-    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
-    position: Tensor
-    valid: Tensor  # [n] bool; False = padding
-    width: int = 1  # see Plan.width
-    max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
-
-    def first(self, n: int) -> SampledRows:
-        """The first n of them."""
-        position = self.position[: n * self.width]
-        return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
-
-
-def column_values(start: RowStart) -> tuple[IntColumns[int], FloatColumns[float]]:
-    """The column values of a row that starts."""
-    sampling = start.sampling
-    ints = IntColumns(
-        seq_len=start.seq_len,
-        last_token=start.last_token,
-        max_len=start.max_len,
-        min_len=start.min_len,
-        seed=sampling.seed,
-        top_k=sampling.top_k,
-        penalty_slot=start.penalty_slot,
-    )
-    floats = FloatColumns(*(getattr(sampling, name) for name in FloatColumns._fields))
-    return ints, floats
-
-
 class StateShape(NamedTuple):
     """Of a step state."""
 
@@ -96,12 +62,7 @@ class StateShape(NamedTuple):
 
 
 class StepState:
-    """What the device keeps of each row between steps: tensors [num_rows + 1, ...].
-
-    Args:
-        shape: of its tensors.
-        device: of all tensors.
-    """
+    """Tensors [num_rows + 1, ...] of a row's state, on one device."""
 
     def __init__(self, shape: StateShape, device: torch.device) -> None:
         num_rows, max_pages, eos_ids, num_penalty_slots, vocab_size, max_width, max_text = shape
@@ -157,10 +118,6 @@ class StepState:
         host = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
         return host.to(self.device, non_blocking=True)
 
-    def upload_tensor(self, host: Tensor) -> Tensor:
-        """Copy a host tensor to the device, without a host sync."""
-        return self.pinned(host).to(self.device, non_blocking=True)
-
     def pinned(self, host: Tensor) -> Tensor:
         """On CUDA, a copy in pinned memory, from which copies to the device do not wait."""
         return host.pin_memory() if self._pin else host
@@ -188,7 +145,7 @@ class StepState:
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
     def _staged(self, num: int) -> Tensor:
-        """Allocate [num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
+        """[num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
 
         It may be freed at once: torch reuses pinned memory after the copies from it have ended.
         """
@@ -208,7 +165,14 @@ class StepState:
             self.seq_len_ub[row] += plan.width
 
     def _start(self, starts: Sequence[RowStart]) -> None:
-        ints, floats = zip(*map(column_values, starts), strict=True)
+        ints = [
+            IntColumns(
+                x.seq_len, x.last_token, x.max_len, x.min_len,
+                x.sampling.seed, x.sampling.top_k, x.penalty_slot,
+            )
+            for x in starts
+        ]  # fmt: skip
+        floats = [[getattr(x.sampling, name) for name in FloatColumns._fields] for x in starts]
         rows_active = [(start.row, start.active) for start in starts]
         stops = [self._stop_ids(start.sampling) for start in starts]
         parts = (
@@ -255,21 +219,9 @@ class Windows:
         Rows that are inactive on the device, and row 0, are padding.
         """
         width, max_seq_len_ub, host = window
-        num_rows, num_pages = len(rows), -(-max_seq_len_ub // self._page_size)
+        num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
-        batch = Batch(
-            input_ids=read.input_ids,
-            positions=read.positions,
-            slot_mapping=read.slots,
-            query_start=self._query_start[width][: num_rows + 1],
-            seq_lens=read.seq_lens,
-            page_table=read.table,
-            num_reqs=num_rows,
-            num_tokens=num_rows * width,
-            max_query_len=width,
-            max_seq_len_ub=max_seq_len_ub,
-            host=host,
-        )
+        batch = read.batch(self._query_start[width], width, max_seq_len_ub, host)
         sampled = SampledRows(
             read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
         )

@@ -85,10 +85,7 @@ class PullState(Enum):
 
 
 class Pull(Protocol):
-    """One transfer into our memory.
-
-    No method raises: a failure is a state, its reason is in `error`.
-    """
+    """One transfer into our memory. No method raises: a failure is a state, with `error`."""
 
     num_bytes: int  # of all runs together
     error: str | None  # why the state is FAILED; None in the other two
@@ -117,8 +114,7 @@ class Peer(Protocol):
     def pull(self, runs: Sequence[Run]) -> Pull:
         """Begin to copy `runs` from the peer; an empty list is OK at the first poll.
 
-        Raises:
-            ValueError: a run leaves a region on either side (our own bug; nothing was issued).
+        Raises ValueError if a run leaves a region on either side: our own bug, nothing was issued.
         """
         ...
 
@@ -143,10 +139,8 @@ class KVTransport(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Take the memory that may be pulled from and into: once, before anything else.
 
-        The caller keeps the memory alive until `close` has returned.
-
-        Raises:
-            Unsupported: this transport cannot serve such memory.
+        The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
+        transport cannot serve such memory.
         """
         ...
 
@@ -184,14 +178,10 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
-    """Check that `local` can pull from `remote` in principle.
+    """Check that `local` can pull from `remote` in principle; Incompatible says what differs.
 
     Regions pair up by position, so their names must be equal; their sizes need not be.
-
-    same_host: both processes have to share host and pid namespace.
-
-    Raises:
-        Incompatible: with the difference.
+    same_host: only processes of one host and pid namespace can.
     """
     if (remote.transport, remote.kind) != (local.transport, local.kind):
         raise Incompatible(

@@ -21,16 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from worker.api import (
-    AnyMessage,
-    Candidate,
-    FinishReason,
-    KVReady,
-    PeerId,
-    Prefill,
-    Release,
-    Xfer,
-)
+from worker.api import AnyMessage, Candidate, FinishReason, KVReady, PeerId, Prefill, Release, Xfer
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig
@@ -96,8 +87,7 @@ class _Pages:
         self._num_landed: Counter[int] = Counter()
 
     def announce(self, message: KVReady, wanted: range) -> None:
-        """Queue what `message` announces for the first time of the wanted pages of the prompt."""
-        groups = _bits(range(message.first_group, message.first_group + message.num_groups))
+        groups = ((1 << message.num_groups) - 1) << message.first_group
         fresh: dict[int, list[tuple[int, int]]] = {}  # bits of new groups -> (number, remote) pairs
         for number, remote in enumerate(message.pages, message.first_page):
             if number in wanted:
@@ -109,7 +99,6 @@ class _Pages:
             self.ready.extend(_Ready(numbers, pages, run) for run in bit_runs(new))
 
     def land(self, ready: _Ready) -> None:
-        """Record that a pull has landed."""
         for number in ready.numbers:
             self._num_landed[number] += len(ready.groups)
 
@@ -144,7 +133,7 @@ class Fetch:
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
-        self._lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
+        self.lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._num_bytes = 0  # pulled
         self._pages = _Pages(context.layout.num_groups)  # of the last attempt
@@ -157,10 +146,9 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether every page of tokens[:-1] has landed under a lease.
+        """Whether all pages of tokens[:-1] have landed under a lease; not while a token is awaited.
 
-        False while a token is awaited: it will be the last one, so the KV of all present tokens is
-        wanted.
+        That token will be the last one, so the KV of all present tokens is wanted.
         """
         return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
 
@@ -179,7 +167,7 @@ class Fetch:
         self.attempt += 1
         self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
-        self._lease = Lease(self._context.lease.decode_window_s, now)
+        self.lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
         self._pages = _Pages(self._context.layout.num_groups)
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
@@ -211,15 +199,11 @@ class Fetch:
             req.tokens.append(token)
         return token is not None
 
-    def renewed(self, sent_at: float) -> None:
-        """Extend the lease: the renewal that we sent at `sent_at` was acknowledged."""
-        self._lease.renewed(sent_at)
-
     def advance(self, now: float) -> None:
         """Start the pulls that can start, poll those that run, and notice what has failed."""
         if self.xfer is not None:
             self._start_pulls(now)
-            if self._lease.expired(now):
+            if self.lease.expired(now):
                 self.fail(Revoked.code, "its lease ended")
         for running in list(self._running):
             self._poll(running)
@@ -254,7 +238,6 @@ class Fetch:
                 metrics.transfer_seconds(label).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
-        """Bind pages for what was announced and pull into them, in order."""
         book, link = self._context.book, self._link
         if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
             return  # the awaited token will end the request: pull the KV only if none comes
@@ -283,7 +266,7 @@ class Fetch:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:
             self.fail(TransferError.code, running.pull.error or "pull failed")
-        elif not self._lease.covers(now):
+        elif not self.lease.covers(now):
             self.fail(Revoked.code, "a pull ended outside its lease")
         else:
             num_bytes = running.pull.num_bytes
@@ -292,10 +275,6 @@ class Fetch:
             self._pages.land(running.ready)
             while self._pages.has_landed(self.num_landed_pages):
                 self.num_landed_pages += 1
-
-
-def _bits(groups: range) -> int:
-    return (1 << groups.stop) - (1 << groups.start)
 
 
 def bit_runs(bits: int) -> Iterator[range]:

@@ -19,11 +19,7 @@ class ProcessStat(NamedTuple):
 
 
 def process_stat(pid: int) -> ProcessStat:
-    """Of a process of this pid namespace.
-
-    Raises:
-        OSError: there is no such process.
-    """
+    """Of a process of this pid namespace; raises OSError if there is none."""
     text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     # The command name before these fields is in parentheses and may hold any character.
     state, parent, *fields = text.rpartition(")")[2].split()

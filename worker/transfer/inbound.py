@@ -33,7 +33,7 @@ class Inbound:
 
     def __init__(self, incarnation: str, context: FetchContext, peers: PrefillPeers) -> None:
         self._incarnation = incarnation
-        self._context = context
+        self.context = context
         self.peers = peers
         self.fetches: dict[str, Fetch] = {}  # by xfer_id: requests whose KV is on its way
         self._renew_at = 0.0
@@ -48,11 +48,6 @@ class Inbound:
         fetches = list(self.fetches.values())
         return [began_at for fetch in fetches for began_at in fetch.pulls_began_at]
 
-    @property
-    def bytes_per_s(self) -> float:
-        """Moving average over pulls; 0 = none yet."""
-        return self._context.bytes_per_s
-
     def uses(self, link: Link) -> bool:
         """Whether a pull over `link` runs."""
         return any(fetch.uses(link) for fetch in self.fetches.values())
@@ -60,7 +55,7 @@ class Inbound:
     def start(self, req: Req, candidates: Sequence[Candidate], now: float) -> bool:
         """Ask the first candidate that can be pulled from; False when there is none."""
         self._num_started += 1
-        fetch = Fetch(self._context, req, candidates, self._num_started)
+        fetch = Fetch(self.context, req, candidates, self._num_started)
         if not self._begin(fetch, now):
             return False
         self.fetches[fetch.xfer_id] = fetch
@@ -85,7 +80,7 @@ class Inbound:
         return fetch.req if fetch is not None and fetch.announced(message) else None
 
     def on_refused(self, message: PrefillRefused) -> None:
-        """End the attempt: the peer refused it, so the next candidate is tried."""
+        """End the attempt: the next candidate is tried."""
         if (fetch := self._find(message.xfer, "PrefillRefused")) is not None:
             fetch.fail(message.error.code, message.error.message)
 
@@ -98,7 +93,7 @@ class Inbound:
             if fetch is None or fetch.xfer != xfer:
                 continue
             if xfer in held:
-                fetch.renewed(sent_at)
+                fetch.lease.renewed(sent_at)
             else:
                 fetch.fail(Revoked.code, "the prefill worker no longer holds it")
 
@@ -114,7 +109,7 @@ class Inbound:
         An ended fetch has landed, was cancelled, or has nobody left to ask; no pull of it runs.
         """
         if now >= self._renew_at:
-            self._renew_at = now + self._context.lease.renew_s
+            self._renew_at = now + self.context.lease.renew_s
             self._renew(now)
         ended: list[Fetch] = []
         for fetch in list(self.fetches.values()):
@@ -130,11 +125,8 @@ class Inbound:
         return ended
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
-        """Start the next attempt at the next candidate with a link.
-
-        Returns False if no such candidate or no attempt (`transport.max_attempts`) is left.
-        """
-        while fetch.candidates and fetch.attempt < self._context.transport.max_attempts:
+        """Start the next attempt at the next candidate with a link; False: nothing is left."""
+        while fetch.candidates and fetch.attempt < self.context.transport.max_attempts:
             link = self.peers.link(fetch.candidates.popleft().peer)
             if link is not None:
                 fetch.begin(link, self._incarnation, now)
@@ -144,22 +136,21 @@ class Inbound:
     def _find(self, xfer: Xfer, kind: str) -> Fetch | None:
         fetch = self.fetches.get(xfer.xfer_id)
         if fetch is None or fetch.xfer != xfer:
-            self._context.metrics.dropped(kind).inc()
+            self.context.metrics.dropped(kind).inc()
             return None
         return fetch
 
     def _renew(self, now: float) -> None:
-        """Send one Renew to each peer with live fetches."""
         by_peer: dict[PeerId, list[Xfer]] = {}
         for fetch in self.fetches.values():
             if fetch.xfer is not None:
                 by_peer.setdefault(fetch.peer, []).append(fetch.xfer)
-        oldest = now - self._context.lease.decode_window_s
+        oldest = now - self.context.lease.decode_window_s
         self._renewals = {k: v for k, v in self._renewals.items() if v[0] > oldest}
         for peer, xfers in by_peer.items():
             self._seq += 1
             self._renewals[peer, self._seq] = now, tuple(xfers)
-            self._context.send(peer, Renew(self._seq, tuple(xfers)))
+            self.context.send(peer, Renew(self._seq, tuple(xfers)))
 
 
 def poll_after_s(pulls_began_at: Sequence[float], now: float) -> float:

@@ -40,8 +40,7 @@ RegionHeads = tuple[HeadRange | None, ...]  # of each region; None: no head of i
 def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
     """How many pages of `layout` the owner of `endpoint` has registered.
 
-    Raises:
-        Incompatible: no whole number, or not the same number in every region.
+    Raises Incompatible if that is no whole number, or not the same in every region.
     """
     sizes = [region.num_bytes for region in endpoint.regions]
     num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
@@ -73,11 +72,7 @@ def rank_plan(
     place among the ranks. So all regions of a rank come from the same ranks: max(1, remote_tp /
     local_tp) of them, where one of the two divides the other.
 
-    Args:
-        num_kv_heads: of the whole model, per region of the layout.
-
-    Raises:
-        ValueError: see `rank_heads`.
+    num_kv_heads: of the whole model, per region of the layout. Raises ValueError as `rank_heads`.
     """
     plan: dict[int, list[HeadRange | None]] = {}
     for region, total in enumerate(num_kv_heads):
@@ -121,10 +116,9 @@ class RankPair:
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.
 
-        Args:
-            pairs: (local page, remote page), each local page once.
-            groups: layer groups of the first region, None for all. The other regions, such as a
-                drafter's, go with the last group, so they must be final when that is announced.
+        pairs: each local page once. groups: layer groups of the first region, None for all. The
+        other regions, such as a drafter's, go with the last group, so they must be final when that
+        is announced.
         """
         num_groups = self.local.num_groups
         wanted = range(num_groups) if groups is None else groups

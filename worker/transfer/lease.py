@@ -13,12 +13,7 @@ MARGIN_S = 0.25  # a pull counts only if it ended this long before the lease doe
 
 
 class Lease:
-    """One side's view of a lease; all times are `time.monotonic()` of that side's host.
-
-    A Prefill message begins it and each Renew extends it. Prefill's side counts from when it
-    received the message, decode's side from when it sent it; decode's side extends the lease only
-    when the Renew is acknowledged.
-    """
+    """One side's view of a lease; all times are `time.monotonic()` of that side's host."""
 
     def __init__(self, term_s: float, began_at: float) -> None:
         self._term_s = term_s

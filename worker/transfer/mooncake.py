@@ -76,7 +76,6 @@ class MooncakePull(Pull):
         self._resume_at = 0.0
 
     def poll(self) -> PullState:
-        """Collect the reads that have ended and issue as many as may be outstanding."""
         if self.state is not PullState.RUNNING:
             return self.state
         deadline = time.perf_counter() + POLL_BUDGET_S
@@ -217,10 +216,9 @@ class MooncakePeer(Peer):
 class MooncakeTransport(KVTransport):
     """The mooncake transport of this process.
 
-    Args:
-        host: address that peers dial to reach this process; not checked by the engine.
-        kind: tcp | rdma | nvlink. `rdma` fails loudly without a card; nothing falls back. `tcp`
-            copies CUDA memory slice by slice through the host (1.6 to 1.9 GB/s): it is for tests.
+    `host`, which peers dial, is not checked by the engine. `rdma` fails loudly without a card;
+    nothing falls back. `tcp` copies CUDA memory slice by slice through the host (1.6 to 1.9 GB/s):
+    it is for tests.
 
     Raises:
         Unsupported: unknown kind, a second kind in one process, or no such hardware.
@@ -239,11 +237,7 @@ class MooncakeTransport(KVTransport):
         self._contacts: set[Endpoint] = set()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Start the serving engine, all regions registered.
-
-        Raises:
-            Unsupported: the engine does not start, or refuses the memory.
-        """
+        """Start the serving engine; Unsupported if it does not start, or refuses the memory."""
         assert self._endpoint is None, "register is called once"
         port = self.engines.serve(regions)
         name = f"{self.engines.host}:{port}"
@@ -314,7 +308,6 @@ class MooncakeTransport(KVTransport):
         return engine
 
     def release(self, peer: MooncakePeer, engine: Engine) -> None:
-        """Drop a peer that has closed, and its engine, which has nothing under way."""
         with self._lock:
             self._peers.discard(peer)
         self.engines.discard(engine)

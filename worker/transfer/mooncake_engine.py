@@ -69,10 +69,8 @@ def configure(kind: str) -> dict[str, str]:
     """Set mooncake's environment for `kind`, before its first import. Returns what it set.
 
     A value that the user's environment already holds wins, except for the choice of transport.
-    The library reads most of it once, so a process has one kind for all its life.
-
-    Raises:
-        Unsupported: unknown kind, or this process already uses another one.
+    The library reads most of it once, so a process has one kind for all its life: Unsupported if
+    this one has another, or the kind is unknown.
     """
     global _chosen
     if kind not in SELECTION:
@@ -89,11 +87,7 @@ def configure(kind: str) -> dict[str, str]:
 
 
 def load() -> type[Any]:
-    """mooncake's TransferEngine class, imported on first use.
-
-    Raises:
-        MissingLibrary: the package or a system library is missing; says what to install.
-    """
+    """mooncake's TransferEngine class, imported on first use, or MissingLibrary with advice."""
     try:
         return import_module("mooncake.engine").TransferEngine
     except ImportError as e:
@@ -137,10 +131,7 @@ class Engine:
 
 
 class Engines:
-    """The engines of one process: one that serves, and one for each peer that is pulled from.
-
-    Thread-safe.
-    """
+    """The engines of one process: one that serves, one for each peer pulled from. Thread-safe."""
 
     def __init__(self, engine_class: type[Any], host: str, kind: str) -> None:
         self.host = host
@@ -156,11 +147,7 @@ class Engines:
         self._destroying: list[threading.Thread] = []
 
     def serve(self, regions: Sequence[MemoryRegion]) -> int:
-        """Register `regions` for good and start the serving engine; its port.
-
-        Raises:
-            Unsupported: see `make`.
-        """
+        """Register `regions` for good and start the serving engine; its port. Raises as `make`."""
         self._regions = tuple(regions)
         self._serving = self.make()
         return self._serving.raw.get_rpc_port()
@@ -176,8 +163,7 @@ class Engines:
     def make(self) -> Engine:
         """A new engine: a few milliseconds, registration of large memory for RDMA aside.
 
-        Raises:
-            Unsupported: it does not start (no card, no port) or refuses the memory.
+        Raises Unsupported if it does not start (no card, no port) or refuses the memory.
         """
         self._set_device()
         raw = self._class()

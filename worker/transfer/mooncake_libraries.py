@@ -26,8 +26,7 @@ OTHER_LIBRARIES = {
 def check_installed() -> None:
     """Look for the wheel and its system libraries without loading them.
 
-    Raises:
-        MissingLibrary: names all that is missing and how to install it.
+    MissingLibrary names all that is missing and how to install it.
     """
     spec = find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:

@@ -47,8 +47,6 @@ log = logging.getLogger("kvlane.outbound")
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """One transfer of this prefill worker, with the lease that pins its pages."""
-
     xfer: Xfer
     peer: PeerId
     req: PrefillReq
@@ -178,7 +176,6 @@ class Outbound:
                 self._drop(outgoing, Revoked.code)
 
     def _all_groups_announced(self, req: PrefillReq) -> bool:
-        """Whether every layer group of the request's current chunk has been announced."""
         return req.num_announced_groups == self._context.num_groups
 
     def _announce(self, outgoing: _Outgoing, first_page: int, first_group: int = 0) -> None:
@@ -204,7 +201,7 @@ class Outbound:
         self._send(outgoing.peer, KVReady(outgoing.xfer, first_page, pages, *figures))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
-        """List page ids, from index `first` on, whose KV is complete after `num_tokens` tokens.
+        """Ids of the pages, from index `first` on, whose KV is complete after `num_tokens` tokens.
 
         Full pages only; at the end of the prompt its last, partly filled page as well.
         """

@@ -23,8 +23,6 @@ RETRY_S = 2.0
 
 @dataclass(slots=True)
 class _Known:
-    """One prefill member."""
-
     member: Member
     link: Link | None = None
     answers: bool = False  # it has answered a ping since our last connect
@@ -33,9 +31,7 @@ class _Known:
 
 
 class PrefillPeers:
-    """The live prefill workers.
-
-    Other threads may only read num_connected and call `measured`.
+    """The live prefill workers. Other threads may only read num_connected and call `measured`.
 
     Args:
         rank: of the leader, for `measured`.
@@ -139,7 +135,6 @@ class PrefillPeers:
         return [self._rank.measure(member) for member in list(self._listed.values())]
 
     def close(self) -> None:
-        """Close all links."""
         self._listed = {}
         for peer in list(self.known):
             self.lose(peer)

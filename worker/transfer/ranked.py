@@ -1,7 +1,7 @@
 """Pulls of all ranks of a decode worker, led by rank 0. Workers of one rank do without.
 
     leader -> ranks    DialPeer, PullPages, CancelPull, HangUp
-    rank -> leader     PeerDialled, PeerNotDialled, PullEnded
+    rank -> leader     PeerDialled, PullEnded
 
 Every rank, the leader's own among them, pulls its own heads. The leader alone talks to prefill
 workers, and holds the one lease. A link is there when all ranks have dialled. A pull is OK when it
@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from worker.api import Member, Message
+from worker.api import Error, Member, Message
 from worker.errors import Incompatible, Unreachable
 from worker.transfer.base import Pull, PullState
 from worker.transfer.inbound import poll_after_s
 from worker.transfer.layout import Pages
-from worker.transfer.sources import DialFailed, Link, LocalRank, PageSource
+from worker.transfer.sources import DialFailed, Link, LocalRank, PageSource, PartedPull
 
 log = logging.getLogger("kvlane.rank")
 
@@ -65,20 +65,12 @@ class HangUp(Message, frozen=True):
 
 
 class PeerDialled(Message, frozen=True):
-    """A rank can pull over the link."""
+    """A rank can pull over the link, or cannot."""
 
     rank: int
     link: int
-    bytes_per_s: float  # of the whole model's KV, if every rank were as fast
-
-
-class PeerNotDialled(Message, frozen=True):
-    """A rank cannot pull over the link; `code` is the error's."""
-
-    rank: int
-    link: int
-    code: str
-    text: str
+    bytes_per_s: float = 0.0  # of the whole model's KV, if every rank were as fast
+    error: Error | None = None
 
 
 class PullEnded(Message, frozen=True):
@@ -91,7 +83,7 @@ class PullEnded(Message, frozen=True):
 
 
 RankOrder = DialPeer | PullPages | CancelPull | HangUp
-RankAnswer = PeerDialled | PeerNotDialled | PullEnded
+RankAnswer = PeerDialled | PullEnded
 
 
 class OwnDialled(NamedTuple):
@@ -117,10 +109,7 @@ class RankPulls:
     """
 
     def __init__(
-        self,
-        own: LocalRank,
-        tell: Callable[[RankAnswer], None],
-        post: Callable[[OwnDialled], None],
+        self, own: LocalRank, tell: Callable[[RankAnswer], None], post: Callable[[OwnDialled], None]
     ) -> None:
         self._own = own
         self._tell = tell
@@ -162,7 +151,6 @@ class RankPulls:
                 self._close_unused()
 
     def poll(self) -> None:
-        """Move all pulls on, and report what has ended."""
         for number in list(self._pulls):
             self.poll_pull(number)
 
@@ -197,10 +185,10 @@ class RankPulls:
             case DialFailed(_, error) if wanted:
                 log.debug("link %d: %s", link, error)
                 del self._links[link]
-                self._tell(PeerNotDialled(self._own.rank, link, error.code, str(error)))
+                why = Error(error.code, str(error))
+                self._tell(PeerDialled(self._own.rank, link, error=why))
 
     def _close_unused(self) -> None:
-        """Close the links that the leader has hung up and that no pull uses."""
         for link in self._leaving - {running.link for running in self._pulls.values()}:
             self._leaving.discard(link)
             if (source := self._links.pop(link, None)) is not None:
@@ -209,8 +197,6 @@ class RankPulls:
 
 @dataclass(slots=True)
 class _Dial:
-    """A link in the making."""
-
     member: Member
     waiting: set[int]  # ranks that have not answered
     bytes_per_s: float = math.inf  # of the slowest rank so far: a page needs all of its shares
@@ -258,26 +244,26 @@ class LeaderPulls:
         match event:
             case OwnDialled():
                 self._rank.on(event)
-            case PeerDialled(rank, link, bytes_per_s):
+            case PeerDialled(rank, link, bytes_per_s, error):
                 if (dial := self._dials.get(link)) is None:
                     return  # another rank has failed meanwhile
                 dial.waiting.discard(rank)
                 dial.bytes_per_s = min(dial.bytes_per_s, bytes_per_s)
-                if not dial.waiting:
-                    del self._dials[link]
+                if error is None and dial.waiting:
+                    return
+                del self._dials[link]
+                if error is None:
                     source = _RankedSource(self, link)
                     self._post(Link(dial.member.peer, source, dial.bytes_per_s))
-            case PeerNotDialled(rank, link, code, text):
-                if (dial := self._dials.pop(link, None)) is not None:
+                else:
                     self.order(HangUp(link))
-                    kind = Incompatible if code == Incompatible.code else Unreachable
-                    self._post(DialFailed(dial.member.peer, kind(_at(rank, text))))
+                    kind = Incompatible if error.code == Incompatible.code else Unreachable
+                    self._post(DialFailed(dial.member.peer, kind(_at(rank, error.message))))
             case PullEnded(_, number):
                 if self._pulls[number].ended(event):
                     del self._pulls[number]
 
     def pull(self, link: int, pairs: Pages, groups: range) -> Pull:
-        """Begin to pull at all ranks; see PageSource.pull."""
         number = next(self._numbers)
         poll_own = partial(self._rank.poll_pull, number)
         cancel = partial(self.order, CancelPull(number))
@@ -293,8 +279,6 @@ class LeaderPulls:
 
 
 class _RankedSource(PageSource):
-    """A prefill worker, as all ranks pull from it."""
-
     def __init__(self, leader: LeaderPulls, link: int) -> None:
         self._leader, self._link = leader, link
         self._closed = False
@@ -309,29 +293,18 @@ class _RankedSource(PageSource):
             self._leader.order(HangUp(self._link))
 
 
-class _RankedPull(Pull):
-    """One pull at all ranks. It ends by their reports."""
+class _RankedPull(PartedPull[set[int]]):
+    """One pull at all ranks, which ends by their reports; `num_bytes` grows as they come."""
 
     def __init__(
         self, ranks: set[int], poll_own: Callable[[], None], cancel: Callable[[], None]
     ) -> None:
-        self.num_bytes = 0  # grows as they report
-        self.error: str | None = None
-        self._running = ranks
+        super().__init__(ranks, 0, cancel)
         self._poll_own = poll_own
-        self._cancel = cancel
-        self._failure = ""  # the first one; it is the error once no rank pulls any more
 
     def poll(self) -> PullState:
         self._poll_own()
-        if self._running:
-            return PullState.RUNNING
-        self.error = self._failure or None
-        return PullState.FAILED if self._failure else PullState.OK
-
-    def cancel(self) -> None:
-        if self._running:
-            self._fail("cancelled")
+        return self._state()
 
     def ended(self, event: PullEnded) -> bool:
         """Record that a rank's part is over; returns whether all are."""
@@ -340,11 +313,6 @@ class _RankedPull(Pull):
         if event.error:
             self._fail(_at(event.rank, event.error))
         return not self._running
-
-    def _fail(self, why: str) -> None:
-        if not self._failure:
-            self._failure = why
-            self._cancel()
 
 
 def _at(rank: int, text: str) -> str:

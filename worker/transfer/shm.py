@@ -52,7 +52,6 @@ class ShmPull(Pull):
         self.state = PullState.RUNNING
 
     def poll(self) -> PullState:
-        """Copy about MAX_POLL_BYTES, or for POLL_BUDGET_S, and return the state."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         room = MAX_POLL_BYTES
         while self.state is PullState.RUNNING and room > 0 and time.perf_counter() < deadline:
@@ -65,7 +64,6 @@ class ShmPull(Pull):
         return self.state
 
     def cancel(self) -> None:
-        """End the pull now: between polls no copy is under way."""
         if self.state is PullState.RUNNING:
             self.state = PullState.FAILED
             self.error = "cancelled"
@@ -101,21 +99,18 @@ class ShmPeer(Peer):
         return pull
 
     def close(self) -> None:
-        """Cancel what runs and unmap; never blocks."""
         for pull in self._pulls:
             pull.cancel()
         self._pulls.clear()
         self._remote.clear()  # an mmap with a view on it cannot be closed
         self._opened.close()
-        self._transport.forget(self)
+        self._transport.peers.discard(self)
 
 
 class ShmTransport(KVTransport):
     """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory.
 
-    Args:
-        host: unused; a peer is opened by its pid.
-        kind: "shm"; raises Unsupported for another one.
+    host: unused; a peer is opened by its pid.
     """
 
     name = "shm"
@@ -126,14 +121,9 @@ class ShmTransport(KVTransport):
         self.kind = kind
         self.local: list[NDArray[np.uint8]] = []
         self._endpoint: Endpoint | None = None
-        self._peers: set[ShmPeer] = set()
+        self.peers: set[ShmPeer] = set()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Serve `regions`, each of which starts at offset 0 of its memfd.
-
-        Raises:
-            Unsupported: a region without a memfd, as CUDA memory is.
-        """
         assert self._endpoint is None, "register is called once"
         for region in regions:
             if region.fd is None:
@@ -150,33 +140,22 @@ class ShmTransport(KVTransport):
         return self._endpoint
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> ShmPeer:
-        """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is.
-
-        Raises:
-            Unreachable: the process is gone.
-            Incompatible: other host, namespace, user, transport or regions, or no memfd there.
-        """
+        """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is."""
         check_peer(self.endpoint(), endpoint, same_host=True)
         with ExitStack() as opened:
             maps = [opened.enter_context(_map(endpoint.pid, region)) for region in endpoint.regions]
             _check_process(endpoint)
             peer = ShmPeer(self, endpoint, maps, opened.pop_all())
-        self._peers.add(peer)
+        self.peers.add(peer)
         return peer
 
-    def forget(self, peer: ShmPeer) -> None:
-        """Drop a peer that has closed."""
-        self._peers.discard(peer)
-
     def close(self) -> None:
-        """Unmap all peers; never blocks."""
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             peer.close()
         self.local.clear()
 
 
 def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
-    """Map a peer's region, read-only."""
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
         # Checked before opening: opening anything else, such as a pipe, might block.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -29,6 +29,8 @@ SMALL_BYTES, NUM_SMALL = 64, 20
 MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
 SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
 SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
+
+Parts = TypeVar("Parts", bound=Sized)
 
 
 class PageSource(Protocol):
@@ -61,8 +63,6 @@ class DialFailed:
 
 
 class _Source(NamedTuple):
-    """A remote rank that holds heads of ours."""
-
     connection: Peer
     pair: RankPair
 
@@ -74,10 +74,6 @@ class Sources(PageSource):
         self._sources = tuple(sources)
 
     def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
-        """Begin to pull this rank's heads of pages as one pull; see `RankPair.runs`.
-
-        pairs: (local page, remote page), each local page once, but for page 0.
-        """
         pulls = [
             connection.pull(runs)
             for connection, pair in self._sources
@@ -86,19 +82,11 @@ class Sources(PageSource):
         return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
 
     def page_s(self) -> float:
-        """Measure the seconds in which this rank's share of one page arrives; overwrites page 0.
-
-        Raises:
-            Unreachable: a pull failed.
-        """
+        """Seconds in which this rank's share of page 0 arrives; Unreachable if a pull failed."""
         return fastest_pull_s(lambda: self.pull(SINK), NUM_READS)
 
     def measure(self) -> tuple[float, int, int, float]:
-        """Measure pulls into page 0: PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s.
-
-        Raises:
-            Unreachable: a pull failed.
-        """
+        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, of pulls into page 0."""
         once = [run for _, pair in self._sources for run in pair.runs(SINK)]
         page_bytes, page_runs = sum(run.num_bytes for run in once), len(once)
         times = min(-(-MEASURED_BYTES // page_bytes), -(-MAX_MEASURED_RUNS // page_runs))
@@ -183,7 +171,6 @@ class LocalRank:
         return Link(member.peer, sources, self.model.page_bytes / page_s)
 
     def _plan(self, member: Member) -> dict[int, RegionHeads]:
-        """See `rank_plan`; raises Incompatible."""
         remote_tp = len(member.endpoints)
         if not remote_tp:
             raise Incompatible(f"{member.peer} does not say how to reach it")
@@ -194,20 +181,42 @@ class LocalRank:
             raise Incompatible(f"{member.peer} has {remote_tp} ranks: {error}") from error
 
 
-class JoinedPull(Pull):
+class PartedPull(Pull, Generic[Parts]):
     """Several pulls as one: OK when all are. When one fails, those that run are cancelled.
 
     FAILED only once none of them runs any more: until then they may write to our pages.
     """
 
-    def __init__(self, parts: Sequence[Pull]) -> None:
-        self.num_bytes = sum(part.num_bytes for part in parts)
+    def __init__(self, running: Parts, num_bytes: int, cancel_parts: Callable[[], None]) -> None:
+        self.num_bytes = num_bytes
         self.error: str | None = None
-        self._running = deque(parts)
+        self._running = running
+        self._cancel_parts = cancel_parts
         self._failure = ""  # the first one; it is the error once no part runs
 
+    def cancel(self) -> None:
+        if self._running:
+            self._fail("cancelled")
+
+    def _fail(self, why: str) -> None:
+        if not self._failure:
+            self._failure = why
+            self._cancel_parts()
+
+    def _state(self) -> PullState:
+        if self._running:
+            return PullState.RUNNING
+        self.error = self._failure or None
+        return PullState.FAILED if self._failure else PullState.OK
+
+
+class JoinedPull(PartedPull[deque[Pull]]):
+    """Pulls over several connections, polled one after another."""
+
+    def __init__(self, parts: Sequence[Pull]) -> None:
+        super().__init__(deque(parts), sum(part.num_bytes for part in parts), self._cancel_running)
+
     def poll(self) -> PullState:
-        """Poll those that run, one after another, for about POLL_BUDGET_S in all."""
         deadline = time.perf_counter() + POLL_BUDGET_S
         for _ in range(len(self._running)):
             part = self._running.popleft()
@@ -218,28 +227,15 @@ class JoinedPull(Pull):
                 self._fail(part.error or "pull failed")
             if time.perf_counter() >= deadline:
                 break
-        if self._running:
-            return PullState.RUNNING
-        self.error = self._failure or None
-        return PullState.FAILED if self._failure else PullState.OK
+        return self._state()
 
-    def cancel(self) -> None:
-        if self._running:
-            self._fail("cancelled")
-
-    def _fail(self, why: str) -> None:
-        if not self._failure:
-            self._failure = why
-            for part in self._running:
-                part.cancel()
+    def _cancel_running(self) -> None:
+        for part in self._running:
+            part.cancel()
 
 
 def fastest_pull_s(begin: Callable[[], Pull], num_reads: int) -> float:
-    """Measure the least seconds of `num_reads` pulls that `begin` begins, one after another.
-
-    Raises:
-        Unreachable: a pull failed.
-    """
+    """The least seconds of `num_reads` pulls, one after another; Unreachable: one failed."""
     fastest_s = float("inf")
     for _ in range(num_reads):
         began_at = time.perf_counter()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.draw.changes_triton import changed_logits, rules_of
-from worker.draw.draw_rows_triton import list_rows, new_lists, rows_at_once, tries
+from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tries
 from worker.draw.filters_triton import (
     best_of,
     is_likely,
@@ -31,9 +31,10 @@ from worker.draw.filters_triton import (
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import enter, tl, triton
+from worker.ops.launch import aligned, overlap, power_of_two
 from worker.ops.philox_triton import gumbel_block
+from worker.plan import Tail
 
 DRAW_BLOCK, DRAW_WARPS = 1024, 4
 SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
@@ -64,10 +65,8 @@ def _best_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows). Also resets keys to the lowest, arrivals and kept tokens to none."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
+    enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if block == 0:
         lowest = -32768 if BITS == 16 else -2147483648
@@ -93,9 +92,7 @@ def _tops_kernel(
 
     So programs of later passes read three numbers, and need not reduce a row of blocks first.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature == 0.0:
@@ -121,9 +118,7 @@ def _check_kernel(
 
     The block that arrives last compares the two.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -203,9 +198,7 @@ def _search_kernel(
 
     The block that arrives last runs _narrow. PROBABLE: search for top_p; else for top_k.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -245,9 +238,7 @@ def _ties_kernel(
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
     while i < num:
@@ -332,9 +323,7 @@ def _draw_kernel(
 
     The tokens are first … vocab - 1. If not FILTERED, they may be the part of one rank.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     if FILTERED and not TRY:
         i, num = tl.program_id(1), tl.load(rows)
         while i < num:
@@ -365,16 +354,14 @@ def _draw_kernel(
 def _winner_kernel(
     values, ids, out, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """One program a row: the lowest id with the largest value of all blocks."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    """One program a row."""
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = winner_of(values, ids, row, vocab, BLOCKS, BLOCKS_2)
     tl.store(out + row, token.to(tl.int64))
 
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
+Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 
 
 class _Draw:
@@ -391,11 +378,7 @@ class _Draw:
     """
 
     def __init__(
-        self,
-        logits: Tensor,
-        params: DrawParams,
-        changes: Changes | None,
-        part: VocabPart | None,
+        self, logits: Tensor, params: DrawParams, changes: Changes | None, part: VocabPart | None
     ) -> None:
         n, vocab = logits.shape
         self.part, self.first = part, 0 if part is None else part.first
@@ -419,14 +402,13 @@ class _Draw:
         return torch.empty(shape, dtype=dtype, device=self.logits.device)
 
     def run(self, *, filtered: bool) -> Tensor:
-        """Launch every pass."""
         n, vocab, _ = self.sizes
         if filtered:
             self._filter()
         else:  # no tensor of the filters is read
             unread = self.values
-            found = unread, unread, unread, unread, unread
-            self._draw(unread, found, n, FILTERED=False, TRY=False)
+            searched = unread, unread, unread, unread, unread
+            self._draw(unread, searched, n, FILTERED=False, TRY=False)
         if self.part is not None:
             pairs = best_pairs_triton(self.values, self.ids, self.part.vocab_size - 1)
             return best_ids_triton(self.part.gather(pairs))
@@ -439,10 +421,10 @@ class _Draw:
         )  # fmt: skip
         return out
 
-    def _draw(self, rows: Tensor, found: Found, num: int, **constants: int) -> None:
+    def _draw(self, rows: Tensor, searched: Searched, num: int, **constants: int) -> None:
         n, vocab, stride = self.sizes
         _draw_kernel[(self.blocks, num)](
-            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *found,
+            rows, self.logits, self.rules, self.params.seed, *self.limits, TRY_FROM, *searched,
             self.values, self.ids, n, self.first, self.first + vocab, stride,
             **overlap(
                 self.logits, BLOCK=DRAW_BLOCK, BLOCKS=self.blocks,
@@ -463,9 +445,9 @@ class _Draw:
         kept = self._scratch(n, dtype=torch.uint8)
         ties = self._scratch(n, self.blocks, dtype=torch.int32)
         tops, tried = self._scratch(2, n, dtype=torch.float32), self._scratch(n, dtype=torch.int32)
-        lists = new_lists(n, logits.device)
+        lists = self._scratch(NUM_LISTS, aligned(n + 1), dtype=torch.int32)
         try_rows, undrawn, rows_left, *search_rows = lists
-        found = best, tops, keys, sums, ties
+        searched = best, tops, keys, sums, ties
         grid, blocks_2 = (blocks, rows_at_once(n, blocks)), power_of_two(blocks)
         common = dict(BLOCK=SEARCH_BLOCK, BLOCKS=blocks, num_warps=SEARCH_WARPS, **self.shared)
         walks = common | {"maxnreg": WALK_REGISTERS}
@@ -473,7 +455,7 @@ class _Draw:
             logits, rules, limits[0], best, keys, arrivals, kept, n, vocab, stride,
             **overlap(logits, maxnreg=BEST_REGISTERS, **common),
         )  # fmt: skip
-        self._draw(try_rows, found, n, FILTERED=True, TRY=True)
+        self._draw(try_rows, searched, n, FILTERED=True, TRY=True)
         _tops_kernel[(n,)](
             logits, rules, *limits[:3], TRY_FROM, best, self.values, self.ids, tops, tried,
             n, vocab, stride,
@@ -509,36 +491,24 @@ class _Draw:
             ),
         )  # fmt: skip
         at_once = rows_at_once(n, self.blocks, NUM_DRAWING)
-        self._draw(undrawn, found, at_once, FILTERED=True, TRY=False)
+        self._draw(undrawn, searched, at_once, FILTERED=True, TRY=False)
 
 
 def draw_triton(
     logits: Tensor,
-    params: DrawParams,
-    *,
-    filtered: bool,
+    rows: DrawParams,
+    tail: Tail,
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw one token a row; no host sync, and fit for a CUDA graph.
+    """No host sync, and fit for a CUDA graph. Rows of logits and each tensor are contiguous.
 
-    Args:
-        logits: [n, vocab] bf16, f16 or f32, rows contiguous; not written.
-        params: of the n rows, each tensor contiguous.
-        filtered: some row may have top_k, top_p or min_p; else they are not read.
-        changes: None: no row has a penalty slot or a mask. A row without either draws the same
-            token with changes and without.
-        part: the tokens of this rank's columns of logits; then neither `filtered` nor `changes`,
-            and all ranks call. None: the columns are all tokens.
-
-    Returns:
-        [n] i64; of equal values the lowest id. Sums have a fixed order, and a row's result depends
-        on that row alone. Of the tokens with the threshold's logit the lowest ids stay, as many as
-        the target leaves room for. top_k and min_p are exact. top_p may keep other tokens than the
-        definition in two cases: the probability before a token is within f32's rounding of top_p
-        (sums are pairwise here and sequential there); or, in f32, two logits differ but become
-        equal when divided by the temperature (here the larger comes first, there the lower id).
+    The tokens kept may differ from draw_ref's in two cases. The probability before a token is
+    within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two
+    logits differ but become equal when divided by the temperature: here the larger one comes first,
+    there the lower id. top_k and min_p are exact.
     """
+    filtered = tail == "filtered"
     assert logits.stride(1) == 1
     assert part is None or not (filtered or changes), "these need the logits of all tokens"
-    return _Draw(logits, params, changes, part).run(filtered=filtered)
+    return _Draw(logits, rows, changes, part).run(filtered=filtered)

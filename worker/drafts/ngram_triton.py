@@ -1,13 +1,13 @@
-"""Kernels of ngram_drafts.py."""
+"""Kernels of ngram.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
-from worker.step.rows import RowColumns
+from worker.step.rows import RowColumns, SampledRows
 
 BLOCK, WARPS = 2048, 4
 
@@ -21,9 +21,7 @@ def _ngram_drafts_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     i = tl.program_id(0)
     row, was_live = tl.load(rows + i), tl.load(valid + i) != 0
     line, place = text + row * stride_text, tl.arange(0, WIDTH_2)
@@ -60,18 +58,17 @@ def _ngram_drafts_kernel(
 
 
 def ngram_drafts_triton(
-    rows: Tensor, position: Tensor, valid: Tensor, drawn: Tensor, columns: RowColumns, text: Tensor,
-    num_drafts: int, shortest: int, longest: int, max_seq_len_ub: int,
-) -> None:  # fmt: skip
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, text: Tensor, lengths: range
+) -> None:
+    rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     assert all(each.is_contiguous() for each in (rows, position, valid, drawn))
-    width = len(position) // len(rows)
     _ngram_drafts_kernel[(len(rows),)](
         rows, position, valid.view(torch.uint8), drawn, columns.active.view(torch.uint8),
         columns.seq_len, columns.max_len, text, columns.drafts,
         text.stride(0), columns.drafts.stride(0),
         **overlap(
-            rows, LENGTH=text.shape[1], WIDTH=width, WIDTH_2=power_of_two(width), NUM=num_drafts,
-            NUM_2=power_of_two(max(num_drafts, 1)), SHORTEST=shortest, LONGEST=longest, BLOCK=BLOCK,
-            num_warps=WARPS,
+            rows, LENGTH=text.shape[1], WIDTH=width, WIDTH_2=power_of_two(width), NUM=width - 1,
+            NUM_2=power_of_two(max(width - 1, 1)), SHORTEST=lengths[0], LONGEST=lengths[-1],
+            BLOCK=BLOCK, num_warps=WARPS,
         ),
     )  # fmt: skip
