@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tests.support import fitted_drafters
 from tests.support.chain_reference import ChainReference, short_name, tapped_layers
+from tests.support.counted import value
 from tests.support.drafter_audit import audit, prefixes, trace_is_right
 from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
@@ -330,7 +331,7 @@ def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
     overlap: bool, served: Served
 ) -> None:
     made = judged(served, table_of(served), overlap=overlap)
-    assert made.engines[DECODE].metrics.preemptions._value.get() > 0
+    assert value(made.engines[DECODE].metrics.preemptions) > 0
     windows = [window for each in made.windows.values() for window in each]
     steps = [window.num for window in windows if set(window.drafts) != {-1}]
     print(f"{sum(steps) / len(steps):.2f} of {WIDTH} tokens a step, {len(steps)} steps")

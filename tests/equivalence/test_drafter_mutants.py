@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
+from tests.support.counted import value
 from tests.support.drafter_cases import Known, judge, reference_of, speculation
 from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
@@ -50,7 +51,7 @@ def obeys(known: Known, form: str, *, graph: bool = False) -> None:
             Ask(tuple(text[: cut - 3 * i]), short, local=i % 2 == 0) for i, text in enumerate(texts)
         ]
         check(made, again, directory)
-        assert made.engines[DECODE].metrics.cached_tokens._value.get() > 0
+        assert value(made.engines[DECODE].metrics.cached_tokens) > 0
     finally:
         made.close()
 

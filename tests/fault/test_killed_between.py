@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
+from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Member, Sampling
 from worker.errors import PeerLost
+from worker.start.build import Place
 from worker.transfer.base import Run
 from worker.transfer.shm import ShmPeer
 from worker.worker import Worker
@@ -36,7 +38,7 @@ def sections(model: str) -> dict[str, Any]:
 def prefill(conn: Connection, model: str) -> None:
     """Main function of the prefill worker's process, which ends with the other end of `conn`."""
     config = worker_config("prefill", sections(model))
-    worker = Worker(config, name="prefill-0", incarnation="i0", host="127.0.0.1")
+    worker = Worker(config, Place("prefill-0", "i0", "127.0.0.1"))
     conn.send(worker.start())
     conn.poll(None)
 
@@ -93,8 +95,8 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     answers = client.wait(sent)
     cluster.wait_idle()
     placed = decode.engine.metrics.placed
-    assert placed("remote")._value.get() == placed("fallback")._value.get() == NUM
-    assert decode.engine.metrics.fetch_retries(PeerLost.code)._value.get() == NUM
+    assert value(placed("remote")) == value(placed("fallback")) == NUM
+    assert value(decode.engine.metrics.fetch_retries(PeerLost.code)) == NUM
 
     alone = client.generate(prompts, asked, prefills=[])
     assert [(each.tokens, each.finish_reason) for each in answers] == [

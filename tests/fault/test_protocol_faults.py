@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import worker.loop
+from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
@@ -225,7 +226,7 @@ def undisturbed() -> Iterator[None]:
 def lose(side: Any, peer: PeerId) -> None:
     """`side` finds `peer` silent, which is alive and knows nothing of it."""
     wire = side._wire if hasattr(side, "_wire") else side._thread._wire
-    wire._post(lambda: wire._links._lose(peer, "a test"))
+    wire.lose(peer, "a test")
 
 
 def wait_for_peers(decode: Worker) -> None:
@@ -237,12 +238,12 @@ def num_ended(
     cluster: Running, reasons: Sequence[str] = ("stop", "length", "abort", "error")
 ) -> float:
     family = cluster.workers["decode-0"].engine.metrics.requests
-    return sum(family(reason)._value.get() for reason in reasons)
+    return sum(value(family(reason)) for reason in reasons)
 
 
 def num_retries(decode: Worker) -> float:
     family = decode.engine.metrics.fetch_retries
-    return sum(family(cause)._value.get() for cause in RETRY_CAUSES)
+    return sum(value(family(cause)) for cause in RETRY_CAUSES)
 
 
 def ask(
@@ -306,11 +307,11 @@ def test_bytes_read_after_the_lease_are_never_used(
 def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
     """Unless the machine stands still for longer than a lease, so it has several tries."""
     Delays.pull_s = 2 * TERM_S
-    revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")._value
+    revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")
     for _ in range(NUM_TRIES):
-        before, num_revoked = num_ended(cluster), revoked.get()
+        before, num_revoked = num_ended(cluster), value(revoked)
         check(cluster, ask(cluster), texts, before)
-        if revoked.get() == num_revoked:
+        if value(revoked) == num_revoked:
             return
     pytest.fail(f"leases were revoked in each of {NUM_TRIES} tries")
 
@@ -392,7 +393,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     before = num_ended(cluster)
     decode = cluster.workers["decode-0"]
     computed = [each.engine.metrics.prompt_tokens for each in cluster.workers.values()]
-    num_computed = sum(each._value.get() for each in computed)
+    num_computed = sum(value(each) for each in computed)
     retries = num_retries(decode)
     Delays.hold = True
     sent = ask(cluster, [GREEDY])
@@ -402,7 +403,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     until(lambda: num_retries(decode) - retries >= NUM // 2 * len(lost), "nobody notices")
     Delays.hold = False
     check(cluster, sent, texts, before)
-    num_computed = sum(each._value.get() for each in computed) - num_computed
+    num_computed = sum(value(each) for each in computed) - num_computed
     assert num_computed > 1.3 * sum(len(prompt) for prompt in problem_ids(NUM)), "nothing was lost"
     wait_for_peers(decode)
 
@@ -436,7 +437,7 @@ def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(
     cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("prefill-0", "prefill-1"):
-        monkeypatch.setattr(cluster.workers[name]._loop._outbound, "draining", True)
+        monkeypatch.setattr(cluster.workers[name].loop._outbound, "draining", True)
     for act in ("lost", "doubled", "late"):
         FAULTS.reset()
         FAULTS.inflict(PrefillRefused, act, every=2)

@@ -155,11 +155,7 @@ def test_qk_rope_store_matches_its_twin(
 
 
 def gaps(
-    logits: Tensor,
-    rows: SamplingRows,
-    got: Tensor,
-    wanted: Tensor,
-    changes: Changes | None = None,
+    logits: Tensor, rows: SamplingRows, got: Tensor, wanted: Tensor, changes: Changes | None = None
 ) -> list[float]:
     """How far below the twin's choice each differing one stands, perturbed."""
     values = change(logits, rows, changes)

@@ -147,8 +147,8 @@ class RecordedChunks(PiecewiseChunks):
     def record(self) -> None:
         """As that of RecordedSteps."""
         for bucket in self.buckets:
-            self._capture_bucket(bucket)
-            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self._full
+            self.capture_bucket(bucket)
+            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self.full
 
 
 def copy_of(result: Result) -> Result:

@@ -96,9 +96,8 @@ def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
     full: tuple[Lockstep, FullDecode],
 ) -> None:
     _, graphs = full
-    decoded = graphs.launch(
-        Plan(0, decode=(1, 2, 3), max_seq_len_ub=16), "none"
-    )  # rows without a request
+    no_requests = Plan(0, decode=(1, 2, 3), max_seq_len_ub=16)
+    decoded = graphs.launch(no_requests, "none")
     assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
 
 

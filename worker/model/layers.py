@@ -272,7 +272,7 @@ class VocabParallelEmbedding(nn.Module):
         whole: gathered from all ranks; else [n, ids of `part`].
         """
         part = product(hidden, self.weight)
-        if not whole:
+        if not whole or self._collective.size == 1:
             return part[:, : self.stop - self.start]
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
 

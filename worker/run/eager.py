@@ -13,7 +13,7 @@ from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail
 from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
 from worker.run.segments import GraphMemory
@@ -90,7 +90,7 @@ class _Eager:
     def capture_largest(self) -> None:
         """Nothing to capture."""
 
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Nothing to prepare."""
         return ()
 

@@ -29,7 +29,7 @@ from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
 from worker.run.base import BucketCheck, Decoded, LoadedModel
 from worker.run.check import Launches, check_bucket
@@ -103,7 +103,7 @@ class FullDecode:
         self._capture_shape(*self._shapes[0])
 
     @torch.inference_mode()
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Capture every bucket at every width.
 
         Raises:
