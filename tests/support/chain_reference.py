@@ -18,7 +18,13 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import (
+    embedding,
+    linear,
+    rms_norm,
+    scaled_dot_product_attention,
+    silu,
+)
 
 from worker.api import Sampling
 from worker.ops.philox import gumbel_ref
@@ -95,14 +101,13 @@ class Weights:
         }
         hidden, num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
         self.num_kv_heads = self.config.get("num_key_value_heads") or num_heads
-        self.group = num_heads // self.num_kv_heads
         self.head_dim = self.config.get("head_dim") or hidden // num_heads
         self._rotary = rotary_of(self.config, self.head_dim)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         """RMSNorm over the last dimension."""
-        mean = x.pow(2).mean(-1, keepdim=True)
-        return x * (mean + self.config.get("rms_norm_eps", 1e-6)).rsqrt() * self.weights[name]
+        eps = self.config.get("rms_norm_eps", 1e-6)
+        return rms_norm(x, x.shape[-1:], self.weights[name], eps)
 
     def project(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, with its bias if it has one."""
@@ -115,16 +120,16 @@ class Weights:
             return out
         if f"{name}_norm" in self.weights:
             out = self.norm(f"{name}_norm", out)
+        from transformers.models.llama.modeling_llama import rotate_half
+
         cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
-        one, two = out.chunk(2, -1)
-        return out * cos + torch.cat((-two, one), -1) * sin
+        return out * cos + rotate_half(out) * sin
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
-        keys, values = (each.repeat_interleave(self.group, 1) for each in (keys, values))
-        scores = torch.einsum("nhd,mhd->hnm", query, keys) * self.head_dim**-0.5
-        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
+        parts = (each.transpose(0, 1) for each in (query, keys, values))
+        out = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
 
     def gated(self, x: Tensor, at: str = "") -> Tensor:
         """The input of a layer's down projection."""

@@ -84,10 +84,6 @@ class Prometheus:
             raise ValueError(answer["error"])
         return answer["data"]
 
-    def now(self, query: str) -> list[float]:
-        """The present values of all series of a query."""
-        return [float(each["value"][1]) for each in self.ask("query", query=query)["result"]]
-
     def range(self, query: str, start: float, end: float, step_s: float) -> list[Series]:
         """What a graph of the query would show."""
         answer = self.ask("query_range", query=query, start=start, end=end, step=step_s)
