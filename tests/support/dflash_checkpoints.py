@@ -25,24 +25,12 @@ TARGET = replace(chain_checkpoints.TARGET, architecture="Qwen3ForCausalLM")
 class SmallConfig:
     """What a small drafter is to be. `small_spec_config` makes it."""
 
-    form: str  # of FORMS
     config: dict[str, Any]  # config.json
     own: tuple[str, ...] = ()  # of embed_tokens, lm_head, mask_embedding, d2t and t2d
     prefix: str = ""  # before all names but those of the head and of the tables of ids
     aliases: bool = False  # what fuses the target's hidden states is called "encoder."
     num_taps: int = len(TAPS)
     layer: dict[str, Any] = field(default_factory=dict)  # the object with the layers' fields
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A drafter as it was written."""
-
-    tensors: dict[str, Tensor]  # f32, by their names in the file
-    # The same by part, as DFlashShape.names calls them: "layers.0.self_attn.q_proj.weight",
-    # "fc.weight", "hidden_norm.weight", "final_norm.weight", and of what there is "mask_embedding",
-    # "embedding.weight", "head.weight", "d2t", "t2d".
-    parts: dict[str, Tensor]
 
 
 def small_spec_config(
@@ -137,7 +125,6 @@ def small_spec_config(
         }
     reduced = ("lm_head", "d2t") if draft_vocab_size is not None else ()
     return SmallConfig(
-        form=form,
         config=left(config | fields),
         own=(*reduced, *own),
         prefix=prefix,
@@ -149,46 +136,36 @@ def small_spec_config(
 
 def write_dflash(
     directory: Path, small: SmallConfig, target: ModelSpec = TARGET, *, seed: int = 0
-) -> Written:
-    """Write config.json and weights, which depend on `small` and `seed` only."""
+) -> dict[str, Tensor]:
+    """Write config.json and weights, which depend on `small` and `seed` only; returns the latter,
+    f32."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(small.config))
-    vocab_size = small.config.get("draft_vocab_size") or target.vocab_size
-    shapes = _shapes(small, target, vocab_size)
-    parts = random_tensors(shapes, target.vocab_size, seed)
-    tensors = {_name(part, small): tensor for part, tensor in parts.items()}
+    tensors = random_tensors(_shapes(small, target), target.vocab_size, seed)
     save_file(tensors, directory / "model.safetensors")
-    return Written(tensors, parts)
+    return tensors
 
 
-def _shapes(small: SmallConfig, target: ModelSpec, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Name by part -> shape, as published files have them."""
-    shape, size = small.layer, small.layer["hidden_size"]
+def _shapes(small: SmallConfig, target: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor, as published files have them."""
+    shape, size, prefix = small.layer, small.layer["hidden_size"], small.prefix
+    vocab_size = small.config.get("draft_vocab_size") or target.vocab_size
     bias = shape["attention_bias"]
+    fc, norm = ("encoder.fc", "encoder.output_norm_enc") if small.aliases else ("fc", "hidden_norm")
     found: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, small.num_taps * target.hidden_size),
-        "hidden_norm.weight": (size,),
-        "final_norm.weight": (size,),
+        f"{prefix}{fc}.weight": (size, small.num_taps * target.hidden_size),
+        f"{prefix}{norm}.weight": (size,),
+        f"{prefix}norm.weight": (size,),
     }
     for i in range(shape["num_hidden_layers"]):
-        at = f"layers.{i}"
+        at = f"{prefix}layers.{i}"
         found |= layer_shapes(at, shape | {"qk_norm": True}, size, qkv_bias=bias, output_bias=bias)
         found[f"{at}.input_layernorm.weight"] = (size,)
     of_own = {
-        "embed_tokens": ("embedding.weight", (target.vocab_size, size)),
-        "lm_head": ("head.weight", (vocab_size, size)),
-        "mask_embedding": ("mask_embedding", (size,)),
+        "embed_tokens": (f"{prefix}embed_tokens.weight", (target.vocab_size, size)),
+        "lm_head": ("lm_head.weight", (vocab_size, size)),
+        "mask_embedding": (f"{prefix}mask_embedding", (size,)),
         "d2t": ("d2t", (vocab_size,)),
         "t2d": ("t2d", (target.vocab_size,)),
     }
     return found | dict(of_own[name] for name in small.own)
-
-
-def _name(part: str, small: SmallConfig) -> str:
-    """A part's name in the file."""
-    fusing = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
-    called = {"final_norm": "norm", "embedding": "embed_tokens", "head": "lm_head"}
-    called |= fusing if small.aliases else {}
-    first, *rest = part.split(".")
-    name = ".".join([called.get(first, first), *rest])
-    return name if first in ("head", "d2t", "t2d") else small.prefix + name

@@ -42,7 +42,7 @@ def write(directory: Path, target: Path, form: str, d2t: Tensor | None = None) -
         head_dim=HEAD_DIM, taps=(0, 1, 2), layer={"intermediate_size": 640, "rope_theta": 20000.0},
         draft_vocab_size=None if d2t is None else len(d2t), **options,
     )  # fmt: skip
-    tensors = write_dflash(directory, small, spec, seed=3).tensors
+    tensors = write_dflash(directory, small, spec, seed=3)
     if d2t is not None:
         tensors["d2t"] = d2t
         save_file(tensors, directory / "model.safetensors")
