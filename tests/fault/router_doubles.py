@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from router.app import RouterServer
 from router.config import RouterConfig
 from router.text import Text
 from tests.support.patience import HANG_S
+from tests.support.patience import until as wait_until
 from worker.api import (
     Chunks,
     Error,
@@ -242,29 +242,22 @@ def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` holds; a hang is a failure."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
-
-
 def num_live(url: str) -> int:
     """Workers that have answered the router at `url`."""
     return sum(member["live"] for member in httpx.get(f"{url}/config").json()["members"])
 
 
 @contextmanager
-def serving(
+def routed(
     directory: Path,
-    *doubles: DecodeDouble,
+    members: Sequence[Member],
+    *,
     ping: PingConfig = PING,
     port: int = 0,
     tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
-    """A started router that knows `doubles`; yields it and its base URL; all end with it."""
+    """A router before these workers, all of which have answered; yields it and its base URL."""
     router = RouterServer(
         RouterConfig(**config),
         ModelConfig(path=str(directory), served_name="small"),
@@ -278,11 +271,22 @@ def serving(
     )
     member = router.start()
     try:
-        router.update_members([member, *(double.member for double in doubles)])
-        wait_until(lambda: num_live(member.address) == len(doubles))
+        router.update_members([member, *members])
+        wait_until(lambda: num_live(member.address) == len(members))
         yield router, member.address
     finally:
         router.stop()
+
+
+@contextmanager
+def serving(
+    directory: Path, *doubles: DecodeDouble, **options: Any
+) -> Iterator[tuple[RouterServer, str]]:
+    """`routed`, before doubles that end with it."""
+    try:
+        with routed(directory, [double.member for double in doubles], **options) as found:
+            yield found
+    finally:
         for double in doubles:
             double.die()
 

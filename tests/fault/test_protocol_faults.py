@@ -16,7 +16,7 @@ import pytest
 
 import worker.loop
 from tests.support.engines import Running, running
-from tests.support.patience import HANG_S, until
+from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
 from tests.support.shallow import shallow
@@ -46,7 +46,6 @@ LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 TERM_S = 2.0  # of prefill's leases
 NUM_TRIES = 5
-LIMIT_S = HANG_S  # for a request that meets a fault: detection, another attempt
 
 
 class Faults:
