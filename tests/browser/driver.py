@@ -34,7 +34,6 @@ class Visit:
     allowed: tuple[str, ...] = ()  # parts of messages that a check provokes
 
     def watch(self) -> None:
-        """From now on."""
         page = self.page
         page.on("console", lambda m: m.type in ("error", "warning") and self._fault(m.text))
         page.on("pageerror", lambda error: self._fault(str(error)))
@@ -45,11 +44,9 @@ class Visit:
             self.faults.append(text)
 
     def go(self, path: str) -> None:
-        """Open a page of the host."""
         self.page.goto(f"{self.host}{path}")
 
     def text(self, selector: str) -> str:
-        """What a part of the page says."""
         return self.page.inner_text(selector)
 
     def wait(self, selector: str, words: str, timeout_s: float = 30) -> None:
@@ -74,7 +71,6 @@ class Visit:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
     if not AXE.exists() or CHROMIUM is None:
         raise SystemExit("tests/browser/install installs what this needs; and Debian's chromium")
     from playwright.sync_api import sync_playwright

@@ -475,7 +475,6 @@ def listening() -> set[int]:
 
 
 def wait_until_only(ports: set[int]) -> None:
-    """Until none but `ports` is listened on."""
     until(lambda: not listening() - ports, "an engine stays")
 
 

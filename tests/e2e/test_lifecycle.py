@@ -11,18 +11,17 @@ import os
 import re
 import signal
 import time
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import Serve, processes, shared_memory
-from tests.e2e.odd_asks import check_odd_asks
-from tests.e2e.shared import Clusters
+from tests.e2e.shared import Clusters, identity
 from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
 from tests.fault.saturation import saturate, stop_engine
 from tests.support import pairwise
@@ -48,13 +47,27 @@ PULLED = (
 
 def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
-    request = urllib.request.Request(
-        f"{serve.url}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-        return json.load(answer)
+    return httpx.post(f"{serve.url}/v1/chat/completions", json=body, timeout=HANG_S).json()
+
+
+def check_odd_asks(serve: Serve) -> None:
+    """A template that raises and a tokenizer that knows no grammars end no process."""
+    url = f"{serve.url}/v1/chat/completions"
+    plain: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    def answer(**more: Any) -> tuple[int, str]:
+        response = httpx.post(url, json=plain | more, timeout=HANG_S)
+        return response.status_code, response.json().get("error", {}).get("param", "")
+
+    assert answer() == (200, "")
+    before = serve.wait_idle()
+    for how in ("raise", "type", "deep", "loop", "big"):
+        assert answer(chat_template_kwargs={"how": how}) == (400, "messages")
+    assert answer(guided_regex="[ab]+") == (400, "guided_regex")
+    assert answer(tools=tools, tool_choice="required") == (400, "tools")
+    assert answer() == (200, "")
+    assert identity(serve.wait_idle()) == identity(before)
 
 
 def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_nothing(

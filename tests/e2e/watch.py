@@ -51,7 +51,6 @@ class Watch:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait(END_S)
         for pipe in (self._process.stdin, self._process.stdout):

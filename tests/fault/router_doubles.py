@@ -185,7 +185,6 @@ class DecodeDouble:
         retry_after_s: float = 0.05,
         param: str | None = None,
     ) -> None:
-        """Do not admit a request."""
         error = Error(code, f"refused: {code}", param)
         self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 

@@ -75,7 +75,6 @@ async def load_and_kill(
 
 
 async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
-    """Kill -9 router-0 while streams are read."""
     progress = partial(metric, serve.url, FIRST_TOKENS)
     return await load_and_kill(serve, "router-0", progress, NUM_ROUTER / 3, NUM_ROUTER)
 
@@ -91,7 +90,6 @@ def num_frozen(outcomes: list[Outcome]) -> int:
 
 
 def num_left(outcomes: list[Outcome]) -> int:
-    """Requests that have not ended."""
     return sum(each.finish_reason is None and each.error is None for each in outcomes)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,9 +27,8 @@ from typing import Any
 import yaml
 from prometheus_client import start_http_server
 
-from benchmarks.namespace import start_over
 from helm.generate import COMPOSE, alerts
-from tests.e2e.harness import INSIDE, Serve
+from tests.e2e.harness import Serve, enter_namespace_of
 from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
 from tests.monitoring.schema import TOOLS
@@ -128,13 +126,11 @@ class Asked:
         return list(drawn.values())
 
     def fired(self) -> set[str]:
-        """Names of the alerts that fired."""
         found = self("all alerts", 'ALERTS{alertstate="firing"}')
         return {each.labels["alertname"] for each in found}
 
 
 def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
-    """One picture."""
     path = out / f"{name}.png"
     rows = [each for each in board["panels"] if each["type"] == "row"]
     given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
@@ -183,7 +179,6 @@ def record(root: Path) -> Prometheus:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
     parser.add_argument("--keep", type=Path, help="new directory for what Prometheus has recorded")
@@ -208,7 +203,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if not os.environ.get(INSIDE):
-        os.environ[INSIDE] = "1"
-        start_over([sys.executable, "-m", "tests.monitoring.live", *sys.argv[1:]])
+    enter_namespace_of("tests.monitoring.live")
     sys.exit(main(sys.argv[1:]))

@@ -105,7 +105,6 @@ class Weights:
         self._rotary = rotary_of(self.config, self.head_dim)
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """RMSNorm over the last dimension."""
         eps = self.config.get("rms_norm_eps", 1e-6)
         return rms_norm(x, x.shape[-1:], self.weights[name], eps)
 

@@ -108,7 +108,6 @@ class Recovery:
 
 
 def recoveries_table(recoveries: list[Recovery]) -> str:
-    """A line a kill."""
     lines = ["kill  starts  ready s  used s  served meanwhile  MiB before / lowest / after, by GPU"]
     for number, each in enumerate(recoveries, 1):
         by_gpu = zip(each.before, each.lowest, each.after, strict=True)
@@ -155,7 +154,6 @@ class Killing:
         return recoveries
 
     async def _kill(self, before: Memory) -> Recovery:
-        """One kill, and all that follows it."""
         row, num_ended = await self._row(VICTIM), len(self.load.ended)
         os.kill(row["pid"], signal.SIGKILL)
         began_at = time.monotonic()

@@ -19,7 +19,6 @@ GATEWAY = "10.79.0.254"  # this program's own address on the bridge
 
 
 def run(*words: str) -> None:
-    """A command that has to succeed."""
     subprocess.run(words, check=True)
 
 

@@ -93,18 +93,7 @@ class Prometheus:
         """Values of a label, as a variable of Grafana asks for them."""
         return self.ask(f"label/{label}/values", **{"match[]": matcher})
 
-    def exemplars(self, query: str) -> set[tuple[str, str]]:
-        """(trace, bucket) of each exemplar of the last minutes."""
-        now = time.time()
-        answer = self.ask("query_exemplars", query=query, start=now - 600, end=now + 600)
-        return {
-            (exemplar["labels"]["trace_id"], series["seriesLabels"]["le"])
-            for series in answer
-            for exemplar in series["exemplars"]
-        }
-
     def end(self) -> None:
-        """With the process."""
         self._client.close()
         self._process.terminate()
         self._process.wait(30)

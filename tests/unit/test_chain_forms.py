@@ -108,13 +108,9 @@ def weights(path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Make `change` to the tensors."""
     tensors = load_file(weights(path))
     change(tensors)
     save_file(tensors, weights(path))
-
-
-# Loading
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -274,9 +270,6 @@ def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target:
     assert len(set(digests)) == len(digests)
 
 
-# Reading
-
-
 @pytest.mark.parametrize(
     ("form", "fields", "taps"),
     [
@@ -421,9 +414,6 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     weights(tmp_path).write_bytes(b"torn")
     with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
         read_chain_shape(tmp_path, TARGET)
-
-
-# Computing
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -34,9 +34,6 @@ def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: An
     return read_dflash_shape(path, target)
 
 
-# What all forms mean
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
     assert read(tmp_path, form) == DFlashShape(
@@ -118,9 +115,6 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
         read_dflash_shape(tmp_path / "none", TARGET)
 
 
-# Fields
-
-
 ZLAB = {"mask_token_id": 96, "target_layer_ids": list(TAPS)}
 
 
@@ -177,8 +171,6 @@ def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
         assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
 
 
-# Masks: what is said of causality and windows, and what follows by layer
-
 SWA = {**ZLAB, "use_swa": True}
 
 
@@ -225,8 +217,6 @@ def test_masks_by_layer_of_speculators(
 ) -> None:
     assert read(tmp_path, "speculators", **flags).masks == expected
 
-
-# Files as they are published, with what does not matter
 
 PUBLISHED = {
     "attention_dropout": 0.0,

@@ -56,7 +56,6 @@ NUM_TEXT, BLOCK = 21, 4
 
 
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
-    """The drafter and what was written."""
     target = read_model_spec(TARGET)
     written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
     model = load_model(TARGET, target, SingleCollective(), **KIND)

@@ -64,8 +64,6 @@ class Gate:
 
 
 class GatedPeer(WrappedPeer):
-    """A peer behind a gate."""
-
     def __init__(self, gate: Gate, peer: Peer) -> None:
         super().__init__(peer, lambda pull: GatedPull(gate, pull))
         self._gate, self._open = gate, True
@@ -155,11 +153,9 @@ class Team:
                     self.failures.append(failed)
 
     def until(self, happened: Callable[[], bool], ranks: Iterable[int] | None = None) -> None:
-        """Turns until something has happened."""
         until(happened, act=lambda: (self.turn(ranks), time.sleep(1e-4)))
 
     def link(self) -> Link:
-        """A new link."""
         num_links = len(self.links)
         self.leader.dial(self.prefill.member)
         self.until(lambda: len(self.links) > num_links)
@@ -173,7 +169,6 @@ class Team:
             assert pull.error is None
 
     def ended(self, pull: Pull) -> PullState:
-        """Turns until a pull is over."""
         self.until(lambda: pull.poll() is not RUNNING)
         return pull.poll()
 
@@ -282,14 +277,6 @@ def test_a_pull_is_ok_when_it_is_at_all_ranks(late: int, make: Make) -> None:
     team.gates[late].holds = False
     assert team.ended(pull) is OK
     assert team.landed(PAIRS)
-
-
-def test_a_pull_waits_for_ranks_that_do_not_turn(make: Make) -> None:
-    team = make()
-    pull = team.link().source.pull(PAIRS, GROUPS)
-    for ranks in ((), (1,), (1, 3)):
-        team.runs_on(pull, ranks)
-    assert team.ended(pull) is OK
 
 
 @pytest.mark.parametrize("broken", range(4))

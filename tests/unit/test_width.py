@@ -45,11 +45,13 @@ def run(
     return widths
 
 
-def best(rows: int, share: float) -> int:
-    def rate(width: int) -> float:
-        return sum(share**place for place in range(width)) / STEP_S[rows, width]
+def rate(rows: int, share: float, width: int) -> float:
+    """Tokens a second of a row."""
+    return sum(share**place for place in range(width)) / STEP_S[rows, width]
 
-    return max(WIDTHS, key=rate)
+
+def best(rows: int, share: float) -> int:
+    return max(WIDTHS, key=lambda width: rate(rows, share, width))
 
 
 @pytest.mark.product(rows=(1, 64, 8, 32), share=(0.0, 0.1, 0.5, 0.79, 0.95), measured=(True, False))
@@ -59,11 +61,7 @@ def test_it_finds_the_width_of_most_tokens_a_second(
     policy = WidthPolicy(WIDTHS, STEP_S if measured else None)
     widths = run(policy, rows, share)[1500:]
     chosen = max(set(widths), key=widths.count)
-
-    def rate(width: int) -> float:
-        return sum(share**place for place in range(width)) / STEP_S[rows, width]
-
-    assert rate(chosen) >= 0.95 * rate(best(rows, share))
+    assert rate(rows, share, chosen) >= 0.95 * rate(rows, share, best(rows, share))
     assert widths.count(chosen) > 0.9 * len(widths), "it wavers"
 
 
