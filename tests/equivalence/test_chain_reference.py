@@ -70,9 +70,7 @@ class Told:
 
 
 @pytest.fixture(scope="module")
-def served(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Served:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     """Requests that preempt each other, their answers, and a drafter that is fitted to them."""
     asked = [
         Ask(prompt, Sampling(24, temperature=(0.0, 0.8)[number % 2], seed=number), number)
@@ -90,27 +88,21 @@ def served(
 
 
 def table_of(
-    served: Served,
-    wrong: Callable[[list[int], int], list[int]] = lambda drafts, length: drafts,
+    served: Served, wrong: Callable[[list[int]], list[int]] = lambda drafts: drafts
 ) -> dict[int, Tensor]:
-    """Drafts of each text, by KV length."""
+    """Drafts of each text, by KV length; every seventh is wrong."""
     found = {}
     for ask, answer in zip(*served[:2], strict=True):
         text = [*ask.prompt, *answer.tokens]
         table = torch.full((len(text), WIDTH - 1), -1)
         for length in range(len(ask.prompt), len(text)):
             drafts = served[2].drafts(text, length, WIDTH, ask.sampling)
-            table[length] = torch.tensor(wrong(drafts, length))
+            table[length] = torch.tensor(drafts if length % 7 else wrong(drafts))
         found[ask.sampling.seed] = table
     return found
 
 
-def judged(
-    served: Served,
-    table: dict[int, Tensor],
-    *,
-    overlap: bool = True,
-) -> Lockstep:
+def judged(served: Served, table: dict[int, Tensor], *, overlap: bool = True) -> Lockstep:
     asked, answers, reference = served
     made = workers(num_tokens=FEW, overlap=overlap, spec={"widths": [WIDTH]})
     Told(made.engines[DECODE], table)
@@ -135,30 +127,21 @@ def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
     assert set(steps) == set(range(1, WIDTH + 1))
 
 
-def one_wrong(drafts: list[int], length: int) -> list[int]:
-    return [*drafts[:-1], (drafts[-1] + 1) % VOCAB_SIZE] if length % 7 == 0 else drafts
+Wrong: TypeAlias = Callable[[list[int]], list[int]]
+WRONG: dict[str, Wrong] = {
+    "another one": lambda drafts: [*drafts[:-1], (drafts[-1] + 1) % VOCAB_SIZE],
+    "none": lambda drafts: [-1] * len(drafts),
+    "one less": lambda drafts: [*drafts[:-1], -1],
+}
 
 
-def none_now_and_then(drafts: list[int], length: int) -> list[int]:
-    return [-1] * len(drafts) if length % 7 == 0 else drafts
-
-
-def one_less(drafts: list[int], length: int) -> list[int]:
-    return [*drafts[:-1], -1] if length % 7 == 0 else drafts
-
-
-@pytest.mark.parametrize("wrong", [one_wrong, none_now_and_then, one_less])
-def test_a_trace_with_a_wrong_draft_is_found(
-    wrong: Callable[[list[int], int], list[int]],
-    served: Served,
-) -> None:
+@pytest.mark.parametrize("name", WRONG)
+def test_a_trace_with_a_wrong_draft_is_found(name: str, served: Served) -> None:
     with pytest.raises(AssertionError, match="which were the likeliest"):
-        judged(served, table_of(served, wrong))
+        judged(served, table_of(served, WRONG[name]))
 
 
-def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(
-    served: Served,
-) -> None:
+def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(served: Served) -> None:
     asked, answers, reference = served
     windows = judged(served, table_of(served)).windows[0]
     text = [*asked[0].prompt, *answers[0].tokens]

@@ -63,19 +63,14 @@ def letter_ids(directory: Path) -> tuple[int, ...]:
 
 
 def make_model(
-    directory: Path,
-    template: str = CHATML,
-    words: Sequence[str] = (),
-    max_len: int = MAX_MODEL_LEN,
+    directory: Path, template: str = CHATML, words: Sequence[str] = (), max_len: int = MAX_MODEL_LEN
 ) -> Path:
     """A byte-level BPE of a few hundred entries with a ChatML template, in Hugging Face's form."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in SPECIAL])

@@ -177,10 +177,7 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
 def test_whatever_llguidance_raises_ends_one_request(
-    usual: Served,
-    target: str,
-    raised: BaseException,
-    caplog: pytest.LogCaptureFixture,
+    usual: Served, target: str, raised: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{hash((target, str(raised)))}"}  # not cached
     with mock.patch(target, side_effect=raised):

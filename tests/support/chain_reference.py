@@ -18,13 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import (
-    embedding,
-    linear,
-    rms_norm,
-    scaled_dot_product_attention,
-    silu,
-)
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from worker.api import Sampling
 from worker.ops.philox import gumbel_ref
@@ -34,12 +28,7 @@ QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP lay
 
 
 def draw(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float,
-    seed: Tensor,
-    position: Tensor,
-    vocab_size: int,
+    logits: Tensor, ids: Tensor, temperature: float, seed: Tensor, position: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Draw drafts: no filters, penalties or masks; the target's noise, at the target's ids.
 

@@ -10,13 +10,7 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.support.chain_checkpoints import ABSENT, write_chain
-from tests.support.dflash_checkpoints import (
-    FORMS,
-    TAPS,
-    TARGET,
-    small_spec_config,
-    write_dflash,
-)
+from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, small_spec_config, write_dflash
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
@@ -57,12 +51,7 @@ def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
         target_vocab_size=97,
         target_hidden_size=32,
         taps=TAPS,
-        names={
-            "layers": "layers",
-            "fc": "fc",
-            "hidden_norm": "hidden_norm",
-            "final_norm": "norm",
-        },
+        names={"layers": "layers", "fc": "fc", "hidden_norm": "hidden_norm", "final_norm": "norm"},
         dtype="float32",
     )
 
