@@ -76,6 +76,9 @@ class Weights:
     """
 
     def __init__(self, directory: Path, short_name: Callable[[str], str]) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         config = json.loads((directory / "config.json").read_text())
         self.config = config | (config.get("transformer_layer_config") or {})
         found: dict[str, Tensor] = {}
@@ -91,7 +94,8 @@ class Weights:
         hidden, num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
         self.num_kv_heads = self.config.get("num_key_value_heads") or num_heads
         self.head_dim = self.config.get("head_dim") or hidden // num_heads
-        self._rotary = rotary_of(self.config, self.head_dim)
+        described = LlamaConfig.from_dict({**self.config, "head_dim": self.head_dim})
+        self._rotary = LlamaRotaryEmbedding(described)  # (cos, sin) of positions
 
     def norm(self, name: str, x: Tensor) -> Tensor:
         eps = self.config.get("rms_norm_eps", 1e-6)
@@ -346,22 +350,3 @@ def load_target(directory: Path) -> Any:
     config = read.from_pretrained(directory)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
-
-
-def rotary_of(config: Mapping[str, Any], head_dim: int) -> Any:
-    """The rotary embedding of `transformers`: (cos, sin) of positions."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = {"rope_type": scaling.get("type", "default")} | scaling
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config["hidden_size"],
-            num_attention_heads=config["num_attention_heads"],
-            head_dim=head_dim,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-            rope_parameters=scaling | {"rope_theta": theta},
-        )
-    )
