@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from tests.support.chain_checkpoints import ABSENT, write_chain
-from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, small_spec_config, write_dflash
+from tests.support.chain_checkpoints import ABSENT, change_config, write_chain
+from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, config_of, write_dflash
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
@@ -24,7 +24,7 @@ BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
 
 
 def read(path: Path, form: str = "zlab", target: ModelSpec = TARGET, **flags: Any) -> DFlashShape:
-    write_dflash(path, small_spec_config(target, form, **flags), target)
+    write_dflash(path, target, form, **flags)
     return read_dflash_shape(path, target)
 
 
@@ -80,7 +80,7 @@ def test_what_varies_is_read(
 
 
 def test_a_mask_embedding_is_found_with_and_without_weight(tmp_path: Path) -> None:
-    written = write_dflash(tmp_path, small_spec_config(own=("mask_embedding",)))
+    written = write_dflash(tmp_path, own=("mask_embedding",))
     assert read_dflash_shape(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
     written["model.mask_embedding.weight"] = written.pop("mask_embedding")
     save_file(written, tmp_path / "model.safetensors")
@@ -124,9 +124,8 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
     assert read(tmp_path, mask_token_id=0).mask_token_id == 0
     assert read(tmp_path, "speculators", mask_token_id=0).mask_token_id == 0
     outer = {"target_layer_ids": [1], "mask_token": "<|MASK|>"}
-    small = small_spec_config(taps=(1,), dflash_config=outer)
-    small.config["mask_token_id"] = 7
-    write_dflash(tmp_path, small)
+    write_dflash(tmp_path, taps=(1,), dflash_config=outer)
+    change_config(tmp_path, {"mask_token_id": 7})
     assert read_dflash_shape(tmp_path, TARGET).mask_token_id == 7
 
 
@@ -152,10 +151,9 @@ def test_taps_are_spread_evenly_unless_said(
 
 
 def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
-    zlab = small_spec_config(taps=(0, 5, 8))
-    other = small_spec_config(form="speculators", taps=(0, 5, 8))
-    assert zlab.config["dflash_config"]["target_layer_ids"] == [0, 5, 8]
-    assert other.config["aux_hidden_state_layer_ids"] == [1, 6, 9]
+    zlab, other = (config_of(form=form, taps=(0, 5, 8)) for form in FORMS)
+    assert zlab["dflash_config"]["target_layer_ids"] == [0, 5, 8]
+    assert other["aux_hidden_state_layer_ids"] == [1, 6, 9]
     for form in FORMS:
         assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.dflash_checkpoints import ABSENT, small_spec_config, write_dflash
+from tests.support.chain_checkpoints import change_config
+from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
 from worker.attention.base import build_attentions
@@ -57,7 +58,7 @@ NUM_TEXT, BLOCK = 21, 4
 
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
     target = read_model_spec(TARGET)
-    written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
+    written = write_dflash(directory, target, **TAPS | options)
     model = load_model(TARGET, target, SingleCollective(), **KIND)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
     drafter.fill(directory)
@@ -118,10 +119,8 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     target = read_model_spec(TARGET)
-    write_dflash(tmp_path, small_spec_config(target, num_layers=3, **TAPS), target)
-    config = small_spec_config(target, num_layers=2, **TAPS)
-    write_dflash(tmp_path / "two", config, target)
-    (tmp_path / "two" / "config.json").rename(tmp_path / "config.json")
+    write_dflash(tmp_path, target, num_layers=3, **TAPS)
+    change_config(tmp_path, {"num_hidden_layers": 2})
     model = load_model(TARGET, target, SingleCollective(), **KIND)
     drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
