@@ -21,15 +21,10 @@ sys.path.append(str(TOOLS))
 
 @dataclass
 class Visit:
-    """One tab, and what went wrong in it.
+    """One tab, and what went wrong in it."""
 
-    Args:
-        page: Playwright's.
-        host: the only one that it may talk to.
-    """
-
-    page: Any
-    host: str
+    page: Any  # Playwright's
+    host: str  # the only one that it may talk to
     faults: list[str] = field(default_factory=list[str])
     allowed: tuple[str, ...] = ()  # parts of messages that a check provokes
 

@@ -73,22 +73,14 @@ class Serve:
     """One `python -m cluster serve`, in a session of its own as under a terminal.
 
     Everything that it may leave behind goes below `root`: Ray's files, the state file, its output.
-
-    Args:
-        root: that directory.
-        port: of the routers.
-        ray: address of a Ray that it is to join; "": it starts one.
-        watch: a process that is connected to that Ray.
-        program: what is run.
-        directory: in which it is run.
     """
 
     root: Path
-    port: int = 8000
-    ray: str = ""
-    watch: Watch | None = None
+    port: int = 8000  # of the routers
+    ray: str = ""  # address of a Ray that it is to join; "": it starts one
+    watch: Watch | None = None  # a process that is connected to that Ray
     program: tuple[str, ...] = (sys.executable, "-m", "cluster")
-    directory: Path = REPOSITORY
+    directory: Path = REPOSITORY  # in which it is run
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property

@@ -42,20 +42,12 @@ Served: TypeAlias = tuple[list[Ask], list[Answer], ChainReference]
 
 
 class Told:
-    """Drafter of requests that are told apart by their seeds.
-
-    Args:
-        engine: a decode worker's.
-        drafts: by seed, those behind each KV length of a text: [length, drafts].
-    """
+    """Drafter of a decode worker's requests, whose drafts are given: by seed, then by KV length."""
 
     def __init__(self, engine: Engine, drafts: dict[int, Tensor]) -> None:
         loaded = engine.runner.loaded
-        self._columns, self._seeds, self._drafts = (
-            loaded.state.columns,
-            loaded.state.ints.seed,
-            drafts,
-        )
+        self._columns, self._seeds = loaded.state.columns, loaded.state.ints.seed
+        self._drafts = drafts
         object.__setattr__(loaded, "drafter", self)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None: ...

@@ -192,12 +192,7 @@ Drawn: TypeAlias = list[tuple[int, float]]  # drafts, each with its margin, see 
 
 
 class Reference(ABC):
-    """A target and its drafter.
-
-    Args:
-        target: directory of the target, as `transformers` reads it.
-        net: the drafter's.
-    """
+    """A target, by its directory as `transformers` reads it, and a drafter's weights."""
 
     first_slot = 0  # of the draft region that has a row
 
@@ -279,12 +274,7 @@ class Reference(ABC):
 
 
 class ChainReference(Reference):
-    """A target and its chain drafter.
-
-    Args:
-        target: directory of the target.
-        drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
-    """
+    """A target and its chain drafter, by directories; an MTP layer's may be the target's own."""
 
     first_slot = 1
 
