@@ -20,13 +20,7 @@ END_S = 10.0
 
 
 class Watch:
-    """The process, connected to one Ray.
-
-    Args:
-        address: of Ray.
-        local: a `serve` started it, on 127.0.0.1.
-        environment: in which this process is to run.
-    """
+    """The process, connected to one Ray; local: a `serve` started that, on 127.0.0.1."""
 
     def __init__(self, address: str, *, local: bool, environment: Mapping[str, str]) -> None:
         self.address = address

@@ -100,12 +100,8 @@ Script = Callable[["DecodeDouble", str, Generate], None]
 class DecodeDouble:
     """A decode worker without an engine.
 
-    Args:
-        name: its member name.
-        script: called in the double's thread with (double, router's peer id, request); without
-            one, requests wait for `take`.
-        stats: what its Pongs say.
-        role: its member role.
+    script: called in the double's thread with (double, router's peer id, request); without one,
+    requests wait for `take`. stats: what its Pongs say.
     """
 
     def __init__(

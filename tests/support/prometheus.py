@@ -26,14 +26,7 @@ class Series:
 
 
 class Prometheus:
-    """The process; a context, which ends it.
-
-    Args:
-        root: for its files.
-        scrape: the jobs of its configuration.
-        interval_s: between scrapes.
-        rules: files of rules, below root.
-    """
+    """The process, with its files and those of rules below `root`; a context, which ends it."""
 
     def __init__(
         self, root: Path, scrape: list[dict[str, Any]], interval_s: int, rules: tuple[str, ...] = ()

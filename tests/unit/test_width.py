@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -34,14 +35,21 @@ def drawn(width: int, share: float, rng: random.Random, *, finished: bool = Fals
 
 
 def run(
-    policy: WidthPolicy, rows: int, share: float, steps: int = 2000, seed: int = 1
+    policy: WidthPolicy,
+    rows: int,
+    share: float,
+    steps: int = 2000,
+    seed: int = 1,
+    slower: Callable[[int, random.Random], float] = lambda step, rng: 1.0,
 ) -> list[int]:
+    """The widths of steps that take `slower` times as long as on an H200."""
     rng, widths = random.Random(seed), []
-    for _ in range(steps):
+    for step in range(steps):
         width = policy.choose(rows)
         widths.append(width)
         policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
-        policy.took(rows, width, STEP_S[min(r for r in STEP_MS if r >= rows), width])
+        step_s = STEP_S[min(r for r in STEP_MS if r >= rows), width]
+        policy.took(rows, width, slower(step, rng) * step_s)
     return widths
 
 
@@ -144,17 +152,12 @@ def test_one_slow_step_rules_nothing_out() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.79])
 def test_longer_contexts_and_slow_steps_do_not_change_the_choice(share: float) -> None:
     """Both make steps of all widths longer, not only of the one that is used."""
-    rows, rng = 64, random.Random(5)
-    policy, widths = WidthPolicy(WIDTHS, STEP_S), []
-    for step in range(8 * PROBE):
-        width = policy.choose(rows)
-        policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
-        longer = 1 + step / (8 * PROBE)
-        held_up = 10 if rng.random() < 0.02 else 1
-        policy.took(rows, width, longer * held_up * STEP_S[rows, width])
-        widths.append(width)
-    settled = widths[64:]
-    assert settled.count(best(rows, share)) >= len(settled) * (1 - 2.5 / PROBE)
+
+    def slower(step: int, rng: random.Random) -> float:
+        return (1 + step / (8 * PROBE)) * (10 if rng.random() < 0.02 else 1)
+
+    settled = run(WidthPolicy(WIDTHS, STEP_S), 64, share, 8 * PROBE, 5, slower)[64:]
+    assert settled.count(best(64, share)) >= len(settled) * (1 - 2.5 / PROBE)
 
 
 def test_rows_times_width_have_a_limit() -> None:
