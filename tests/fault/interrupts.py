@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,13 +98,6 @@ def interrupt(number: signal.Signals, at_s: float) -> Round:
         shutil.rmtree(root)
 
 
-def rounds(num: int, span_s: float, seed: int) -> Iterator[Round]:
-    """Interrupted starts, each at a random moment of the first `span_s` seconds."""
-    chance = random.Random(seed)
-    for i in range(num):
-        yield interrupt(SIGNALS[i % len(SIGNALS)], chance.uniform(0, span_s))
-
-
 def time_of_start() -> float:
     """Seconds until a start is ready here; ends it again."""
     root = Path(tempfile.mkdtemp(prefix="i", dir="/tmp"))
@@ -142,7 +136,9 @@ def main() -> int:
     print(f"at moments of the first {span_s:.1f} s; seed {args.seed}", flush=True)
     done: list[Round] = []
     num_bad = 0
-    for each in rounds(args.num, span_s, args.seed):
+    chance = random.Random(args.seed)
+    for number in itertools.islice(itertools.cycle(SIGNALS), args.num):
+        each = interrupt(number, chance.uniform(0, span_s))
         done.append(each)
         if each.problems:
             num_bad += 1
