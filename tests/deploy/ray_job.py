@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from tests.deploy.blocks import REPOSITORY, block
-from tests.support.namespaces import Host, answers, enter, path_with, wait
+from tests.support.namespaces import Host, answers, enter, wait
 
 FIRST, SECOND = "10.79.0.1", "10.79.0.2"
 INSTALL, HEAD, NODE, SUBMIT, ASK = block("ray")
@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
     assert exported.keys() >= {"FIRST", "SECOND", "RAY_AUTH_TOKEN"}, exported
     return exported | {
         "FIRST": FIRST, "SECOND": SECOND, "HOME": "/run", "TMPDIR": "/run",
-        "PATH": path_with(Path(sys.executable).parent),
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     }  # fmt: skip
 
 

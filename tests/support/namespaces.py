@@ -112,10 +112,3 @@ class Host:
         if done.returncode != 0:
             raise SystemExit(f"{self.name}: {command}: {done.returncode}\n{done.stdout}")
         return done.stdout
-
-
-def path_with(directory: Path) -> str:
-    """PATH with a directory in front."""
-    return os.pathsep.join(
-        (str(directory), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
-    )
