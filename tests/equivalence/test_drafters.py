@@ -26,7 +26,7 @@ from tests.support.delay_mix import differing, mix
 from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
 from tests.support.drafter_workers import MAX_LEN, workers
 from tests.support.engines import Answer
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from worker.api import Sampling
 from worker.plan import Drawn
@@ -74,10 +74,6 @@ def preempt_now_and_then(scheduler: DecodeScheduler) -> None:
         return results
 
     scheduler.settle = settled
-
-
-def num_stays(windows: Sequence[Window]) -> int:
-    return len({id(window.hold) for window in windows})
 
 
 def inside(trace: Sequence[Step], max_len: int) -> list[Step]:
@@ -146,7 +142,8 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
             assert inside(found, max_len) == inside(right, max_len)
     metrics = made.engines[DECODE].metrics
     num_preempted = value(metrics.preemptions)
-    num_again = sum(map(num_stays, traces)) - len(asked)
+    stays = (len({id(window.hold) for window in trace}) for trace in traces)
+    num_again = sum(stays) - len(asked)
     assert 0 <= num_again <= num_preempted
     assert (num_preempted > 0) == (company == "preempting")
     assert not hit or value(metrics.cached_tokens) > 0
@@ -207,11 +204,7 @@ def test_a_hit_of_every_number_of_pages(
     form: str, num_prefill: int, page_size: int, known: Known
 ) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
-    made = workers(
-        num_prefill=num_prefill,
-        page_size=page_size,
-        spec=speculation(directory, WIDTH),
-    )
+    made = workers(num_prefill=num_prefill, page_size=page_size, spec=speculation(directory, WIDTH))
     made.serve([first])
     made.windows.clear()
     cached = made.engines[DECODE].metrics.cached_tokens

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
+from tests.fault.test_protocol_faults import SlowPull
 from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
+from tests.support.patience import HANG_S, until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
@@ -60,7 +60,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     pulls: list[SlowPull] = []  # none ends before it is noticed that the worker is gone
 
     def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
-        pulls.append(SlowPull(pull(self, runs), 2 * LIMIT_S))
+        pulls.append(SlowPull(pull(self, runs), 2 * HANG_S))
         return pulls[-1]
 
     ours, theirs = FORKED.Pipe()
@@ -69,27 +69,24 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     try:
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
-        limit = time.monotonic() + LIMIT_S
-        while not decode.num_peers():
-            assert time.monotonic() < limit, "no link"
-            time.sleep(0.05)
+        until(lambda: decode.num_peers() > 0, "no link")
         monkeypatch.setattr(ShmPeer, "pull", slow)
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
             for prompt, sampling in zip(prompts, asked, strict=True)
         ]
-        while not all(client.answers[each].tokens for each in sent):
-            assert time.monotonic() < limit, "a first token waits for KV"
-            client.pump(0.01)
+        until(
+            lambda: all(client.answers[each].tokens for each in sent),
+            "a first token waits for KV",
+            lambda: client.pump(0.01),
+        )
         assert decode.counters()["fetches"] == NUM
     finally:
         process.kill()
         process.join()
         ours.close()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
-    while decode.num_peers():
-        assert time.monotonic() < limit, "nobody notices"
-        time.sleep(0.05)
+    until(lambda: not decode.num_peers(), "nobody notices")
     for each in pulls:
         each.release()
     answers = client.wait(sent)
