@@ -18,8 +18,8 @@ from worker.model.shard import split_even, split_heads
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
-    """The directories of the model and, with the weights, of the drafter: their names say what it
-    is made of.
+    """Check the model's directory and, `with_weights`, the drafter's, whose tensor names say what
+    the drafter is made of.
 
     Raises:
         UserError: names file and field.

@@ -54,7 +54,7 @@ class ClusterExamination:
 
 
 def examined_here(measure: Callable[[], Sequence[PullPath]]) -> Examination:
-    """The part of the calling worker. `measure`: of its paths."""
+    """Examine the calling worker's process; `measure` measures its paths."""
     began_at, since = time.time(), time.monotonic()
     facts, paths = read_facts(), tuple(measure())
     return Examination(began_at, time.monotonic() - since, facts, paths)
@@ -64,7 +64,7 @@ def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator
     """All findings.
 
     Args:
-        wanted: the transport that whoever asks expects; what is auto there is as `cluster` says.
+        wanted: the transport that the caller expects; where it is "auto", `cluster.written` counts.
         cluster: what its workers have answered.
     """
     workers: dict[str, Examination] = {}
@@ -121,7 +121,7 @@ def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
 
 
 def _clocks(answers: Sequence[WorkerAnswer]) -> Iterator[Finding]:
-    """A worker's clock at its start lies between our question and our answer less its time."""
+    """Clock skew: `began_at` has to lie between `asked_at` and `answered_at - took_s`."""
     largest = 0.0
     for answer in answers:
         if (own := answer.examination) is None:

@@ -161,7 +161,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features], to be summed.
 
-        Of several ranks it lies in a Collective.buffer.
+        With several ranks the result lies in a Collective.buffer.
         """
         if self._collective.size == 1:
             return self.weight.product(x, self._local_bias)
@@ -215,8 +215,8 @@ class RMSNorm(nn.Module):
     def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(normed, new residual), new residual being residual + the sum of all ranks' `part`.
 
-        part, residual: [num_tokens, size]; the content of `part` is lost. Without a residual
-        `part` is whole, as the embedded tokens, and becomes the residual itself.
+        part, residual: [num_tokens, size]. With a residual, the content of `part` is lost. Without
+        one, `part` is whole, as the embedded tokens, and becomes the residual.
         """
         if residual is None:
             return self(part), part
@@ -231,9 +231,9 @@ class RMSNorm(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds as many rows, whole ALIGNMENTs of them; surplus rows of the last are zero.
+    """Each rank holds the same number of rows; rows beyond the vocabulary are zero.
 
-    A small vocabulary may leave ranks without any.
+    With several ranks the number is a multiple of ALIGNMENT, so some may hold no token's row.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -247,7 +247,7 @@ class VocabParallelEmbedding(nn.Module):
         self.stop = min(self.start + rows, vocab_size)
         self.weight = placement.empty(rows, hidden_size)
         self.weight.zero_()
-        # Of which ids logits are, as long as they are not gathered; None: of all.
+        # The ids whose logits this rank computes, before any gather; None: all ids.
         self.part: VocabPart | None = None
         if collective.size > 1:
             self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
@@ -255,7 +255,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
 
-        Of several ranks it lies in a Collective.buffer.
+        With several ranks the result lies in a Collective.buffer.
         """
         if self._collective.size == 1:
             return F.embedding(input_ids, self.weight)
@@ -362,7 +362,8 @@ def attend(
     positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
     run.
 
-    qkv .. eps: see qk_rope_store_ref; out: [num_tokens, num_heads, head_dim], contiguous.
+    qkv: see qk_rope_store_ref; positions, table: see Rotation; q_weight, k_weight, eps: see
+    HeadNorms; out: [num_tokens, num_heads, head_dim], contiguous.
     """
     context = current()
     caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping

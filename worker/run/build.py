@@ -51,7 +51,8 @@ class Graphs:
     def run_largest_steps(self) -> None:
         """Run the largest steps once, so that their peak memory can be measured.
 
-        Captures run first: they empty the allocator's cache, which holds the eager steps' peak.
+        Captures come before the eager steps, because a capture empties the allocator's cache. The
+        cache has to hold the eager steps' peak when it is measured.
         """
         if self.loaded.state.device.type == "cuda":
             self._compile()

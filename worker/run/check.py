@@ -2,8 +2,8 @@
 
 At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
 compiler fuses ops, they have to be close, because it rounds differently. The check also measures
-both times, which decide whether a bucket is used. It runs on an idle engine, and leaves the initial
-step state and zero pages.
+both times. Those of chunks decide which graphs are kept, those of decode steps feed the width
+policy. It runs on an idle engine, and leaves the initial step state and zero pages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_bucket(
     scene = DecodeScene(loaded, bucket, width)
     if scene.num_slots < width + 2:
         return None
-    # Then the two tails for penalties and masks, without logprobs and with them.
+    # `changed`: the draws behind a forward, with penalties and masks; without logprobs, with them.
     tails = TAILS_CHECKED if width == 1 else ("greedy",)
     plain = [Plan(0, tail=tail, width=width) for tail in tails]
     changed = [
@@ -97,8 +97,8 @@ def check_chunk_bucket(
 
     Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
     `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
-    this share of its norm, and KV is not compared: the hidden states that attend to it show it.
-    None: the pool is too small.
+    this share of its norm, and KV is not compared: wrong KV shows in the hidden states that attend
+    to it. Returns None if the pool is too small.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
     name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"

@@ -4,8 +4,8 @@
     hidden = forward(embedded, positions)  # piece, attend, piece, attend, ..., piece
 
 Dynamo traces the layers once into one FX graph, for any number of tokens. Our backend splits it at
-the attention op, compiles equal pieces once, and calls `attend` itself between them, so its graph
-breaks work as in eager. `graph.piecewise` captures and replays the result like the model's forward.
+the attention op, compiles equal pieces once, and calls `attend` itself between them, so a capture
+breaks there as in the model's own forward. `run/piecewise.py` captures and replays the result.
 See ADR 0014.
 """
 
@@ -49,11 +49,11 @@ def _custom_op(
     fake: Callable[..., Any],
     mutates: tuple[str, ...] = (),
 ) -> Any:
-    """Register `function` as a custom op, which stands for it in traces and calls it when it runs.
+    """Register `function` as a custom op: traces hold the op, and the op calls `function`.
 
     fake: the op's fake (meta) implementation: output shapes and dtypes only.
     """
-    name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # an op is its definition on a CPU
+    name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # op() keeps the name NAME_ref
     torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
     op = getattr(torch.ops.kvlane, name.rpartition(":")[2]).default
     _OPS.append((function, op))
@@ -191,7 +191,7 @@ def _inputs(piece: GraphModule) -> list[Node]:
 
 
 class TracedForward:
-    """A Decoder's forward that its first call traces and compiles, for at most that many tokens.
+    """A Decoder's forward. The first call traces and compiles it, for up to its own token count.
 
     Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew. The
     storage of the model's weights is captured and must stay; its content may change.
@@ -261,12 +261,12 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
         (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),
         (
             loaded.model.collective.size > 1,
-            "cannot serve a worker of several ranks: Dynamo traces no sums among them; set "
+            "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
             "engine.graph.prefill=piecewise, or tp to 1",
         ),
         (
             loaded.drafter is not None,
-            "cannot serve with spec.drafter: what it traces has no taps; set "
+            "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
             "engine.graph.prefill=piecewise",
         ),
     )

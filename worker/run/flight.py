@@ -50,7 +50,7 @@ class Step:
         # included. Both are known once `wait` has returned.
         self.path, self.num_tokens = "", 0
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
-        self.verifies: Handle | None = None  # the drafts of a masked step; None: the width is 1
+        self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""

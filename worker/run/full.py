@@ -7,10 +7,10 @@ A bucket is a padded number of rows. For each width of windows, a bucket has the
     forward                  one                          one
     draws behind a forward   with logprobs, without       with logprobs, without
 
-Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens.
-Two replays, forward and draws, serve steps with grammars, penalties or logprobs, and tails without
-a graph of their own. A graph's inputs are row numbers and masks. Padding is row 0, the sink, which
-writes to page 0 and draws nothing.
+The draws behind a forward can filter, penalise and mask. A row that needs none of that draws the
+same token there. Two replays, forward and draws, serve steps with grammars, penalties or logprobs,
+and tails without a graph of their own. A graph's inputs are row numbers and masks. Padding is row
+0, the sink, which writes to page 0 and draws nothing.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ def _tails(width: int) -> tuple[Tail, ...]:
 
 @cache
 def buckets_of(buckets: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The buckets that have graphs for windows of `width`: beyond 64 rows every second one."""
+    """Buckets with graphs for windows of `width`: beyond 64 rows multiples of 32 or the last."""
     if width == 1:
         return buckets
     most = max_rows(width, buckets[-1])

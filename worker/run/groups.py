@@ -19,7 +19,7 @@ class LayerGroups:
     that after the layer's all-reduce, so a group counts as final from the next layer on.
 
     If the stream launches in the engine thread, `while_launching` is called at each layer, once the
-    store of its KV is enqueued: that thread announces the groups of the step before meanwhile.
+    store of its KV is enqueued. Meanwhile that thread announces the groups of the previous step.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ matter to attention only, which is planned and launched for the live batch. The 
 layers and the final norm, not embedding and head.
 
 Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests: gaps
-between pieces cost time when a layer takes about 100 us. The attention backend has to read lengths
-on the device (static_plan). Steps with a layer hook never use these.
+between pieces cost time when a layer takes about 100 us. For these captures the attention backend
+has to read lengths on the device (static_plan). Steps with a layer hook never use them.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ModelRunner:
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
 
-        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
+        A turn waits for the device in three places: here, `LayerGroups.wait` and `Step.drafts`.
 
         Raises:
             PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
