@@ -121,9 +121,9 @@ class DecodeLoop:
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
-        if (step := flight.ended()) is not None:
+        if (step := flight.take_ended()) is not None:
             self._reply(step.plan, runner.settle(step), time.monotonic())
-        if (step := flight.tail_due()) is not None:
+        if (step := flight.take_tail_due()) is not None:
             sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
             runner.launch_tail(

@@ -77,9 +77,9 @@ class Forward(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """One launched decode step; the next step may overwrite the tensors."""
+    """What a launched forward left; the next step may overwrite the tensors."""
 
-    hidden: Tensor  # [len(rows) * width, hidden]
+    hidden: Tensor  # [len(rows) * width, hidden]; of a prefill step: [rows that sample, hidden]
     sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
     result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
