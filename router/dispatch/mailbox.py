@@ -38,9 +38,8 @@ class Mailbox:
     that could not be written. Then deltas pile up here until it takes all at once, so a slow client
     never slows anyone else.
 
-    Args:
-        write_now: takes deltas without waiting, or says that it cannot. None: the answer is not
-            streamed, and the task is woken when a choice ends.
+    `write_now` takes deltas without waiting, or says that it cannot; None: the answer is not
+    streamed.
     """
 
     def __init__(self, write_now: Callable[[list[Delta]], bool] | None) -> None:

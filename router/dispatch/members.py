@@ -57,10 +57,9 @@ class Members:
         self._noted_at = 0.0
 
     def note_changes(self, changes: Sequence[Change]) -> list[Change]:
-        """What the controller says has happened, all of it, the oldest first.
+        """Take all that has happened, the oldest first; returns deaths of workers since last time.
 
-        Returns:
-            Deaths of workers among them, in the meantime: what is told first was before.
+        What comes with the first call has happened before this router was there.
         """
         known = {(change.name, change.incarnation, change.state) for change in self._changes}
         self._changes, self._noted_at = changes, time.monotonic()
@@ -81,11 +80,7 @@ class Members:
         return [replace(change, ago_s=change.ago_s + age_s) for change in newest_first]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
-        """Take the whole new list.
-
-        Returns:
-            Workers that came and workers that went; routers and controllers are only listed.
-        """
+        """Take the whole new list; returns the workers that came, and those that went."""
         now = {member.peer: member for member in members}
         added = [member for peer, member in now.items() if peer not in self._known]
         removed = [known.member for peer, known in self._known.items() if peer not in now]
@@ -93,7 +88,7 @@ class Members:
             del self._known[member.peer]
         for member in added:
             self._known[member.peer] = Known(member)
-        return [m for m in added if _is_worker(m)], [m for m in removed if _is_worker(m)]
+        return _workers(added), _workers(removed)
 
     def get(self, peer: PeerId) -> Known | None:
         """The member of this address, while the controller lists it."""
@@ -180,5 +175,5 @@ def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
     return {known.member.name: known.stats for known in live if known.stats.drafted}
 
 
-def _is_worker(member: Member) -> bool:
-    return member.role in WORKERS
+def _workers(members: Sequence[Member]) -> list[Member]:
+    return [member for member in members if member.role in WORKERS]

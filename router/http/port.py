@@ -14,11 +14,7 @@ def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -
     The first one listens alone before it shares. So a port on which somebody listens is refused,
     whether that one shares it or not, and of two clusters that start at once one is.
 
-    Args:
-        host: to listen on.
-        port: 0 takes a free one.
-        shared: let others of this user join.
-        joins: they listen there already.
+    Port 0 takes a free one; `shared`: others of this user may join; `joins`: they listen already.
 
     Raises:
         OSError: the address cannot be bound.

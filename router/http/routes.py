@@ -72,7 +72,7 @@ class Routes:
         return await self._generate(request, self._preparer.completion)
 
     async def models(self) -> Response:
-        """GET /v1/models: the model that is served."""
+        """GET /v1/models."""
         return _json(ModelList([self._model()]))
 
     async def one_model(self, name: str) -> Response:
@@ -114,16 +114,11 @@ class Routes:
             prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except KvlaneError as error:
-            front.metrics.refused(error.code)
+            front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
-        return Answer(
-            prepared,
-            front.dispatcher,
-            Exchange.of(request.scope),
-            self._served.config,
-            self._closed,
-        )
+        exchange = Exchange.of(request.scope)
+        return Answer(prepared, front.dispatcher, exchange, self._served.config, self._closed)
 
     def _closed(self) -> None:
         self._front.num_open -= 1

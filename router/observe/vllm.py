@@ -17,16 +17,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from prometheus_client import Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from router.observe.spent import Spent
-from router.observe.tally import Tally
+from router.observe.tally import Tally, total
 from worker.api import Role, WorkerStats
 from worker.observe.metrics import Families
 
@@ -76,11 +72,7 @@ def times_of(spent: Spent) -> Times:
 
 
 class VllmMetrics(Collector):
-    """The group of one router.
-
-    Args:
-        ours: the router's own families, whose counts are shared.
-    """
+    """The families of one router; `ours` are its own, whose counts they share."""
 
     def __init__(self, ours: Families) -> None:
         self.live = Live()
@@ -147,9 +139,7 @@ class VllmMetrics(Collector):
     def _counters(self) -> Iterator[Metric]:
         ours, live = self._ours, self.live
         (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
-        cached = sum(
-            each.value for family in ours.cached_tokens.collect() for each in family.samples
-        )
+        cached = total(ours.cached_tokens)
         arrived = sum(self._ended.values()) + live.running() + live.waiting()
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
@@ -254,15 +244,12 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
         series, _, value = line.rpartition(" ")
         values.setdefault(series, []).append(float(value))
     # Drafts are there twice if one router has just taken over from another: the older counts less.
-    total = max if is_draft else sum
-    return "".join(f"{each} {floatToGoString(total(values[each]))}\n" for each in values)
+    one = max if is_draft else sum
+    return "".join(f"{each} {floatToGoString(one(values[each]))}\n" for each in values)
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
     """The buckets and the sum of series with the same bounds."""
-    samples = [tally.sample() for tally in tallies]
-    buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(bucket[1] for bucket in same))
-        for same in zip(*(buckets for buckets, _ in samples), strict=True)
-    ]
-    return buckets, sum((total for _, total in samples), 0.0)
+    parts, sums = zip(*(tally.sample() for tally in tallies), strict=True)
+    buckets = [(same[0][0], sum(bucket[1] for bucket in same)) for same in zip(*parts, strict=True)]
+    return buckets, sum(sums, 0.0)

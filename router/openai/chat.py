@@ -32,9 +32,7 @@ from worker.errors import UserError
 class ChatWriter(AnswerWriter):
     """Chat completions and their chunks.
 
-    Args:
-        parser: makes the parser of one answer.
-        bytes_of: of a token, for logprobs; None when none were asked for.
+    `parser` makes the parser of one choice. `bytes_of` is None when no logprobs are wanted.
     """
 
     prefix = "chatcmpl"
@@ -52,7 +50,6 @@ class ChatWriter(AnswerWriter):
         )
 
     def opening(self, index: int) -> Choice | None:
-        """The role comes first, in a chunk of its own."""
         delta = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
@@ -75,13 +72,10 @@ class ChatWriter(AnswerWriter):
         parsed = self._parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
         calls = [
-            ToolCall(
-                id=call.id,
-                type="function",
-                function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
-            for call in parsed.calls
-        ]
+            ToolCall(id=c.id, type="function",
+                     function=FunctionCall(name=c.name, arguments=c.arguments))
+            for c in parsed.calls
+        ]  # fmt: skip
         message = AssistantMessage(
             content=content, reasoning_content=parsed.reasoning or UNSET, tool_calls=calls or UNSET
         )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported
 from router.openai.schema import GenerationBody
@@ -14,8 +13,7 @@ FIELDS = ("json", "regex", "choice", "grammar")
 NOT_BUILT = "structural_tag"  # of structured_outputs
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(NamedTuple):
     """One constraint of the output, and the field that asks for it."""
 
     part: Part
@@ -69,18 +67,14 @@ def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
     if body.response_format is not None:
         formed = _response_format(body.response_format, bounds)
         constraints += [] if formed is None else [formed]
-    for kind in FIELDS:
-        value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
-        if value is not None:
-            constraints.append(Constraint(_part(kind, value, param, bounds), param))
     asked = body.structured_outputs or {}
-    for kind in FIELDS:
-        value, param = asked.get(kind), f"structured_outputs.{kind}"
+    wishes = [(kind, f"guided_{kind}", getattr(body, f"guided_{kind}")) for kind in FIELDS]
+    wishes += [(kind, f"structured_outputs.{kind}", asked.get(kind)) for kind in FIELDS]
+    if asked.get("json_object"):
+        wishes.append(("json", "structured_outputs.json_object", {"type": "object"}))
+    for kind, param, value in wishes:
         if value is not None:
             constraints.append(Constraint(_part(kind, value, param, bounds), param))
-    if asked.get("json_object"):
-        param = "structured_outputs.json_object"
-        constraints.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)

@@ -1,4 +1,4 @@
-"""A request that has passed every check: `prepare` makes it, `sse` answers it."""
+"""A request that has passed every check: `prepare` makes it, `http.answer` answers it."""
 
 from __future__ import annotations
 

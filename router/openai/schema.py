@@ -168,13 +168,7 @@ class GenerationBody(RequestModel):
     def sampling(
         self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
     ) -> Sampling:
-        """The sampling parameters as workers get them.
-
-        Args:
-            max_tokens: the limit that applies to this prompt.
-            vocab_size: of the model.
-            defaults: where the body says nothing.
-            grammar: the output must follow it; empty: none.
+        """The sampling parameters as workers get them; `defaults` where the body says nothing.
 
         Raises:
             ApiError: fields contradict each other or name ids that do not exist.
@@ -312,7 +306,7 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
-    """The request body of an endpoint.
+    """The body of a request that asks for generation.
 
     Raises:
         ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
@@ -331,11 +325,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
 
 
 def read(model: type[ModelT], raw: bytes) -> ModelT:
-    """A body that does not ask for generation.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """The body of any request; raises an ApiError, 400, that names the field."""
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:

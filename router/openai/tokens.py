@@ -65,11 +65,7 @@ def tokenize(served: Served, raw: bytes) -> TokenizeReply:
 
 
 def detokenize(served: Served, raw: bytes) -> DetokenizeReply:
-    """Token ids to text, special tokens written out.
-
-    Raises:
-        ApiError: a field is wrong or an id does not exist.
-    """
+    """Token ids to text, special tokens written out; raises an ApiError if a field is wrong."""
     body = read(DetokenizeBody, raw)
     served.check_model(body.model)
     served.check_tokens(body.tokens, "tokens")

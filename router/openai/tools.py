@@ -43,21 +43,12 @@ class Tools:
 
     given: list[dict[str, Any]]  # as the client wrote them, for the template
     functions: tuple[Function, ...] = ()
-    demanded: tuple[Function, ...] = ()  # one of these must be called
+    demanded: tuple[Function, ...] = ()  # if there are any, one of them must be called
     parallel: bool = True
-
-    @property
-    def demands(self) -> bool:
-        """Whether the answer must be a call."""
-        return bool(self.demanded)
 
 
 def tools_of(body: ChatBody) -> Tools:
-    """The tools of a request; none if tool_choice forbids calls.
-
-    Raises:
-        ApiError: a tool or the choice among them is malformed.
-    """
+    """The tools of a request, none if tool_choice forbids calls. Bad ones raise an ApiError."""
     choice = body.tool_choice
     if choice == "none" or (not body.tools and choice in (None, "auto")):
         return Tools([])

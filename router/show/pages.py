@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import RedirectResponse
+from msgspec.structs import asdict
 from starlette.staticfiles import StaticFiles
 
-from router.dispatch.members import Known
+from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
@@ -79,7 +80,7 @@ class Pages:
         return _json(self._board(parts))
 
     async def own(self) -> Response:
-        """GET /dashboard/own: what this router adds to it."""
+        """GET /dashboard/own: this router's part."""
         return _json(self._own())
 
     async def _page(self, request: Request, name: str) -> Response:
@@ -120,7 +121,7 @@ class Pages:
             history=board.history(parts),
             routers=routers,
             workers=workers,
-            changes=[_change(change) for change in changes],
+            changes=[ChangeRow(**asdict(c) | {"ago_s": round(c.ago_s, 1)}) for c in changes],
         )
 
     def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
@@ -139,17 +140,12 @@ class Pages:
     def _workers(self, changes: list[Change]) -> Iterator[WorkerRow]:
         listed = self._front.served.members.all()
         for known in listed:
-            if known.member.role in ("prefill", "decode"):
+            if known.member.role in WORKERS:
                 yield _worker(known)
         for change in _gone(changes, {known.member.name for known in listed}):
             if change.role != "router":
-                yield WorkerRow(
-                    change.name,
-                    change.role,
-                    "lost",
-                    incarnation=change.incarnation,
-                    reason=change.text,
-                )
+                about = {"incarnation": change.incarnation, "reason": change.text}
+                yield WorkerRow(change.name, change.role, "lost", **about)
 
 
 def _json(body: msgspec.Struct) -> Response:
@@ -198,13 +194,6 @@ def _worker(known: Known) -> WorkerRow:
         drafter=member.drafter,
         tokens_per_row=round(stats.tokens_per_row, 2),
     )
-
-
-def _change(change: Change) -> ChangeRow:
-    return ChangeRow(
-        change.name, change.role, change.incarnation, change.state, change.text,
-        round(change.ago_s, 1),
-    )  # fmt: skip
 
 
 def _sorted(rows: Iterator[Any]) -> list[Any]:

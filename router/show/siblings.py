@@ -50,11 +50,9 @@ class Siblings:
         return self._member.address.endswith(f":{port}")
 
     async def page(self, own: bytes, accepted: str = "") -> bytes:
-        """The metrics of all of them, and how many answered.
+        """The metrics of all of them, `own` first, and how many answered.
 
-        Args:
-            own: this router's.
-            accepted: the scraper's header `Accept`, by which each chooses the form of its page.
+        `accepted`: the scraper's header `Accept`, by which each chooses the form of its page.
         """
         mine = self._member
         addresses = [
@@ -96,7 +94,6 @@ class Siblings:
         await self._client.aclose()
 
     async def _asked(self, address: str, path: str, accepted: str = "") -> str | None:
-        """Another one's page, in a form that is accepted, if it answers in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
                 response = await self._client.get(

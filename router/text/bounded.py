@@ -14,10 +14,9 @@ Schema = dict[str, Any]
 
 # Where schemas stand within a schema.
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-LISTED = ("prefixItems",)
 SINGLE = (
-    "items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not",
-    "unevaluatedItems", "unevaluatedProperties",
+    "items", "prefixItems", "additionalItems", "contains", "additionalProperties", "propertyNames",
+    "not", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 GROUPS = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
 CONDITIONS = ("if", "then", "else")  # further ones of it
@@ -68,7 +67,6 @@ class _Copy:
         self._opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
 
     def whole(self) -> Schema:
-        """The copy of the root, with open copies of the definitions that need one."""
         copy, done = self._copy(self._root), set[str]()
         while todo := [ref for ref in self._opened if ref not in done]:
             for ref in todo:
@@ -78,7 +76,7 @@ class _Copy:
         return copy
 
     def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
-        if isinstance(schema, list):  # draft 7's `items`
+        if isinstance(schema, list):  # `prefixItems`, and draft 7's `items`
             return [self._copy(item) for item in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
             return schema
@@ -87,7 +85,7 @@ class _Copy:
         for key in NAMED:
             if isinstance(given.get(key), dict):
                 copy[key] = {name: self._copy(item) for name, item in given[key].items()}
-        for key in (*LISTED, *SINGLE):
+        for key in SINGLE:
             if key in given:
                 copy[key] = self._copy(given[key])
         split = self._num_parts(given) > 1
@@ -99,15 +97,11 @@ class _Copy:
         return copy
 
     def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
-        """Copy the further schemas of the same value."""
         for key in GROUPS:
             if isinstance(given.get(key), list):
                 # Another member of allOf may have the limit, or a pattern that one contradicts.
                 limited = key != "allOf" or len(given[key]) == 1
-                members = given[key]
-                copy[key] = [
-                    self._copy(member, closed=closed, limited=limited) for member in members
-                ]
+                copy[key] = [self._copy(x, closed=closed, limited=limited) for x in given[key]]
         for key in CONDITIONS:
             if key in given:
                 copy[key] = self._copy(given[key], closed=False)
@@ -159,12 +153,9 @@ class _Copy:
 
     def _add_own(self, given: Schema, names: _Names) -> None:
         names.free |= any(given.get(key, False) is not False for key in ALLOWING)
-        for key, names_of_kind in (
-            ("properties", names.known),
-            ("patternProperties", names.patterns),
-        ):
+        for key, named in zip(NAMING, (names.known, names.patterns), strict=True):
             if isinstance(given.get(key), dict):
-                names_of_kind.update(dict.fromkeys(given[key], True))
+                named.update(dict.fromkeys(given[key], True))
         required: Any = given.get("required")
         if isinstance(required, list):
             known = (name for name in cast("list[Any]", required) if isinstance(name, str))
@@ -181,7 +172,6 @@ class _Copy:
         return None
 
     def _limit(self, copy: Schema) -> None:
-        """Bound a string or an integer."""
         kinds: Any = copy.get("type")
         kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
         if "enum" in copy or "const" in copy:
