@@ -114,10 +114,7 @@ class Dispatcher:
         self._queue.add(req)
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
-        """End a request from this side, with an error or because its client is gone.
-
-        Tells the worker that has it. Does nothing to a request that has ended.
-        """
+        """End a request that has not ended, with an error or because its client is gone."""
         if not req.outcome:
             self._queue.abort(req)
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR

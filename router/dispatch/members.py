@@ -164,9 +164,9 @@ class Members:
 
 
 def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
-    """What decode workers that verify drafts said last, by name, if `router` is to tell of it.
+    """What decode workers that verify drafts said last, by name.
 
-    The first by name is: all routers know the same.
+    All routers know the same, so only the first by name exports it: empty unless that is `router`.
     """
     names = (known.member.name for known in members.all() if known.member.role == "router")
     if any(name < router for name in names):

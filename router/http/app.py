@@ -82,8 +82,7 @@ class _Server(uvicorn.Server):
 class _Arrivals:
     """Events on their way from the wire's thread to the loop.
 
-    Frames that come while the loop is busy are taken together, so that what a stream got of several
-    steps leaves in one chunk.
+    Frames that come while the loop is busy are taken together, so a stream gets them as one chunk.
     """
 
     def __init__(
@@ -136,8 +135,7 @@ class Place:
     def listeners(self, port: int, *, joins: bool) -> list[socket.socket]:
         """The port's socket, and one of the router's own port if that is shared.
 
-        Raises:
-            UserError: the address cannot be bound.
+        Raises a UserError if the address cannot be bound.
         """
         try:
             first = listen(self.host, port, shared=self.shared, joins=joins)
@@ -190,10 +188,7 @@ class RouterServer:
         """Listen, start the thread, and return this router as a member once it accepts requests.
 
         `port` is used in place of the one it was made with; `joins`: other routers of this cluster
-        listen there, else nobody may. The member's address is that of the HTTP socket.
-
-        Raises:
-            UserError: the address cannot be bound.
+        listen there, else nobody may. Raises a UserError if the address cannot be bound.
         """
         place = self._place
         listeners = place.listeners(place.port if port is None else port, joins=joins)
@@ -218,10 +213,7 @@ class RouterServer:
         return member
 
     def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
-        """The controller's whole list; a worker that is no longer on it is lost at once.
-
-        `changes` has what has happened to members, for the dashboard.
-        """
+        """Take the controller's whole list; `changes` has what has happened, for the dashboard."""
         self.listed, self._changes = tuple(members), tuple(changes)
         self._post(self._apply_members)
 
@@ -236,11 +228,7 @@ class RouterServer:
             begun.result(DRAIN_TIMEOUT_S)
 
     def num_inflight(self) -> int:
-        """HTTP generation requests that have not ended. An answer also says that the loop turns.
-
-        Raises:
-            WorldError: the loop hangs.
-        """
+        """HTTP generation requests that have not ended; raises a WorldError if the loop hangs."""
         turned = threading.Event()
         self._post(turned.set)
         if self.loop is not None and not turned.wait(ANSWER_TIMEOUT_S):

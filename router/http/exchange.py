@@ -33,9 +33,9 @@ PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboa
 class Exchange:
     """What is known of one HTTP request. The loop's; routes get it by `of(scope)`.
 
-    `request_id` is the client's `X-Request-Id`, or ours if it sends none that fits. A client may
-    use an id again while the first request with it still runs. So `unique_id`, which begins with
-    it, is what our own tables use, and `req_id` of every process begins with that.
+    A client may use a `request_id` (its `X-Request-Id`, if it fits) again while the first request
+    with it still runs. So `unique_id`, which begins with it, is the key of our tables, and the
+    beginning of `req_id` in every process.
     """
 
     request_id: str
@@ -96,10 +96,9 @@ class Exchange:
 
 
 class Exchanges:
-    """The outermost layer: gives every request its `Exchange`; evens out method and path.
+    """The outermost layer: gives every request its `Exchange`.
 
-    HEAD is served wherever GET is (the server drops the body), and a slash at the end of a path
-    means nothing.
+    HEAD is served wherever GET is (the server drops the body); a slash at a path's end is ignored.
     """
 
     def __init__(

@@ -154,36 +154,29 @@ PAGES: tuple[tuple[str, str, Content], ...] = (
 )  # fmt: skip
 OPERATIONS = (
     Operation(
-        "/v1/chat/completions",
-        "Answer a chat",
+        "/v1/chat/completions", "Answer a chat",
         (Content(JSON, ChatCompletion, CHAT), Content(EVENTS, ChatCompletionChunk, CHAT_STREAM)),
         Content(JSON, ChatBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}),
     ),
     Operation(
-        "/v1/completions",
-        "Continue a text",
-        (
-            Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
-            Content(EVENTS, TextCompletion, _events(CONTINUED)),
-        ),
-        Content(
-            JSON, CompletionBody, {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}
-        ),
+        "/v1/completions", "Continue a text",
+        (Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
+         Content(EVENTS, TextCompletion, _events(CONTINUED))),
+        Content(JSON, CompletionBody,
+                {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}),
     ),
     Operation(
-        "/tokenize",
-        "The tokens of a text or of a chat",
+        "/tokenize", "The tokens of a text or of a chat",
         (Content(JSON, reply.TokenizeReply, TOKENS),),
         Content(JSON, TokenizeBody, {"model": "tiny", "prompt": "Hello"}),
     ),
     Operation(
-        "/detokenize",
-        "The text of tokens",
+        "/detokenize", "The text of tokens",
         (Content(JSON, reply.DetokenizeReply, {"prompt": "Hello"}),),
         Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
     ),
     *(Operation(path, summary, (content,)) for path, summary, content in PAGES),
-)
+)  # fmt: skip
 
 
 def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:

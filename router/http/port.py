@@ -9,15 +9,11 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -> socket.socket:
-    """A listening socket. The kernel divides connections evenly among all that share a port.
+    """A listening socket; the kernel divides connections evenly among all that share a port.
 
     The first one listens alone before it shares. So a port on which somebody listens is refused,
-    whether that one shares it or not, and of two clusters that start at once one is.
-
-    Port 0 takes a free one; `shared`: others of this user may join; `joins`: they listen already.
-
-    Raises:
-        OSError: the address cannot be bound.
+    and of two clusters that start at once one is. Port 0 takes a free one. `shared`: others of this
+    user may join; `joins`: they listen already. Raises an OSError if it cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=joins)

@@ -38,13 +38,9 @@ THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loo
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
 NOT_SERVED = (
-    "/v1/embeddings",
-    "/v1/audio/{rest:path}",
-    "/v1/images/{rest:path}",
-    "/v1/responses",
-    "/v1/responses/{rest:path}",
-    "/v1/moderations",
-)
+    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
+    "/v1/responses/{rest:path}", "/v1/moderations",
+)  # fmt: skip
 
 Result = TypeVar("Result")
 Prepare = Callable[[bytes], Prepared]
@@ -94,11 +90,7 @@ class Routes:
         raise ApiError("unsupported", message, status=404)
 
     async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
-        """Run `work`, in a thread if it may take long: a large body, or a grammar to build.
-
-        Raises:
-            KvlaneError: what is wrong with the body, or whatever a library raised.
-        """
+        """Run `work`, in a thread if it may take long; raises whatever KvlaneError is its end."""
 
         def run() -> Result:
             with contained("the preparation of a request"):

@@ -58,10 +58,7 @@ def by_stage(spent: Spent) -> dict[str, float]:
 
 
 class RouterMetrics(Families):
-    """All families of the router named `worker`; none grows with requests.
-
-    `model` is the served name. `vllm` adds the families with vLLM's names.
-    """
+    """The families of the router `worker`, which serves `model`; `vllm`: with vLLM's names, too."""
 
     histogram_type = Tallies
 

@@ -135,9 +135,7 @@ def rendered(
 ) -> str:
     """The prompt of a chat, special tokens written out.
 
-    Raises:
-        UserError: a content part is not text, or the template refuses the messages.
-        ApiError: a tool call of an earlier answer is malformed.
+    Raises a UserError or ApiError if the template refuses the messages or a part is malformed.
     """
     knows_developer = "developer" in text.template_source
     plain: list[dict[str, Any]] = []

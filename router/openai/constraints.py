@@ -58,11 +58,7 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
 
 
 def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
-    """The constraint of a request's output; None if there is none.
-
-    Raises:
-        ApiError: a constraint is malformed, or there is more than one.
-    """
+    """What the output must follow, if anything; an ApiError if that is malformed or twofold."""
     constraints: list[Constraint] = []
     if body.response_format is not None:
         formed = _response_format(body.response_format, bounds)

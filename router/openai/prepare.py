@@ -193,8 +193,7 @@ def _thinking(inner: Parser, think: Think) -> Parser:
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:
     """How many tokens the output may have; `param` is the field that holds the prompt.
 
-    Raises:
-        ApiError: 400, the prompt is empty or leaves less room than the body asks for.
+    Raises an ApiError, 400, if the prompt is empty or leaves less room than the body asks for.
     """
     limit = served.max_model_len
     if num_prompt_tokens == 0:

@@ -170,8 +170,7 @@ class GenerationBody(RequestModel):
     ) -> Sampling:
         """The sampling parameters as workers get them; `defaults` where the body says nothing.
 
-        Raises:
-            ApiError: fields contradict each other or name ids that do not exist.
+        Raises an ApiError if fields contradict each other or name ids that do not exist.
         """
         if self.min_tokens > max_tokens:
             raise invalid(f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens")
@@ -308,8 +307,7 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
     """The body of a request that asks for generation.
 
-    Raises:
-        ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
+    Raises an ApiError, 400, naming the field that is wrong or not supported.
     """
     body = read(model, raw)
     extra = body.model_extra or {}

@@ -42,10 +42,7 @@ class Served:
             raise ApiError("model_not_found", message, param="model")
 
     def encode(self, prompt: str, param: str, *, adds: bool) -> tuple[int, ...]:
-        """The tokens of a prompt, with those that the tokenizer `adds`.
-
-        Raises an ApiError, 400, for one so long that it need not be tokenized.
-        """
+        """The tokens of a prompt, and those that the tokenizer `adds`; 400 for one far too long."""
         limit = self.max_model_len
         if len(prompt) > limit * self.text.max_token_chars:
             characters = f"the prompt has {len(prompt)} characters"

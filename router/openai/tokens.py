@@ -34,12 +34,7 @@ class DetokenizeBody(RequestModel):
 
 
 def tokenize(served: Served, raw: bytes) -> TokenizeReply:
-    """Text or messages to token ids.
-
-    Raises:
-        ApiError: a field is wrong.
-        UserError: the template refuses the messages.
-    """
+    """Text or messages to token ids; raises an ApiError, or what `rendered` raises."""
     body, text = read(TokenizeBody, raw), served.text
     served.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):

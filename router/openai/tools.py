@@ -110,8 +110,7 @@ def call_rules(
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
-    Raises:
-        ApiError: the model has no format for calls.
+    Raises an ApiError if the model has no format for calls.
     """
     if form == "none":
         message = "no format of tool calls is known for this model (router.tool_parser)"

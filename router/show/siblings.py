@@ -105,9 +105,9 @@ class Siblings:
 
 
 def merged(pages: Iterable[str]) -> str:
-    """One exposition from several: the format wants all samples of a family in one place.
+    """One exposition from several, without OpenMetrics' end mark: more may follow.
 
-    It is without the mark that ends a page of OpenMetrics: more may follow.
+    The format wants all samples of a family in one place.
     """
     families: dict[str, list[str]] = {}
     for page in pages:

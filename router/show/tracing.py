@@ -27,9 +27,9 @@ CLIENT_GONE = "client_gone"
 
 
 def client_trace_id(headers: Mapping[bytes, bytes]) -> str:
-    """Of the trace that the client has sampled, in hexadecimal; "" if there is none.
+    """The id of the trace that the client has sampled, in hexadecimal; "" if there is none.
 
-    Exemplars name it even where tracing is off here: whoever follows it finds the client's spans.
+    Exemplars name it even where tracing is off: whoever follows it finds the client's spans.
     """
     parent = SAMPLED_PARENT.fullmatch(headers.get(TRACEPARENT, b""))
     return parent[1].decode() if parent else ""

@@ -51,8 +51,7 @@ class TokenizerFile:
 def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBackend) -> Encode:
     """What encodes texts; auto: fastokens where it can read `file` and agrees, else `tokenizer`.
 
-    Raises:
-        UserError: fastokens was asked for by name and cannot be used.
+    Raises a UserError if fastokens was asked for by name and cannot be used.
     """
 
     def right(text: str, adds: bool) -> Sequence[int]:

@@ -45,16 +45,19 @@ class _Names:
 
 
 def bounded(schema: Schema, bounds: Bounds) -> Schema:
-    """A copy of `schema` that is closed and bounded.
-
-    Raises:
-        RecursionError: it is nested too deeply.
-    """
-    return _Copy(schema, bounds).whole()
+    """A copy of `schema` that is closed and bounded; a RecursionError if it is too deep."""
+    copier, done = _Copy(schema, bounds), set[str]()
+    copy = copier.copy(schema)
+    while todo := [ref for ref in copier.opened if ref not in done]:
+        for ref in todo:
+            done.add(ref)
+            place, name = copier.opened[ref]
+            copy[place][name + OPEN] = copier.copy(schema[place][name], closed=False)
+    return copy
 
 
 class _Copy:
-    """Copies one schema.
+    """Copies parts of one schema.
 
     Several schemas of one value (`allOf`, or `anyOf` beside `properties`) may each name a part of
     its properties. Closing one would forbid the others': they stay open, and the schema that holds
@@ -64,30 +67,21 @@ class _Copy:
     def __init__(self, root: Schema, bounds: Bounds) -> None:
         self._root = root
         self._bounds = bounds
-        self._opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
+        self.opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
 
-    def whole(self) -> Schema:
-        copy, done = self._copy(self._root), set[str]()
-        while todo := [ref for ref in self._opened if ref not in done]:
-            for ref in todo:
-                done.add(ref)
-                place, name = self._opened[ref]
-                copy[place][name + OPEN] = self._copy(self._root[place][name], closed=False)
-        return copy
-
-    def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
+    def copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
         if isinstance(schema, list):  # `prefixItems`, and draft 7's `items`
-            return [self._copy(item) for item in cast("list[Any]", schema)]
+            return [self.copy(item) for item in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
         copy = dict(given)
         for key in NAMED:
             if isinstance(given.get(key), dict):
-                copy[key] = {name: self._copy(item) for name, item in given[key].items()}
+                copy[key] = {name: self.copy(item) for name, item in given[key].items()}
         for key in SINGLE:
             if key in given:
-                copy[key] = self._copy(given[key])
+                copy[key] = self.copy(given[key])
         split = self._num_parts(given) > 1
         self._copy_same(given, copy, closed=closed and not split)
         if closed and not any(key in given for key in ALLOWING):
@@ -101,13 +95,13 @@ class _Copy:
             if isinstance(given.get(key), list):
                 # Another member of allOf may have the limit, or a pattern that one contradicts.
                 limited = key != "allOf" or len(given[key]) == 1
-                copy[key] = [self._copy(x, closed=closed, limited=limited) for x in given[key]]
+                copy[key] = [self.copy(x, closed=closed, limited=limited) for x in given[key]]
         for key in CONDITIONS:
             if key in given:
-                copy[key] = self._copy(given[key], closed=False)
+                copy[key] = self.copy(given[key], closed=False)
         definition = None if closed else self._definition(given.get("$ref"))
         if definition is not None:
-            self._opened[given["$ref"]] = definition
+            self.opened[given["$ref"]] = definition
             copy["$ref"] = given["$ref"] + OPEN
 
     def _num_parts(self, given: Schema) -> int:

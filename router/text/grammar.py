@@ -27,12 +27,9 @@ Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
 def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
-    """A JSON schema, closed and bounded.
+    """A JSON schema, closed and bounded; raises an ApiError if this is none.
 
     JSON is compact: a model that may add white space sometimes adds it without end.
-
-    Raises:
-        ApiError: this is no schema.
     """
     if isinstance(schema, str):
         try:

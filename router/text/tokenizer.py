@@ -119,13 +119,10 @@ class ChatTemplate:
 
 
 class Text:
-    """Tokenizer and template of one model directory, loaded once; safe to use from any thread.
+    """Tokenizer and template of a Hugging Face model directory; safe to use from any thread.
 
-    A Hugging Face model directory needs config.json and tokenizer.json. `known_bytes`: see
-    Encoder; `backend`: see encode_of.
-
-    Raises:
-        UserError: a file is missing or broken, or the backend cannot be had.
+    `known_bytes`: see Encoder; `backend`: see encode_of. Raises a UserError if a file is missing or
+    broken, or the backend cannot be had.
     """
 
     def __init__(
@@ -176,10 +173,9 @@ class Text:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt of a chat, special tokens written out; options: of `ChatTemplate.render`.
+        """The prompt of a chat, special tokens written out; `options`: of `ChatTemplate.render`.
 
-        Raises:
-            UserError: the model has no template, or the template refuses these messages.
+        Raises a UserError if there is no template, or it refuses these messages.
         """
         if self._template is None:
             raise UserError("this model has no chat template; use /v1/completions", "messages")
@@ -194,10 +190,7 @@ class Text:
         over: Callable[[str], bool] | None = None,
         skip: frozenset[int] | None = None,
     ) -> OutputText:
-        """The detokenizer and stop strings of one answer to `prompt`.
-
-        Tokens in `skip` leave no text; None: all special ones.
-        """
+        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones."""
         skip = self.special_ids if skip is None else skip
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
 
