@@ -24,6 +24,7 @@ from tests.fault.router_doubles import (
     events,
     serving,
     speak,
+    wait_until,
 )
 from worker.api import FinishReason, Generate
 
@@ -145,22 +146,12 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own(
 
 def test_followers_go_to_their_leader_and_on_their_own_when_it_refuses(text: Text) -> None:
     first, second = DecodeDouble("decode-0"), DecodeDouble("decode-1")
-    doubles = (first, second)
-    with (
-        serving(text.directory, *doubles, sse_ping_s=0.05) as (_, url),
-        httpx.Client(timeout=HANG_S) as http,
-    ):
-        future_body = {"prompt": "hello", "n": 3, "stream": True}
-        with http.stream("POST", f"{url}/v1/completions", json=future_body) as response:
-            busy = first if not first.taken.empty() else second
-            for double in doubles:
-                if not double.taken.empty():
-                    busy = double
-            # All of them come to the worker that has the first.
-            found: list[tuple[str, Generate]] = []
-            while len(found) < 3:
-                busy = next((d for d in doubles if not d.taken.empty()), busy)
-                found.append(busy.take())
+    with serving(text.directory, first, second, sse_ping_s=0.05) as (_, url):
+        body = {"prompt": "hello", "n": 3, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
+            wait_until(lambda: not (first.taken.empty() and second.taken.empty()))
+            busy = second if first.taken.empty() else first
+            found = [busy.take() for _ in range(3)]  # all come to the worker that has the first
             leader = found[0][1]
             assert [each.after for _, each in found] == ["", leader.req_id, leader.req_id]
             other = second if busy is first else first

@@ -229,14 +229,9 @@ def test_a_chat_has_what_is_left_unless_asked(served: Served, double: DecodeDoub
 
 
 UNSUPPORTED: dict[str, Any] = {
-    "use_beam_search": True,
-    "allowed_token_ids": [1],
-    "bad_words": ["a"],
-    "prompt_logprobs": 1,
-    "functions": [{"name": "f"}],
-    "suffix": "b",
-    "include_stop_str_in_output": True,
-}
+    "use_beam_search": True, "allowed_token_ids": [1], "bad_words": ["a"], "prompt_logprobs": 1,
+    "functions": [{"name": "f"}], "suffix": "b", "include_stop_str_in_output": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
