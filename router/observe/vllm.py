@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -53,22 +53,11 @@ class Live:
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
-class Times(NamedTuple):
-    """A choice's time in vLLM's stages, in seconds; together all of it until the last token."""
-
-    queue_s: float
-    prefill_s: float  # with the transfer of KV and decode's first step
-    decode_s: float
-
-
-def times_of(spent: Spent) -> Times:
-    """Our stages as vLLM's."""
+def times_of(spent: Spent) -> tuple[float, float, float]:
+    """Seconds in vLLM's stages: queues; prefill with transfer and first step; decode."""
     at = spent.stages
-    return Times(
-        spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s,
-        at.prefill_s + at.transfer_s + at.first_step_s,
-        spent.decode_s,
-    )
+    queue_s = spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s
+    return queue_s, at.prefill_s + at.transfer_s + at.first_step_s, spent.decode_s
 
 
 class VllmMetrics(Collector):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
@@ -23,7 +23,7 @@ from router.openai.reply import (
     ToolCall,
 )
 from router.openai.schema import Message
-from router.text.parsers import Parsed, Parser, Plain
+from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
 from worker.errors import UserError
@@ -61,23 +61,21 @@ class ChatWriter(AnswerWriter):
         parsed, reason = self._parsed(delta), self._reason(delta)
         if not parsed and reason is None and not delta.scored:
             return None
-        return ChunkChoice(
-            index=delta.index,
-            delta=_delta(parsed),
-            logprobs=self._logprobs(delta),
-            finish_reason=reason,
+        new = DeltaMessage(
+            content=parsed.content or UNSET,
+            reasoning_content=parsed.reasoning or UNSET,
+            tool_calls=_tool_calls(parsed.calls),
         )
+        logprobs = self._logprobs(delta)
+        return ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         parsed = self._parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
-        calls = [
-            ToolCall(id=c.id, type="function",
-                     function=FunctionCall(name=c.name, arguments=c.arguments))
-            for c in parsed.calls
-        ]  # fmt: skip
         message = AssistantMessage(
-            content=content, reasoning_content=parsed.reasoning or UNSET, tool_calls=calls or UNSET
+            content=content,
+            reasoning_content=parsed.reasoning or UNSET,
+            tool_calls=_tool_calls(parsed.calls, whole=True),
         )
         reason = self._reason(delta)
         assert reason is not None
@@ -107,22 +105,18 @@ class ChatWriter(AnswerWriter):
         return chat_logprobs(delta.scored, self._bytes_of)
 
 
-def _delta(parsed: Parsed) -> DeltaMessage:
-    """Only what is new is written; a call's id, type and name come with its first part."""
+def _tool_calls(parts: Sequence[CallPart], *, whole: bool = False) -> list[ToolCall] | UnsetType:
+    """In a chunk only what is new is written; a call's id, type and name come once."""
     calls = [
         ToolCall(
-            index=part.index,
+            index=UNSET if whole else part.index,
             id=part.id or UNSET,
             type="function" if part.id else UNSET,
             function=FunctionCall(name=part.name if part.id else UNSET, arguments=part.arguments),
         )
-        for part in parsed.calls
+        for part in parts
     ]
-    return DeltaMessage(
-        content=parsed.content or UNSET,
-        reasoning_content=parsed.reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    return calls or UNSET
 
 
 def rendered(

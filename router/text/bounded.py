@@ -7,7 +7,6 @@ one. Free objects, free values, patterns, arrays and decimals stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 Schema = dict[str, Any]
@@ -175,18 +174,11 @@ class _Copy:
             least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
             copy["maxLength"] = max(chars, least)
         if "integer" in kinds and "number" not in kinds and most:
-            _limit_side(copy, ("maximum", "exclusiveMaximum"), most, lambda low: low < most)
-            _limit_side(copy, ("minimum", "exclusiveMinimum"), -most, lambda high: high > -most)
-
-
-def _limit_side(
-    copy: Schema, names: tuple[str, str], limit: int, fits: Callable[[float], bool]
-) -> None:
-    """Bound one side of an integer, unless it has a bound, or the other one lies beyond `limit`."""
-    other = {"maximum": "minimum", "minimum": "maximum"}[names[0]]
-    opposite = (copy.get(other), copy.get(f"exclusive{other.capitalize()}"))
-    if not any(name in copy for name in names) and all(fits(_number(bound)) for bound in opposite):
-        copy[names[0]] = limit
+            highest, lowest = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+            for side, other, sign in ((highest, lowest, 1), (lowest, highest, -1)):
+                fits = all(sign * _number(copy.get(name)) < most for name in other)
+                if fits and not any(name in copy for name in side):
+                    copy[side[0]] = sign * most
 
 
 def _number(value: Any) -> Any:

@@ -125,15 +125,9 @@ def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
 
 
 def chunk(each: Generate, tokens: tuple[int, ...], at: int, *, last: bool = False) -> TokenChunk:
-    reason = FinishReason.STOP if last else None
-    return TokenChunk(
-        each.req_id,
-        each.dispatch,
-        each.num_prompt_tokens + at,
-        tokens,
-        reason,
-        logprobs=scores(tokens, each.sampling.logprobs),
-    )
+    key = each.req_id, each.dispatch, each.num_prompt_tokens + at
+    logprobs = scores(tokens, each.sampling.logprobs)
+    return TokenChunk(*key, tokens, FinishReason.STOP if last else None, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -52,8 +52,7 @@ def test_chat_whole(client: openai.OpenAI, text: Text) -> None:
 
 def test_whole_answers_hold_the_nulls_of_the_published_schema(served: Served) -> None:
     choice = served.post("chat/completions", messages=HELLO).json()["choices"][0]
-    assert choice["message"]["refusal"] is None
-    assert choice["logprobs"] is None
+    assert choice["message"]["refusal"] is choice["logprobs"] is None
 
 
 def test_chat_stream(client: openai.OpenAI) -> None:
@@ -133,12 +132,7 @@ def test_completions_take_every_form_of_prompt(
 @pytest.mark.parametrize("sizes", [(), (3, 1, 5), (100,)], ids=str)
 @pytest.mark.parametrize("stop", ["ld, th", ["zzz", "😀"]], ids=str)
 def test_stop_string_across_tokens_ends_text_and_request(
-    served: Served,
-    double: DecodeDouble,
-    text: Text,
-    sizes: tuple[int, ...],
-    stop: Any,
-    streamed: bool,
+    served: Served, double: DecodeDouble, text: Text, sizes: Any, stop: Any, streamed: bool
 ) -> None:
     tokens = text.encode(ANSWER, add_special_tokens=False)
     double.script = speak(tokens, sizes=sizes)
@@ -306,9 +300,8 @@ def test_silent_streams_are_kept_alive_with_comments(
 ) -> None:
     double.script = None
     seen = []
-    with httpx.stream(
-        "POST", f"{served.url}/v1/completions", json={"prompt": "a", "stream": True}
-    ) as r:
+    body = {"prompt": "a", "stream": True}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body) as r:
         peer, generate = double.take()
         for line in r.iter_lines():
             seen.append(line)
