@@ -182,7 +182,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def application(front: Front) -> ASGIApp:
     """The ASGI application over `front`."""
-    routes, status = Routes(front), StatusRoutes(front)
+    routes, status, pages = Routes(front), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
     shown = document(version(), front.served.model, keys=bool(front.api_keys))
@@ -204,9 +204,13 @@ def application(front: Front) -> ASGIApp:
         ("/metrics", status.metrics),
         ("/metrics/targets", status.targets),
         ("/config", status.config),
+        ("/dashboard", pages.dashboard),
+        ("/dashboard/playground", pages.playground),
+        ("/dashboard/data", pages.data),
+        ("/dashboard/own", pages.own),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-    Pages(front).add_to(app)
+    app.mount("/dashboard/static", pages.files)
     for path in NOT_SERVED:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):

@@ -239,6 +239,9 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
     """The buckets and the sum of series with the same bounds."""
-    parts, sums = zip(*(tally.sample() for tally in tallies), strict=True)
-    buckets = [(same[0][0], sum(bucket[1] for bucket in same)) for same in zip(*parts, strict=True)]
-    return buckets, sum(sums, 0.0)
+    samples = [tally.sample() for tally in tallies]
+    buckets: list[tuple[str, float]] = [
+        (same[0][0], sum(bucket[1] for bucket in same))
+        for same in zip(*(buckets for buckets, _ in samples), strict=True)
+    ]
+    return buckets, sum((of_all for _, of_all in samples), 0.0)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
-from msgspec.structs import asdict
 from starlette.staticfiles import StaticFiles
 
 from router.dispatch.members import WORKERS, Known
@@ -52,18 +51,7 @@ class Pages:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._files = _Files(directory=STATIC)
-
-    def add_to(self, app: FastAPI) -> None:
-        """Serve them."""
-        for path, endpoint in (
-            ("/dashboard", self.dashboard),
-            ("/dashboard/playground", self.playground),
-            ("/dashboard/data", self.data),
-            ("/dashboard/own", self.own),
-        ):
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.mount("/dashboard/static", self._files)
+        self.files = _Files(directory=STATIC)  # at /dashboard/static
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the page that shows `/dashboard/data`."""
@@ -87,7 +75,7 @@ class Pages:
         path: bytes = request.scope["raw_path"].partition(b"?")[0]
         if path.endswith(b"/"):  # links in the page are relative to a path without
             return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
-        return await self._files.get_response(name, request.scope)
+        return await self.files.get_response(name, request.scope)
 
     def _own(self) -> Part:
         front = self._front
@@ -121,7 +109,10 @@ class Pages:
             history=board.history(parts),
             routers=routers,
             workers=workers,
-            changes=[ChangeRow(**asdict(c) | {"ago_s": round(c.ago_s, 1)}) for c in changes],
+            changes=[
+                ChangeRow(c.name, c.role, c.incarnation, c.state, c.text, round(c.ago_s, 1))
+                for c in changes
+            ],
         )
 
     def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
@@ -144,8 +135,10 @@ class Pages:
                 yield _worker(known)
         for change in _gone(changes, {known.member.name for known in listed}):
             if change.role != "router":
-                about = {"incarnation": change.incarnation, "reason": change.text}
-                yield WorkerRow(change.name, change.role, "lost", **about)
+                yield WorkerRow(
+                    change.name, change.role, "lost",
+                    incarnation=change.incarnation, reason=change.text,
+                )  # fmt: skip
 
 
 def _json(body: msgspec.Struct) -> Response:
