@@ -56,9 +56,6 @@ class LoopWire:
     def connect(self, peer: str, address: str) -> None:
         pass
 
-    def disconnect(self, peer: str) -> None:
-        pass
-
     def send(self, peer: str, message: Any) -> None:
         assert decode(encode(message)) == message
         if not isinstance(message, Generate):
@@ -194,12 +191,9 @@ def test_ten_megabytes_are_refused_before_they_are_cut_into_tokens(tmp_path: Pat
     message = b'{"messages": [{"role": "user", "content": "' + text + b'"}]}'
     prompt = b'{"prompt": "' + text + b'"}'
     bodies = [
-        ("/v1/chat/completions", message),
-        ("/v1/completions", prompt),
-        ("/v1/completions", b'{"prompt": [' + b"1," * (5 << 20) + b"1]}"),
-        ("/tokenize", prompt),
-        ("/tokenize", message),
-    ]
+        ("/v1/chat/completions", message), ("/v1/completions", prompt), ("/tokenize", prompt),
+        ("/v1/completions", b'{"prompt": [' + b"1," * (5 << 20) + b"1]}"), ("/tokenize", message),
+    ]  # fmt: skip
     good = ("/v1/completions", b'{"prompt": "a"}')
     directory, began = make_model(tmp_path), time.monotonic()
     counts = asyncio.run(rounds(directory, [*bodies, good], max_body_bytes=32 << 20))

@@ -15,6 +15,7 @@ from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
     Serve,
+    Served,
     connected,
     ended,
     failed,
@@ -122,8 +123,7 @@ def test_error_of_the_worker_reaches_the_client(
             if num_tokens:
                 double.chunk(peer, generate, ids[:num_tokens])
                 wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
-            error = Error(code, "because")
-            finish = FinishReason.ERROR
+            error, finish = Error(code, "because"), FinishReason.ERROR
             double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
             if num_tokens:
                 assert ended(future)[2] == code
@@ -133,18 +133,15 @@ def test_error_of_the_worker_reaches_the_client(
 
 
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
-    serve: Serve, ask: Ask, ids: Ids
+    served: Served, double: DecodeDouble, ask: Ask
 ) -> None:
-    double = DecodeDouble()
-    with serve(double) as (router, url):
-        future = ask(url, prompt=["a", "b"])
-        peer, first = double.take()
-        _, second = double.take()
-        error = Error("internal_error", "broken")
-        double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
-        assert failed(future)[:2] == (500, "internal_error")
-        assert double.expect(Abort).req_id == second.req_id
-        wait_until(lambda: router.num_inflight() == 0)
+    future = ask(served.url, prompt=["a", "b"])
+    (peer, first), (_, second) = double.take(), double.take()
+    error = Error("internal_error", "broken")
+    double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
+    assert failed(future)[:2] == (500, "internal_error")
+    assert double.expect(Abort).req_id == second.req_id
+    wait_until(lambda: served.router.num_inflight() == 0)
 
 
 def test_drain_refuses_new_requests_and_finishes_old_ones(serve: Serve, ask: Ask, ids: Ids) -> None:
