@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-import msgspec
+from msgspec.structs import replace
 
 from worker.api import Change, Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
+IDENTITY = attrgetter("name", "incarnation", "state")  # of a Change
 
 
 @dataclass(slots=True, eq=False)
@@ -61,23 +63,15 @@ class Members:
 
         What comes with the first call has happened before this router was there.
         """
-        known = {(change.name, change.incarnation, change.state) for change in self._changes}
+        known = set(map(IDENTITY, self._changes))
         self._changes, self._noted_at = changes, time.monotonic()
-        new = [
-            change
-            for change in changes
-            if change.state == "lost"
-            and change.role in WORKERS
-            and (change.name, change.incarnation, change.state) not in known
-        ]
-        return new if known else []
+        deaths = [c for c in changes if c.state == "lost" and c.role in WORKERS]
+        return [death for death in deaths if IDENTITY(death) not in known] if known else []
 
     def changes(self) -> list[Change]:
         """What has happened, as of now, the last first."""
         age_s = time.monotonic() - self._noted_at
-        newest_first = reversed(self._changes)
-        replace = msgspec.structs.replace
-        return [replace(change, ago_s=change.ago_s + age_s) for change in newest_first]
+        return [replace(c, ago_s=c.ago_s + age_s) for c in reversed(self._changes)]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
         """Take the whole new list; returns the workers that came, and those that went."""

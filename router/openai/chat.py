@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from msgspec import UNSET, UnsetType
 
@@ -22,7 +22,7 @@ from router.openai.reply import (
     FunctionCall,
     ToolCall,
 )
-from router.openai.schema import Message
+from router.openai.schema import Message, mapping
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
@@ -153,8 +153,7 @@ def rendered(
 
 def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates expect."""
-    function = call.get("function")
-    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    fields = mapping(call.get("function"))
     if not isinstance(fields.get("name"), str):
         raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
     arguments: Any = fields.get("arguments")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported
-from router.openai.schema import GenerationBody
+from router.openai.schema import GenerationBody, mapping
 from router.text.bounded import Bounds
 from router.text.grammar import Part, quoted, regex_part, schema_part
 
@@ -48,8 +48,7 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
         return Constraint(schema_part({"type": "object"}, param, bounds), param)
     if kind != "json_schema":
         raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
-    wrapped = value.get("json_schema")
-    fields = cast("dict[str, Any]", wrapped) if isinstance(wrapped, dict) else {}
+    fields = mapping(value.get("json_schema"))
     schema = fields.get("schema")
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")

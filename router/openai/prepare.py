@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from router.config import RouterConfig
 from router.errors import ApiError, invalid
@@ -163,13 +163,13 @@ class Preparer:
             max_tokens = allowed_tokens(len(prompt), body, served, job.param)
             sampling = body.sampling(max_tokens, text.vocab_size, served.defaults, job.grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
-                sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
+                sampling = replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)
             for i in range(body.num_samples):
                 output = text.output(
                     prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
                 )
-                own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
+                own = replace(sampling, seed=seed_of(sampling.seed, i))
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
         options = body.stream_options
         return Prepared(

@@ -42,6 +42,11 @@ ItemT = TypeVar("ItemT")
 Many = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def _listed(value: Any) -> Any:
     """A single stop string counts as a list of one."""
     return [value] if isinstance(value, str) else value

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from router.errors import invalid
-from router.openai.schema import ChatBody, RequestModel, refused
+from router.openai.schema import ChatBody, RequestModel, mapping, refused
 from router.text.bounded import Bounds
 from router.text.grammar import Part, quoted, schema_part
 from router.text.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
@@ -76,10 +76,8 @@ def _function(i: int, tool: dict[str, Any]) -> Function:
 
 
 def _chosen(choice: Any) -> str:
-    fields = cast("dict[str, Any]", choice) if isinstance(choice, dict) else {}
-    function = fields.get("function")
-    named = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
-    name = named.get("name")
+    fields = mapping(choice)
+    name = mapping(fields.get("function")).get("name")
     if fields.get("type") != "function" or not isinstance(name, str):
         message = "tool_choice: must be none, auto, required or a function by name"
         raise invalid(message, "tool_choice")

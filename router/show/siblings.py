@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 
 import httpx
 from prometheus_client import CollectorRegistry, Gauge
@@ -54,13 +55,10 @@ class Siblings:
 
         `accepted`: the scraper's header `Accept`, by which each chooses the form of its page.
         """
-        mine = self._member
-        addresses = [
-            member.metrics_address
-            for member in (known.member for known in self._members.all())
-            if (member.node, member.address) == (mine.node, mine.address)
-            and member.name != mine.name
-        ]
+        mine, port = self._member, attrgetter("node", "address")
+        members = [known.member for known in self._members.all()]
+        others = [m for m in members if port(m) == port(mine) and m.name != mine.name]
+        addresses = [member.metrics_address for member in others]
         encode, form = encoder(accepted)
         now = time.monotonic()
         asked = (self._asked(address, "/metrics", form) for address in addresses)

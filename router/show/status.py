@@ -73,13 +73,14 @@ class StatusRoutes:
 
     async def ready(self) -> Response:
         """GET /ready: requests can be served now."""
-        if self._front.draining:
-            return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
         decodes = self._served.members.live("decode")
-        if all(known.stats.draining for known in decodes):
+        if self._front.draining:
+            reason = "draining"
+        elif all(known.stats.draining for known in decodes):
             reason = "every decode worker is draining" if decodes else "no decode worker answers"
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready"})
+        else:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: of all routers of this port; on a router's own port, those of that one."""

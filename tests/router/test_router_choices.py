@@ -54,9 +54,8 @@ def test_penalties_and_biases_reach_the_worker(client: openai.OpenAI, double: De
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
-    answer = client.chat.completions.create(
-        model="small", messages=HELLO, logprobs=True, top_logprobs=2
-    )
+    asked: Any = {"model": "small", "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(**asked)
     ChatCompletion.model_validate(answer.model_dump())
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None

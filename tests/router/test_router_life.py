@@ -185,20 +185,17 @@ def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
 
 
 def test_not_ready_while_every_decode_worker_drains(serve: Serve) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))
-    with serve(double) as (_, url):
-        wait_until(lambda: num_live(url) == 1)
+    with serve(DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))) as (_, url):
         ready = httpx.get(f"{url}/ready")
         assert ready.status_code == 503
         assert ready.json()["reason"] == "every decode worker is draining"
 
 
-def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve) -> None:
-    with serve() as (_, url):
-        port = int(url.rsplit(":", 1)[1])
-        expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
-        with pytest.raises(UserError, match=expected), serve(port=port):
-            pass
+def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve, url: str) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    with pytest.raises(UserError, match=expected), serve(port=port):
+        pass
 
 
 def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) -> None:

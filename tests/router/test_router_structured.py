@@ -90,4 +90,6 @@ def test_parse_of_the_client_plain_and_streamed(
         for event in stream:
             if event.type == "chunk":
                 ChatCompletionChunk.model_validate(event.chunk.model_dump())
-        assert stream.get_final_completion().choices[0].message.parsed == found
+        choice = stream.get_final_completion().choices[0]
+    assert (choice.message.parsed, choice.finish_reason) == (found, "stop")
+    assert (choice.message.content, event.type) == (PLAN, "content.done")

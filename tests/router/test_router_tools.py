@@ -128,11 +128,8 @@ NAMED = {"type": "function", "function": {"name": "time"}}
             [COMPACT, CALL2, f"{COMPACT}\n{CALL2}", f"<think>\nhm\n</think>\n\n{CALL2}"],
             ["hello", CALL2[:-3], CALL2.replace("time", "weather")],
         ),
-        (
-            {"tool_choice": "required"},  # of a context of 2048 tokens
-            ["\n".join([CALL2] * 8)],
-            ["\n".join([CALL2] * 9)],
-        ),
+        # of a context of 2048 tokens
+        ({"tool_choice": "required"}, ["\n".join([CALL2] * 8)], ["\n".join([CALL2] * 9)]),
         ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a", f"{CALL2}\n{CALL2}"]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL2], [f"{CALL2}\n{CALL2}"]),
         (
@@ -165,14 +162,11 @@ def test_one_call_only_and_none_at_all(
     client: openai.OpenAI, double: DecodeDouble, text: Text
 ) -> None:
     says(double, text, f"{CALL}\n{CALL2}")
-    answer = client.chat.completions.create(
-        model="small", messages=HELLO, tools=TOOLS, parallel_tool_calls=False
-    )
+    asks: Any = {"model": "small", "messages": HELLO, "tools": TOOLS}
+    answer = client.chat.completions.create(**asks, parallel_tool_calls=False)
     assert len(answer.choices[0].message.tool_calls or []) == 1
     double.take()
-    answer = client.chat.completions.create(
-        model="small", messages=HELLO, tools=TOOLS, tool_choice="none"
-    )
+    answer = client.chat.completions.create(**asks, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason == "stop"
     assert "<tools>" not in asked(double, text)[0]
@@ -241,10 +235,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice",
-    ),
+    ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "x"}}}, "tool_choice"),
     ({"tools": WRONG_SCHEMA, "tool_choice": "required"}, "tools"),
     ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
     ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
