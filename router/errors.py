@@ -43,10 +43,7 @@ HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
 class ApiError(KvlaneError):
-    """Ends one HTTP request; `param` is the field that is wrong.
-
-    Its status is that of `code` in STATUS, 500 for others, unless `status` says another.
-    """
+    """Ends a request with the HTTP status of `code`, or `status`; `param` is the wrong field."""
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from router.dispatch.members import Known, Members, drafting
 from router.dispatch.policy.base import Policy
 from router.dispatch.queue import Queue, Req
 from router.errors import ApiError
-from router.observe.metrics import RouterMetrics, prefilled
+from router.observe.metrics import RouterMetrics
 from router.observe.vllm import Live
 from worker.api import (
     Abort,
@@ -92,18 +92,14 @@ class Dispatcher:
         metrics.watch(live)
 
     def check_room(self, num_choices: int) -> None:
-        """Refuse a request whose choices would exceed max_inflight.
-
-        Raises:
-            ApiError: 429.
-        """
+        """Raise an ApiError, 429, if so many more choices would exceed max_inflight."""
         if len(self._reqs) + num_choices > self._config.max_inflight:
             raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
 
     def submit(self, req: Req, server: Trace | None = None) -> None:
         """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
 
-        Its stages are below the present one of `server`.
+        The stages of its trace are below the present one of `server`.
         """
         now, timeout_s = time.monotonic(), self._config.request_timeout_s
         req.arrived_at, req.deadline = now, now + timeout_s
@@ -118,10 +114,7 @@ class Dispatcher:
         self._queue.add(req)
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
-        """End a request from this side, with an error or because its client is gone.
-
-        Tells the worker that has it. Does nothing to a request that has ended.
-        """
+        """End a request that has not ended, with an error or because its client is gone."""
         if not req.outcome:
             self._queue.abort(req)
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
@@ -216,7 +209,7 @@ class Dispatcher:
         if is_first:
             req.first_token_at = now
             where = _prefilled(req, self._members.get(req.decoded_by))
-            self._metrics.first_token(where, now - req.arrived_at, req.trace_id)
+            self._metrics.ttft(where).observe(now - req.arrived_at, req.trace_id)
             self._metrics.prompt(len(req.prompt), req.num_cached_tokens)
         with DETOKENIZER:
             piece = req.output.feed(tokens)
@@ -248,7 +241,7 @@ class Dispatcher:
             req.trace.leave(time.monotonic(), {}, refused.error.code, refused.error.message)
         self._queue.leave(req, served=False)
         self._queue.pause(peer, refused.retry_after_s)
-        self._metrics.retried("refused")
+        self._metrics.retries("refused").inc()
         self._queue.add(req, first=True)
 
     def _on_lost(self, peer: PeerId, reason: str) -> None:
@@ -267,7 +260,6 @@ class Dispatcher:
             self._wire.connect(member.peer, member.address)
 
     def _lose(self, req: Req, cause: str) -> None:
-        """`req` has lost its worker, which is gone or has left out tokens of it."""
         req.num_losses += 1
         if req.num_losses >= MAX_LOSSES:
             message = "the request was present when two workers were lost; it is not tried again"
@@ -283,16 +275,15 @@ class Dispatcher:
                 req.trace.leave(time.monotonic(), error=cause)
             req.avoid, req.waiting_since = req.choice.decode, None
             self._queue.leave(req, served=False)
-            self._metrics.retried(cause)
+            self._metrics.retries(cause).inc()
             self._queue.add(req, first=True)
 
     def _waited(self, req: Req) -> None:
         """The queue timeout has passed: no decode worker had room, or there is none."""
+        code, message = "no_worker", "no decode worker is alive"
         if self._members.live("decode"):
-            error = ApiError("busy", "no decode worker had room in time", retry_after_s=1)
-        else:
-            error = ApiError("no_worker", "no decode worker is alive", retry_after_s=1)
-        self.give_up(req, error)
+            code, message = "busy", "no decode worker had room in time"
+        self.give_up(req, ApiError(code, message, retry_after_s=1))
 
     def _end(
         self,
@@ -329,10 +320,12 @@ class Dispatcher:
 
 
 def _prefilled(req: Req, decode: Known | None) -> str:
-    """Where its prompt was prefilled; decode: the worker that it is at."""
+    """Where its KV was computed, one of PREFILLS; `decode`: the worker that it is at."""
+    if req.stages is not None and req.stages.prefilled_by not in ("", req.decoded_by):
+        return "pulled"
     page_size = decode.stats.page_size if decode is not None else 0
     cached = len(req.prompt) - req.num_cached_tokens <= page_size
-    return prefilled(req.stages, req.decoded_by, cached=cached)
+    return "cached" if cached else "local"
 
 
 def _flush(mailboxes: Sequence[Mailbox]) -> None:

@@ -33,14 +33,10 @@ class Delta(msgspec.Struct, gc=False):
 class Mailbox:
     """Deltas of all choices of a request, in order. Loop thread only.
 
-    Text of a stream that has begun is handed to `write_now` once all of a frame is here. The task
-    that answers the request is woken for all else: the first text, the end of a choice, and text
-    that could not be written. Then deltas pile up here until it takes all at once, so a slow client
-    never slows anyone else.
-
-    Args:
-        write_now: takes deltas without waiting, or says that it cannot. None: the answer is not
-            streamed, and the task is woken when a choice ends.
+    Text of a stream that has begun is handed to `write_now`, if it takes it without waiting, once
+    all of a frame is here. The task that answers is woken for all else: the first text, the end of
+    a choice, and text that could not be written. Then deltas pile up until it takes all at once, so
+    a slow client slows nobody else. `write_now` is None where the answer is not streamed.
     """
 
     def __init__(self, write_now: Callable[[list[Delta]], bool] | None) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
-import msgspec
+from msgspec.structs import replace
 
 from worker.api import Change, Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
+IDENTITY = attrgetter("name", "incarnation", "state")  # of a Change
 
 
 @dataclass(slots=True, eq=False)
@@ -62,30 +64,18 @@ class Members:
         Returns:
             Deaths of workers that the list before did not have; none for the first list.
         """
-        known = {(change.name, change.incarnation, change.state) for change in self._changes}
+        known = set(map(IDENTITY, self._changes))
         self._changes, self._noted_at = changes, time.monotonic()
-        new = [
-            change
-            for change in changes
-            if change.state == "lost"
-            and change.role in WORKERS
-            and (change.name, change.incarnation, change.state) not in known
-        ]
-        return new if known else []
+        deaths = [c for c in changes if c.state == "lost" and c.role in WORKERS]
+        return [death for death in deaths if IDENTITY(death) not in known] if known else []
 
     def changes(self) -> list[Change]:
         """What has happened, as of now, the last first."""
         age_s = time.monotonic() - self._noted_at
-        newest_first = reversed(self._changes)
-        replace = msgspec.structs.replace
-        return [replace(change, ago_s=change.ago_s + age_s) for change in newest_first]
+        return [replace(c, ago_s=c.ago_s + age_s) for c in reversed(self._changes)]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
-        """Take the whole new list.
-
-        Returns:
-            Workers that came and workers that went; routers and controllers are only listed.
-        """
+        """Take the whole new list; returns the workers that came, and those that went."""
         now = {member.peer: member for member in members}
         added = [member for peer, member in now.items() if peer not in self._known]
         removed = [known.member for peer, known in self._known.items() if peer not in now]
@@ -93,7 +83,7 @@ class Members:
             del self._known[member.peer]
         for member in added:
             self._known[member.peer] = Known(member)
-        return [m for m in added if _is_worker(m)], [m for m in removed if _is_worker(m)]
+        return _workers(added), _workers(removed)
 
     def get(self, peer: PeerId) -> Known | None:
         """The member of this address, while the controller lists it."""
@@ -180,5 +170,5 @@ def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
     return {known.member.name: known.stats for known in live if known.stats.drafted}
 
 
-def _is_worker(member: Member) -> bool:
-    return member.role in WORKERS
+def _workers(members: Sequence[Member]) -> list[Member]:
+    return [member for member in members if member.role in WORKERS]

@@ -86,7 +86,7 @@ class Req:
 
     @property
     def asked(self) -> Asked:
-        """What the policy sees of it."""
+        """What the policy sees."""
         return Asked(self.req_id, self.prompt)
 
 
@@ -181,7 +181,6 @@ class Queue:
             self._wire.send(req.choice.decode, Abort(req.req_id, req.dispatch))
 
     def _late(self, req: Req, since: float) -> None:
-        """The queue timeout of the wait that began at `since`."""
         if not req.outcome and req.choice is None and req.waiting_since == since:
             self._expired(req)
 

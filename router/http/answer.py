@@ -76,7 +76,6 @@ class Answer(Response):
         self._body = Body(prepared, exchange.unique_id, exchange.reqs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the request from submission to the last byte, as an ASGI application."""
         self._outlet: Outlet = scope["outlet"]
         self._outlet.watch(self._leave)
         try:
@@ -114,7 +113,6 @@ class Answer(Response):
             self._reqs.append(req)
 
     def _leave(self) -> None:
-        """The client is gone, or has all that it will get."""
         for req in self._reqs:
             self._dispatcher.give_up(req)
 
@@ -213,7 +211,6 @@ class Answer(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer with the error: an event if the stream has begun, else a status of its own."""
         self._exchange.failure = error.code
         if self._started:
             event = b"data: %s\n\n" % json.dumps(error.body).encode()
@@ -223,11 +220,7 @@ class Answer(Response):
             await error.response(scope, receive, send)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Part of a stream.
-
-        Raises:
-            _Gone: the client has read too little of what came before for too long.
-        """
+        """Send a part of a stream; raises _Gone if the client has read too little for too long."""
         message = {"type": "http.response.body", "body": body, "more_body": more}
         if self._outlet.is_full:
             try:

@@ -48,7 +48,7 @@ CLOSE = (b"connection", b"close")
 
 
 class _Server(uvicorn.Server):
-    """Sets `ready` when it accepts connections; can leave a port that others listen on, too."""
+    """Sets `ready` when it accepts connections."""
 
     def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
         super().__init__(config)
@@ -61,7 +61,7 @@ class _Server(uvicorn.Server):
         self._ready.set()
 
     async def leave(self) -> None:
-        """Close the first listener. A connection that is open closes after its next answer."""
+        """Leave the first port. A connection that is open closes after its next answer."""
         config, state, listener = self.config, self.server_state, self._listeners[0]
         loop = asyncio.get_running_loop()
         if listener.fileno() < 0:  # it was left before
@@ -83,8 +83,7 @@ class _Server(uvicorn.Server):
 class _Arrivals:
     """Events on their way from the wire's thread to the loop.
 
-    Frames that come while the loop is busy are taken together, so that what a stream got of several
-    steps leaves in one chunk.
+    Frames that come while the loop is busy are taken together, so a stream gets them as one chunk.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class _Arrivals:
         self._is_due = False  # a `_take` is to come
 
     def put(self, events: Sequence[Event]) -> None:
-        """For the wire's thread."""
+        """Called in the wire's thread."""
         self._events.extend(events)
         if not self._is_due:
             self._is_due = True
@@ -126,9 +125,7 @@ class Place:
     host: str = "127.0.0.1"
     port: int = 0  # 0 takes a free one
     node: str = ""  # this node's address for other nodes; used where `host` is any address
-    shared: bool = False
-    """Other routers may join the port. Then this one also has a port of its own, for what is asked
-    of this very router."""
+    shared: bool = False  # other routers may join the port; then this one also has one of its own
 
     def reachable_at(self, port: int) -> str:
         """host:port, as other nodes reach it."""
@@ -137,10 +134,9 @@ class Place:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def listeners(self, port: int, *, joins: bool) -> list[socket.socket]:
-        """The sockets: of the port, and of the router's own where the port is shared.
+        """The port's socket, and one of the router's own port if that is shared.
 
-        Raises:
-            UserError: the address cannot be bound.
+        Raises a UserError if the address cannot be bound.
         """
         try:
             first = listen(self.host, port, shared=self.shared, joins=joins)
@@ -152,11 +148,9 @@ class Place:
 
 
 class RouterServer:
-    """One router: serves HTTP in a thread of its own until it is stopped.
+    """Serves HTTP in a thread of its own until it is stopped. Methods are for any thread.
 
-    All methods may be called from any thread; what they change is changed on the router's loop.
-
-    `tracer` makes the spans of requests, and is closed at the end; None: nobody wants them.
+    `tracer` makes the spans of requests and is closed at the end; None: nothing is traced.
 
     Raises:
         UserError: the model directory or the file of API keys is unfit, or no policy has the name.
@@ -192,17 +186,10 @@ class RouterServer:
         self.server: _Server | None = None
 
     def start(self, port: int | None = None, *, joins: bool = False) -> Member:
-        """Listen, start the thread, and return once requests are accepted.
+        """Listen, start the thread, and return this router as a member once it accepts requests.
 
-        Args:
-            port: instead of the one that it was made with.
-            joins: other routers of this cluster listen there; else nobody may.
-
-        Returns:
-            This router as a member; its address is that of its HTTP socket.
-
-        Raises:
-            UserError: the address cannot be bound.
+        `port` is used in place of the one it was made with; `joins`: other routers of this cluster
+        listen there, else nobody may. Raises a UserError if the address cannot be bound.
         """
         place = self._place
         listeners = place.listeners(place.port if port is None else port, joins=joins)
@@ -227,15 +214,12 @@ class RouterServer:
         return member
 
     def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
-        """The controller's whole list; a worker that is no longer on it is lost at once.
-
-        `changes` has what has happened to members, for the dashboard.
-        """
+        """Take the controller's whole list; `changes` has what has happened, for the dashboard."""
         self.listed, self._changes = tuple(members), tuple(changes)
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:
-        """Take no new work; running requests finish.
+        """Take no new work; running requests finish, and new ones are answered with 503.
 
         Args:
             others: other routers go on listening on the same port. Then this router accepts the
@@ -247,11 +231,7 @@ class RouterServer:
             begun.result(DRAIN_TIMEOUT_S)
 
     def num_inflight(self) -> int:
-        """HTTP generation requests that have not ended. An answer also says that the loop turns.
-
-        Raises:
-            WorldError: the loop hangs.
-        """
+        """HTTP generation requests that have not ended; raises a WorldError if the loop hangs."""
         turned = threading.Event()
         self._post(turned.set)
         if self.loop is not None and not turned.wait(ANSWER_TIMEOUT_S):
@@ -280,7 +260,7 @@ class RouterServer:
     def _run(self, listeners: list[socket.socket], member: Member) -> None:
         try:
             asyncio.run(self._main(listeners, member))
-        except BaseException as error:
+        except BaseException as error:  # raised by `start`
             self._failure = error
             if self._ready.is_set():
                 raise

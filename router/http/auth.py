@@ -13,14 +13,13 @@ BEARER = b"bearer "
 
 
 class ApiKeys:
-    """Passes requests for guarded paths on only if their bearer token is one of `keys`."""
+    """Answers 401 to requests for guarded paths whose bearer token is none of `keys`."""
 
     def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
         self._app = app
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or answer 401."""
         if scope["type"] == "http" and scope["path"].startswith(GUARDED) and not self._knows(scope):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             response = ApiError("invalid_api_key", message).response

@@ -38,10 +38,7 @@ UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
 
 class Outlet:
-    """Stands in for the transport of one response. Used on the loop only; routes get it by scope.
-
-    uvicorn's `cycle` writes the response on `connection`.
-    """
+    """Takes the place of one response's transport; uvicorn's `cycle` writes there. Loop only."""
 
     def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
         self._cycle: RequestResponseCycle = weakref.proxy(cycle)  # which owns this
@@ -63,11 +60,11 @@ class Outlet:
             self._holds, self._held = False, b""
 
     def close(self) -> None:
-        """Close the connection; what is held was not meant to leave alone."""
+        """Close the connection, and drop what is held."""
         self._transport.close()
 
     def is_closing(self) -> bool:
-        """Whether nothing more can be written."""
+        """As a transport's."""
         return self._transport.is_closing()
 
     @property
@@ -129,7 +126,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
+        """A client is here."""
         super().connection_made(transport)
         # asyncio does this only for sockets that name their protocol, which accepted ones do not.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -64,7 +64,7 @@ class Exchange:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What every response carries."""
+        """Those of every response."""
         timing = ", ".join(f"{name};dur={1e3 * s:.1f}" for name, s in self.stages.items())
         return [(REQUEST_ID, self.request_id.encode()), (SERVER_TIMING, timing.encode())]
 
@@ -96,10 +96,9 @@ class Exchange:
 
 
 class Exchanges:
-    """The outermost layer: gives every request its `Exchange`; evens out method and path.
+    """The outermost layer: gives every request its `Exchange`.
 
-    HEAD is served wherever GET is (the server drops the body), and a slash at the end of a path
-    means nothing.
+    HEAD is served wherever GET is (the server drops the body); a slash at a path's end is ignored.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class Exchanges:
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and add the exchange's headers to what goes back."""
         headers = dict(scope["headers"])
         exchange = Exchange.begin(headers.get(REQUEST_ID, b""))
         inner = {
@@ -144,13 +142,6 @@ class Exchanges:
             if access_log.isEnabledFor(level):
                 exchange.write(scope, level)
 
-    def _end_trace(self, exchange: Exchange, trace: Trace) -> None:
-        ended = tracing.Ended(
-            exchange.request_id,
-            self._model,
-            exchange.reqs,
-            exchange.n,
-            exchange.status,
-            exchange.failure,
-        )
+    def _end_trace(self, of: Exchange, trace: Trace) -> None:
+        ended = tracing.Ended(of.request_id, self._model, of.reqs, of.n, of.status, of.failure)
         tracing.end(trace, ended, time.monotonic())

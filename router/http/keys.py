@@ -10,8 +10,7 @@ from worker.errors import UserError
 def read_keys(path: str) -> tuple[bytes, ...]:
     """The keys of a file, one a line; empty lines do not count. Without a path there are none.
 
-    Raises:
-        UserError: the file cannot be read or holds no key.
+    Raises a UserError if the file cannot be read or holds no key.
     """
     if not path:
         return ()

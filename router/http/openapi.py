@@ -16,16 +16,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.http.auth import GUARDED
-from router.openai.reply import (
-    ChatChoice,
-    ChunkChoice,
-    Completion,
-    DetokenizeReply,
-    Model,
-    ModelList,
-    TextChoice,
-    TokenizeReply,
-)
+from router.openai import reply
+from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
 from router.openai.tokens import DetokenizeBody, TokenizeBody
 
@@ -33,15 +25,15 @@ REF = "#/components/schemas/"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 
 
-class ChatCompletion(Completion[ChatChoice], kw_only=True):
+class ChatCompletion(Completion[reply.ChatChoice], kw_only=True):
     """A whole answer."""
 
 
-class ChatCompletionChunk(Completion[ChunkChoice], kw_only=True):
+class ChatCompletionChunk(Completion[reply.ChunkChoice], kw_only=True):
     """One event of a stream; the event after the last one is `[DONE]`."""
 
 
-class TextCompletion(Completion[TextChoice], kw_only=True):
+class TextCompletion(Completion[reply.TextChoice], kw_only=True):
     """A whole answer, or one event of a stream; the event after the last one is `[DONE]`."""
 
 
@@ -94,11 +86,9 @@ class Operation(NamedTuple):
 
 
 USAGE = {
-    "prompt_tokens": 12,
-    "completion_tokens": 3,
-    "total_tokens": 15,
+    "prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15,
     "prompt_tokens_details": {"cached_tokens": 0},
-}
+}  # fmt: skip
 ERROR = {
     "message": "temperature: Input should be greater than or equal to 0",
     "type": "invalid_request_error",
@@ -106,12 +96,9 @@ ERROR = {
     "code": "invalid_value",
 }
 CARD = {
-    "id": "tiny",
-    "object": "model",
-    "created": 1700000000,
-    "owned_by": "kvlane",
+    "id": "tiny", "object": "model", "created": 1700000000, "owned_by": "kvlane",
     "max_model_len": 4096,
-}
+}  # fmt: skip
 
 
 def _answer(kind: str, **choice: Any) -> dict[str, Any]:
@@ -138,8 +125,11 @@ TARGETS = [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]
 TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
 HELLO = [{"role": "user", "content": "Hello"}]
 PAGES: tuple[tuple[str, str, Content], ...] = (
-    ("/v1/models", "All models: one", Content(JSON, ModelList, {"object": "list", "data": [CARD]})),
-    ("/v1/models/{name}", "The model of this name", Content(JSON, Model, CARD)),
+    (
+        "/v1/models", "All models: one",
+        Content(JSON, reply.ModelList, {"object": "list", "data": [CARD]}),
+    ),
+    ("/v1/models/{name}", "The model of this name", Content(JSON, reply.Model, CARD)),
     ("/health", "Whether a decode worker answers", Content(JSON, Status, {"status": "ok"})),
     (
         "/live", "That this router's loop turns, and which workers make progress",
@@ -164,36 +154,29 @@ PAGES: tuple[tuple[str, str, Content], ...] = (
 )  # fmt: skip
 OPERATIONS = (
     Operation(
-        "/v1/chat/completions",
-        "Answer a chat",
+        "/v1/chat/completions", "Answer a chat",
         (Content(JSON, ChatCompletion, CHAT), Content(EVENTS, ChatCompletionChunk, CHAT_STREAM)),
         Content(JSON, ChatBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}),
     ),
     Operation(
-        "/v1/completions",
-        "Continue a text",
-        (
-            Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
-            Content(EVENTS, TextCompletion, _events(CONTINUED)),
-        ),
-        Content(
-            JSON, CompletionBody, {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}
-        ),
+        "/v1/completions", "Continue a text",
+        (Content(JSON, TextCompletion, CONTINUED | {"usage": USAGE}),
+         Content(EVENTS, TextCompletion, _events(CONTINUED))),
+        Content(JSON, CompletionBody,
+                {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}),
     ),
     Operation(
-        "/tokenize",
-        "The tokens of a text or of a chat",
-        (Content(JSON, TokenizeReply, TOKENS),),
+        "/tokenize", "The tokens of a text or of a chat",
+        (Content(JSON, reply.TokenizeReply, TOKENS),),
         Content(JSON, TokenizeBody, {"model": "tiny", "prompt": "Hello"}),
     ),
     Operation(
-        "/detokenize",
-        "The text of tokens",
-        (Content(JSON, DetokenizeReply, {"prompt": "Hello"}),),
+        "/detokenize", "The text of tokens",
+        (Content(JSON, reply.DetokenizeReply, {"prompt": "Hello"}),),
         Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
     ),
     *(Operation(path, summary, (content,)) for path, summary, content in PAGES),
-)
+)  # fmt: skip
 
 
 def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
@@ -203,7 +186,7 @@ def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
         [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]
         ref_template=REF + "{model}",
     )
-    replies = {reply.schema for op in OPERATIONS for reply in op.replies if reply.schema}
+    replies = {body.schema for op in OPERATIONS for body in op.replies if body.schema}
     _, more = msgspec.json.schema_components(
         sorted([*replies, ErrorReply], key=lambda schema: schema.__name__),
         ref_template=REF + "{name}",
@@ -226,7 +209,7 @@ def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
 
 
 def _operation(op: Operation, model: str) -> dict[str, Any]:
-    content = {media: value for reply in op.replies for media, value in reply.shown(model).items()}
+    content = {media: value for body in op.replies for media, value in body.shown(model).items()}
     failed = Content(JSON, ErrorReply, {"error": ERROR}).shown(model)
     responses = {
         "200": {"description": "Served", "content": content},

@@ -20,14 +20,13 @@ def origins(config: RouterConfig, host: str) -> Sequence[str]:
     """The origins that `config` allows a router that listens on `host`."""
     if config.cors_origins != "auto":
         return config.cors_origins
-    allowed = ("*",) if is_loopback(host) and not config.api_key_file else ()
+    allowed = ("*",) if _is_loopback(host) and not config.api_key_file else ()
     why = f"it listens on {host}, {'with' if config.api_key_file else 'without'} keys"
     log.debug("router.cors_origins = %s (%s)", list(allowed), why)
     return allowed
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a server that listens on `host`."""
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

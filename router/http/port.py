@@ -9,19 +9,12 @@ BACKLOG = 2048
 
 
 def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -> socket.socket:
-    """A listening socket. The kernel divides connections evenly among all that share a port.
+    """A listening socket; the kernel divides connections evenly among all that share a port.
 
     The first router binds its port without SO_REUSEPORT, and shares it only then. So a port that is
-    in use is refused, shared or not. If two clusters start at once, one of them is refused.
-
-    Args:
-        host: to listen on.
-        port: 0 takes a free one.
-        shared: let others of this user join.
-        joins: they listen there already.
-
-    Raises:
-        OSError: the address cannot be bound.
+    in use is refused, shared or not; of two clusters that start at once one is. Port 0 takes a free
+    one. `shared`: others of this user may join; `joins`: they listen already. Raises an OSError if
+    it cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=joins)

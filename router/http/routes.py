@@ -38,13 +38,9 @@ THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loo
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
 NOT_SERVED = (
-    "/v1/embeddings",
-    "/v1/audio/{rest:path}",
-    "/v1/images/{rest:path}",
-    "/v1/responses",
-    "/v1/responses/{rest:path}",
-    "/v1/moderations",
-)
+    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
+    "/v1/responses/{rest:path}", "/v1/moderations",
+)  # fmt: skip
 
 Result = TypeVar("Result")
 Prepare = Callable[[bytes], Prepared]
@@ -72,7 +68,7 @@ class Routes:
         return await self._generate(request, self._preparer.completion)
 
     async def models(self) -> Response:
-        """GET /v1/models: the model that is served."""
+        """GET /v1/models."""
         return _json(ModelList([self._model()]))
 
     async def one_model(self, name: str) -> Response:
@@ -94,11 +90,7 @@ class Routes:
         raise ApiError("unsupported", message, status=404)
 
     async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
-        """Run `work`, in a thread if it may take long: a large body, or a grammar to build.
-
-        Raises:
-            KvlaneError: what is wrong with the body, or whatever a library raised.
-        """
+        """Run `work`, in a thread if it may take long; raises whatever KvlaneError is its end."""
 
         def run() -> Result:
             with contained("the preparation of a request"):
@@ -114,16 +106,11 @@ class Routes:
             prepared = await self._run(await self._body(request), prepare)
             front.dispatcher.check_room(len(prepared.choices))
         except KvlaneError as error:
-            front.metrics.refused(error.code)
+            front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
-        return Answer(
-            prepared,
-            front.dispatcher,
-            Exchange.of(request.scope),
-            self._served.config,
-            self._closed,
-        )
+        exchange = Exchange.of(request.scope)
+        return Answer(prepared, front.dispatcher, exchange, self._served.config, self._closed)
 
     def _closed(self) -> None:
         self._front.num_open -= 1
@@ -195,7 +182,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 def application(front: Front) -> ASGIApp:
     """The ASGI application over `front`."""
-    routes, status = Routes(front), StatusRoutes(front)
+    routes, status, pages = Routes(front), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
     shown = document(version(), front.served.model, keys=bool(front.api_keys))
@@ -217,9 +204,13 @@ def application(front: Front) -> ASGIApp:
         ("/metrics", status.metrics),
         ("/metrics/targets", status.targets),
         ("/config", status.config),
+        ("/dashboard", pages.dashboard),
+        ("/dashboard/playground", pages.playground),
+        ("/dashboard/data", pages.data),
+        ("/dashboard/own", pages.own),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-    Pages(front).add_to(app)
+    app.mount("/dashboard/static", pages.files)
     for path in NOT_SERVED:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):

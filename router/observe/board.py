@@ -28,6 +28,11 @@ class Spread(msgspec.Struct, frozen=True):
         """How many."""
         return sum(self.counts)
 
+    def since(self, then: Spread) -> Spread:
+        """What has come since `then`."""
+        counts = zip(self.counts, then.counts, strict=True)
+        return Spread(self.bounds, tuple(now - before for now, before in counts))
+
     def quantile(self, q: float) -> float | None:
         """As histogram_quantile: linear within a bucket, the last bound for what is beyond it."""
         rank, below, lower = q * self.total, 0, 0.0
@@ -125,7 +130,7 @@ class ChangeRow(msgspec.Struct, frozen=True):
 
 
 class Board(msgspec.Struct, frozen=True):
-    """All of it."""
+    """The whole cluster."""
 
     state: Literal["good", "warn", "bad"]
     summary: str  # the worst that is known, in a sentence
@@ -210,13 +215,10 @@ def rates(parts: Sequence[Part]) -> Rates:
 
 def history(parts: Sequence[Part]) -> History:
     """Of all routers together. They end at the same time, give or take a step."""
-    return History(
-        _summed([part.history.output_tokens for part in parts]),
-        _summed([part.history.running for part in parts]),
-        _summed([part.history.waiting for part in parts]),
-    )
 
+    def summed(name: str) -> tuple[float, ...]:
+        rows = [getattr(part.history, name)[::-1] for part in parts]
+        backwards = zip_longest(*rows, fillvalue=0.0)
+        return tuple(round(sum(column), 1) for column in backwards)[::-1]
 
-def _summed(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    backwards = zip_longest(*(row[::-1] for row in rows), fillvalue=0.0)
-    return tuple(round(sum(column), 1) for column in backwards)[::-1]
+    return History(*map(summed, History.__struct_fields__))

@@ -12,7 +12,7 @@ from router.observe.spent import Spent
 from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
 from router.text.encoder import Encoder
-from worker.api import PeerId, Role, Stages
+from worker.api import Role
 from worker.observe.metrics import Families, counter, gauge, histogram, reading
 
 TTFT_BUCKETS = (
@@ -57,27 +57,8 @@ def by_stage(spent: Spent) -> dict[str, float]:
     }
 
 
-def prefilled(stages: Stages | None, decoded_by: PeerId, *, cached: bool) -> str:
-    """Where a prompt's KV was computed, one of PREFILLS: elsewhere, before, or where it decodes.
-
-    Args:
-        stages: of the choice.
-        decoded_by: the worker that it is at.
-        cached: less than a page of it was left to compute.
-    """
-    if stages is not None and stages.prefilled_by not in ("", decoded_by):
-        return "pulled"
-    return "cached" if cached else "local"
-
-
 class RouterMetrics(Families):
-    """All families of one router; none grows with requests.
-
-    Args:
-        model: the served name.
-        worker: this router's name.
-        vllm: the group of families with vLLM's names as well.
-    """
+    """The families of the router `worker`, which serves `model`; `vllm`: with vLLM's names, too."""
 
     histogram_type = Tallies
 
@@ -147,10 +128,6 @@ class RouterMetrics(Families):
             self._vllm = VllmMetrics(self)
             self.registry.register(self._vllm)
 
-    def first_token(self, where: str, seconds: float, trace_id: str = "") -> None:
-        """Observe one choice's first token; where: see `prefilled`."""
-        self.ttft(where).observe(seconds, trace_id)
-
     def prompt(self, num_tokens: int, num_cached: int) -> None:
         """Count the prompt of a choice that has got its first token."""
         self.prompt_tokens.inc(num_tokens)
@@ -158,14 +135,10 @@ class RouterMetrics(Families):
         self.cached_tokens.inc(num_cached)
 
     def ended(self, outcome: str) -> None:
-        """Count the end of one choice."""
+        """Count the end of one choice; a request without any counts in `requests` alone."""
         self.requests(outcome).inc()
         if self._vllm is not None:
             self._vllm.ended(outcome)
-
-    def refused(self, outcome: str) -> None:
-        """Count a request of which no choice was made, by the code of its error."""
-        self.requests(outcome).inc()
 
     def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
@@ -173,10 +146,6 @@ class RouterMetrics(Families):
             self.stages(stage).observe(seconds, trace_id)
         if self._vllm is not None:
             self._vllm.spent(spent, num_tokens)
-
-    def retried(self, cause: str) -> None:
-        """Count one re-dispatch or return to the queue."""
-        self.retries(cause).inc()
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
@@ -194,5 +163,5 @@ class RouterMetrics(Families):
         self.on_scrape(self.prompt_chars_known, lambda: encoder.num_known)
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
-        """The exposition; encode: writes its form."""
+        """The page that `encode` writes."""
         return encode(self.registry)

@@ -24,11 +24,7 @@ Bucket = tuple[str, float] | tuple[str, float, Exemplar]
 
 
 class Tally:
-    """One series. To be observed by one thread; another one may scrape.
-
-    Args:
-        bounds: upper bounds of its buckets, without infinity.
-    """
+    """One series with the upper `bounds`, without infinity. One thread observes, any scrapes."""
 
     __slots__ = ("_bounds", "_counts", "_exemplars", "_sum")
 
@@ -56,7 +52,7 @@ class Tally:
             self._sum += value * number
 
     def spread(self) -> Spread:
-        """The buckets as they are now."""
+        """The buckets."""
         return Spread(tuple(self._bounds), tuple(self._counts))
 
     def sample(self) -> tuple[list[Bucket], float]:
@@ -72,16 +68,13 @@ class Tally:
         return buckets, self._sum
 
 
-class Tallies(Collector):
-    """A family of series that differ in labels; made as prometheus_client's Histogram is.
+def total(counter: Collector) -> float:
+    """The sum of a counter's series."""
+    return sum(sample.value for family in counter.collect() for sample in family.samples)
 
-    Args:
-        name: of the family.
-        text: what it counts.
-        labels: names of the labels.
-        buckets: upper bounds, without infinity.
-        registry: scrapes it.
-    """
+
+class Tallies(Collector):
+    """A family of series that differ in labels; made as prometheus_client's Histogram is."""
 
     def __init__(
         self,

@@ -14,19 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client import Metric
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 from router.observe.spent import Spent
-from router.observe.tally import Tally
+from router.observe.tally import Tally, total
 from worker.api import Role, WorkerStats
 from worker.observe.metrics import Families
 
@@ -57,30 +53,15 @@ class Live:
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
-class Times(NamedTuple):
-    """A choice's time in vLLM's stages, in seconds; together all of it until the last token."""
-
-    queue_s: float
-    prefill_s: float  # with the transfer of KV and decode's first step
-    decode_s: float
-
-
-def times_of(spent: Spent) -> Times:
-    """Our stages as vLLM's."""
+def times_of(spent: Spent) -> tuple[float, float, float]:
+    """Seconds in vLLM's stages: queues; prefill with transfer and first step; decode."""
     at = spent.stages
-    return Times(
-        spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s,
-        at.prefill_s + at.transfer_s + at.first_step_s,
-        spent.decode_s,
-    )
+    queue_s = spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s
+    return queue_s, at.prefill_s + at.transfer_s + at.first_step_s, spent.decode_s
 
 
 class VllmMetrics(Collector):
-    """The group of one router.
-
-    Args:
-        ours: the router's own families, whose counts are shared.
-    """
+    """The families of one router; `ours` are its own, whose counts they share."""
 
     def __init__(self, ours: Families) -> None:
         self.live = Live()
@@ -147,9 +128,7 @@ class VllmMetrics(Collector):
     def _counters(self) -> Iterator[Metric]:
         ours, live = self._ours, self.live
         (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
-        cached = sum(
-            each.value for family in ours.cached_tokens.collect() for each in family.samples
-        )
+        cached = total(ours.cached_tokens)
         arrived = sum(self._ended.values()) + live.running() + live.waiting()
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
@@ -254,8 +233,8 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
         series, _, value = line.rpartition(" ")
         values.setdefault(series, []).append(float(value))
     # Drafts are there twice if one router has just taken over from another: the older counts less.
-    total = max if is_draft else sum
-    return "".join(f"{each} {floatToGoString(total(values[each]))}\n" for each in values)
+    one = max if is_draft else sum
+    return "".join(f"{each} {floatToGoString(one(values[each]))}\n" for each in values)
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
@@ -265,4 +244,4 @@ def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]
         (same[0][0], sum(bucket[1] for bucket in same))
         for same in zip(*(buckets for buckets, _ in samples), strict=True)
     ]
-    return buckets, sum((total for _, total in samples), 0.0)
+    return buckets, sum((of_all for _, of_all in samples), 0.0)

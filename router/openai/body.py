@@ -13,11 +13,18 @@ from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.observe.metrics import by_stage
 from router.openai.prepared import Prepared
-from router.openai.reply import Choice, Completion, StageTimes, TracedStep, Usage
+from router.openai.reply import (
+    Choice,
+    Completion,
+    PromptTokensDetails,
+    StageTimes,
+    TracedStep,
+    Usage,
+)
 
 
 class Body:
-    """What one answer says, in the form of its endpoint; `reqs` gets its choices meanwhile."""
+    """Writes one answer in the form of its endpoint; `reqs` gets its choices meanwhile."""
 
     def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared
@@ -89,7 +96,13 @@ class Body:
         )
 
     def _usage(self) -> Usage:
-        return Usage.of(*counted(self._reqs))
+        num_prompt, num_output, num_cached = counted(self._reqs)
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_output,
+            total_tokens=num_prompt + num_output,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
 
 
 def num_scored(deltas: Sequence[Delta]) -> int:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
@@ -22,8 +22,8 @@ from router.openai.reply import (
     FunctionCall,
     ToolCall,
 )
-from router.openai.schema import Message
-from router.text.parsers import Parsed, Parser, Plain
+from router.openai.schema import Message, mapping
+from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
 from worker.errors import UserError
@@ -32,9 +32,7 @@ from worker.errors import UserError
 class ChatWriter(AnswerWriter):
     """Chat completions and their chunks.
 
-    Args:
-        parser: makes the parser of one answer.
-        bytes_of: of a token, for logprobs; None when none were asked for.
+    `parser` makes the parser of one choice. `bytes_of` is None when no logprobs are wanted.
     """
 
     prefix = "chatcmpl"
@@ -52,7 +50,6 @@ class ChatWriter(AnswerWriter):
         )
 
     def opening(self, index: int) -> Choice | None:
-        """The role comes first, in a chunk of its own."""
         delta = DeltaMessage(role="assistant", content="", refusal=None)
         return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
 
@@ -64,26 +61,21 @@ class ChatWriter(AnswerWriter):
         parsed, reason = self._parsed(delta), self._reason(delta)
         if not parsed and reason is None and not delta.scored:
             return None
-        return ChunkChoice(
-            index=delta.index,
-            delta=_delta(parsed),
-            logprobs=self._logprobs(delta),
-            finish_reason=reason,
+        new = DeltaMessage(
+            content=parsed.content or UNSET,
+            reasoning_content=parsed.reasoning or UNSET,
+            tool_calls=_tool_calls(parsed.calls),
         )
+        logprobs = self._logprobs(delta)
+        return ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         parsed = self._parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
-        calls = [
-            ToolCall(
-                id=call.id,
-                type="function",
-                function=FunctionCall(name=call.name, arguments=call.arguments),
-            )
-            for call in parsed.calls
-        ]
         message = AssistantMessage(
-            content=content, reasoning_content=parsed.reasoning or UNSET, tool_calls=calls or UNSET
+            content=content,
+            reasoning_content=parsed.reasoning or UNSET,
+            tool_calls=_tool_calls(parsed.calls, whole=True),
         )
         reason = self._reason(delta)
         assert reason is not None
@@ -113,22 +105,18 @@ class ChatWriter(AnswerWriter):
         return chat_logprobs(delta.scored, self._bytes_of)
 
 
-def _delta(parsed: Parsed) -> DeltaMessage:
-    """Only what is new is written; a call's id, type and name come with its first part."""
+def _tool_calls(parts: Sequence[CallPart], *, whole: bool = False) -> list[ToolCall] | UnsetType:
+    """In a chunk only what is new is written; a call's id, type and name come once."""
     calls = [
         ToolCall(
-            index=part.index,
+            index=UNSET if whole else part.index,
             id=part.id or UNSET,
             type="function" if part.id else UNSET,
             function=FunctionCall(name=part.name if part.id else UNSET, arguments=part.arguments),
         )
-        for part in parsed.calls
+        for part in parts
     ]
-    return DeltaMessage(
-        content=parsed.content or UNSET,
-        reasoning_content=parsed.reasoning or UNSET,
-        tool_calls=calls or UNSET,
-    )
+    return calls or UNSET
 
 
 def rendered(
@@ -141,9 +129,7 @@ def rendered(
 ) -> str:
     """The prompt of a chat, special tokens written out.
 
-    Raises:
-        UserError: a content part is not text, or the template refuses the messages.
-        ApiError: a tool call of an earlier answer is malformed.
+    Raises a UserError or ApiError if the template refuses the messages or a part is malformed.
     """
     knows_developer = "developer" in text.template_source
     plain: list[dict[str, Any]] = []
@@ -167,8 +153,7 @@ def rendered(
 
 def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates expect."""
-    function = call.get("function")
-    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    fields = mapping(call.get("function"))
     if not isinstance(fields.get("name"), str):
         raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")
     arguments: Any = fields.get("arguments")

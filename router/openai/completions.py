@@ -16,9 +16,8 @@ from router.text.tokenizer import Text
 class TextWriter(AnswerWriter):
     """Text completions; chunks have the same form.
 
-    Args:
-        echoes: the prompt that each choice repeats before its own text; empty without echo.
-        bytes_of: of a token, for logprobs; None when none were asked for.
+    `echoes`: the prompt that each choice repeats before its own text; empty without echo.
+    `bytes_of` is None when no logprobs are wanted.
     """
 
     prefix = "cmpl"
@@ -31,7 +30,6 @@ class TextWriter(AnswerWriter):
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
     def opening(self, index: int) -> Choice | None:
-        """The prompt, if it is to be echoed."""
         if not self._echoes:
             return None
         return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
@@ -61,11 +59,7 @@ class TextWriter(AnswerWriter):
 
 
 def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:
-    """Every prompt of the request.
-
-    Raises:
-        ApiError: one is too long, or a token id does not exist.
-    """
+    """Every prompt; raises an ApiError if one is too long, or a token id does not exist."""
     adds = body.add_special_tokens is not False
     tokens: list[tuple[int, ...]] = []
     for prompt in body.prompt:
@@ -78,7 +72,7 @@ def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """The prompt that each choice repeats before its own text; empty without echo."""
+    """What each choice repeats before its own text; empty without echo."""
     if not body.echo:
         return []
     shown = [

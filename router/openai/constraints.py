@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported
-from router.openai.schema import GenerationBody
+from router.openai.schema import GenerationBody, mapping
 from router.text.bounded import Bounds
 from router.text.grammar import Part, quoted, regex_part, schema_part
 
@@ -14,8 +13,7 @@ FIELDS = ("json", "regex", "choice", "grammar")
 NOT_BUILT = "structural_tag"  # of structured_outputs
 
 
-@dataclass(frozen=True, slots=True)
-class Constraint:
+class Constraint(NamedTuple):
     """One constraint of the output, and the field that asks for it."""
 
     part: Part
@@ -50,8 +48,7 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
         return Constraint(schema_part({"type": "object"}, param, bounds), param)
     if kind != "json_schema":
         raise invalid(f"{param}.type: must be text, json_object or json_schema", f"{param}.type")
-    wrapped = value.get("json_schema")
-    fields = cast("dict[str, Any]", wrapped) if isinstance(wrapped, dict) else {}
+    fields = mapping(value.get("json_schema"))
     schema = fields.get("schema")
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
@@ -60,27 +57,19 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
 
 
 def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
-    """The constraint of a request's output; None if there is none.
-
-    Raises:
-        ApiError: a constraint is malformed, or there is more than one.
-    """
+    """What the output must follow, if anything; an ApiError if that is malformed or twofold."""
     constraints: list[Constraint] = []
     if body.response_format is not None:
         formed = _response_format(body.response_format, bounds)
         constraints += [] if formed is None else [formed]
-    for kind in FIELDS:
-        value, param = getattr(body, f"guided_{kind}"), f"guided_{kind}"
-        if value is not None:
-            constraints.append(Constraint(_part(kind, value, param, bounds), param))
     asked = body.structured_outputs or {}
-    for kind in FIELDS:
-        value, param = asked.get(kind), f"structured_outputs.{kind}"
+    wishes = [(kind, f"guided_{kind}", getattr(body, f"guided_{kind}")) for kind in FIELDS]
+    wishes += [(kind, f"structured_outputs.{kind}", asked.get(kind)) for kind in FIELDS]
+    if asked.get("json_object"):
+        wishes.append(("json", "structured_outputs.json_object", {"type": "object"}))
+    for kind, param, value in wishes:
         if value is not None:
             constraints.append(Constraint(_part(kind, value, param, bounds), param))
-    if asked.get("json_object"):
-        param = "structured_outputs.json_object"
-        constraints.append(Constraint(schema_part({"type": "object"}, param, bounds), param))
     if asked.get(NOT_BUILT) is not None:
         param = f"structured_outputs.{NOT_BUILT}"
         raise unsupported(f"{param} is not supported yet", param)

@@ -36,8 +36,7 @@ class Defaults(BaseModel):
 def defaults_of(directory: Path) -> Defaults:
     """What the model's own file says, as in vLLM; `do_sample` = false makes answers greedy.
 
-    Raises:
-        UserError: the file has a value that no request could have.
+    Raises a UserError for a value that no request could have.
     """
     path = directory / FILE
     if not path.is_file():

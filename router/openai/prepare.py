@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-import msgspec
+from msgspec.structs import replace
 
 from router.config import RouterConfig
 from router.errors import ApiError, invalid
@@ -60,11 +60,7 @@ class Preparer:
         self._reasons = reasons and config.reasoning_parser != "none"
 
     def chat(self, raw: bytes) -> Prepared:
-        """POST /v1/chat/completions.
-
-        Raises, as all methods here do:
-            ApiError, UserError: what is wrong, and in which field.
-        """
+        """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
         text, tools = self._served.text, tools_of(body)
@@ -86,7 +82,7 @@ class Preparer:
         return self._prepared(body, [tokens], job)
 
     def completion(self, raw: bytes) -> Prepared:
-        """POST /v1/completions."""
+        """POST /v1/completions; raises as `chat` does."""
         body = parse(CompletionBody, raw)
         self._served.check_model(body.model)
         limit = self._served.config.max_inflight
@@ -133,31 +129,26 @@ class Preparer:
         return token is not None and self._validator.is_special(token)
 
     def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
-        """The grammar of the output, and the field that asks for it; both empty without any."""
+        """The grammar of the output and the field that asks for it; both empty without any."""
         constraint = constraint_of(body, self._bounds)
-        if constraint is None and not tools.demands:
+        if constraint is None and not tools.demanded:
             return "", ""
-        may_call = tools.demands or (tools.functions and self._format != "none")
-        param = "tools" if constraint is None or tools.demands else constraint.param
+        may_call = tools.demanded or (tools.functions and self._format != "none")
+        param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
         parts, rules = [], []
         if may_call:
             parts, rules = call_rules(self._format, tools, self._is_token, self._bounds)
         alternatives = ["calls"] if may_call else []
-        if constraint is not None and not tools.demands:
+        if constraint is not None and not tools.demanded:
             if may_call:  # checked alone first, so that an error names the right field
                 self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
             parts = [*parts, ("form", constraint.part)]
             alternatives = ["@form", *alternatives]
+        first = ""
         if think is not Think.NEVER:
-            first = think_rules(
-                THINK,
-                THINK_END,
-                opened=think is Think.OPENED,
-                as_tokens=self._is_token(THINK) and self._is_token(THINK_END),
-            )
-        else:
-            first = ""
+            opened, tokens = think is Think.OPENED, all(map(self._is_token, (THINK, THINK_END)))
+            first = think_rules(THINK, THINK_END, opened=opened, as_tokens=tokens)
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
         self._validator.check(grammar, param)
         return grammar, param
@@ -172,18 +163,18 @@ class Preparer:
             max_tokens = allowed_tokens(len(prompt), body, served, job.param)
             sampling = body.sampling(max_tokens, text.vocab_size, served.defaults, job.grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
-                sampling = msgspec.structs.replace(sampling, logprobs=max(0, sampling.logprobs))
+                sampling = replace(sampling, logprobs=max(0, sampling.logprobs))
             leader = len(choices)
             for i in range(body.num_samples):
                 output = text.output(
                     prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
                 )
-                own = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, i))
+                own = replace(sampling, seed=seed_of(sampling.seed, i))
                 choices.append(PreparedChoice(prompt, own, output, leader if i else None))
         options = body.stream_options
         return Prepared(
             writer=job.writer,
-            model=self._served.model,
+            model=served.model,
             choices=choices,
             streamed=body.stream,
             num_samples=body.num_samples,
@@ -200,16 +191,9 @@ def _thinking(inner: Parser, think: Think) -> Parser:
 
 
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:
-    """How many tokens the output may have.
+    """How many tokens the output may have; `param` is the field that holds the prompt.
 
-    Args:
-        num_prompt_tokens: of this choice.
-        body: may name a limit.
-        served: has the limit of prompt and output together.
-        param: the field that holds the prompt.
-
-    Raises:
-        ApiError: 400, the prompt is empty or leaves less room than the body asks for.
+    Raises an ApiError, 400, if the prompt is empty or leaves less room than the body asks for.
     """
     limit = served.max_model_len
     if num_prompt_tokens == 0:
@@ -227,9 +211,7 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
 def _bounds(config: RouterConfig, context: int) -> Bounds:
     chars, calls = config.max_string_chars, config.max_tool_calls
     if chars == "auto":
-        least, most = AUTO_STRING_CHARS
-        chars = min(max(context // 4, least), most)
+        chars = min(max(context // 4, AUTO_STRING_CHARS[0]), AUTO_STRING_CHARS[1])
     if calls == "auto":
-        least, most = AUTO_CALLS
-        calls = min(max(context // 256, least), most)
+        calls = min(max(context // 256, AUTO_CALLS[0]), AUTO_CALLS[1])
     return Bounds(chars, config.max_integer, calls)

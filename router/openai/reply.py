@@ -26,16 +26,6 @@ class Usage(Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
-    @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> Usage:
-        """Counts in, usage out."""
-        return cls(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached),
-        )
-
 
 class TopLogprob(Struct, kw_only=True):
     """One of the likeliest tokens at a position of a chat's answer."""

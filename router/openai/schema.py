@@ -42,6 +42,11 @@ ItemT = TypeVar("ItemT")
 Many = Annotated[list[ItemT], Field(fail_fast=True)]
 
 
+def mapping(value: Any) -> dict[str, Any]:
+    """`value` if it is a JSON object, else an empty one."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
 def _listed(value: Any) -> Any:
     """A single stop string counts as a list of one."""
     return [value] if isinstance(value, str) else value
@@ -168,16 +173,9 @@ class GenerationBody(RequestModel):
     def sampling(
         self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
     ) -> Sampling:
-        """The sampling parameters as workers get them.
+        """The sampling parameters as workers get them; `defaults` where the body says nothing.
 
-        Args:
-            max_tokens: the limit that applies to this prompt.
-            vocab_size: of the model.
-            defaults: where the body says nothing.
-            grammar: the output must follow it; empty: none.
-
-        Raises:
-            ApiError: fields contradict each other or name ids that do not exist.
+        Raises an ApiError if fields contradict each other or name ids that do not exist.
         """
         if self.min_tokens > max_tokens:
             raise invalid(f"min_tokens must be at most max_tokens ({max_tokens})", "min_tokens")
@@ -312,10 +310,9 @@ ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
-    """The request body of an endpoint.
+    """The body of a request that asks for generation.
 
-    Raises:
-        ApiError: 400, naming the field: not JSON, a wrong value, or one that is not supported.
+    Raises an ApiError, 400, naming the field that is wrong or not supported.
     """
     body = read(model, raw)
     extra = body.model_extra or {}
@@ -331,11 +328,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
 
 
 def read(model: type[ModelT], raw: bytes) -> ModelT:
-    """A body that does not ask for generation.
-
-    Raises:
-        ApiError: 400, naming the field.
-    """
+    """The body of any request; raises an ApiError, 400, that names the field."""
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:

@@ -36,21 +36,13 @@ class Served:
         return max((k.member.simulated_accept_len for k in self.members.all()), default=0.0)
 
     def check_model(self, name: str) -> None:
-        """Refuse the name of another model; an empty name means this one.
-
-        Raises:
-            ApiError: 404.
-        """
+        """Raise an ApiError, 404, for another model's name; an empty name means this one."""
         if name and name != self.model:
             message = f"the model {name!r} does not exist; {self.model!r} is served here"
             raise ApiError("model_not_found", message, param="model")
 
     def encode(self, prompt: str, param: str, *, adds: bool) -> tuple[int, ...]:
-        """The tokens of a prompt, with those that the tokenizer `adds`.
-
-        Raises:
-            ApiError: 400, too long, which is known before it is tokenized.
-        """
+        """The tokens of a prompt, and those that the tokenizer `adds`; 400 for one far too long."""
         limit = self.max_model_len
         if len(prompt) > limit * self.text.max_token_chars:
             characters = f"the prompt has {len(prompt)} characters"
@@ -59,10 +51,6 @@ class Served:
         return self.text.encode(prompt, add_special_tokens=adds)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse ids that the model does not have.
-
-        Raises:
-            ApiError: 400.
-        """
+        """Raise an ApiError, 400, for ids that the model does not have."""
         if not all(0 <= token < self.text.vocab_size for token in tokens):
             raise invalid(f"{param}: token ids must be in [0, {self.text.vocab_size})", param)

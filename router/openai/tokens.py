@@ -34,12 +34,7 @@ class DetokenizeBody(RequestModel):
 
 
 def tokenize(served: Served, raw: bytes) -> TokenizeReply:
-    """Text or messages to token ids.
-
-    Raises:
-        ApiError: a field is wrong.
-        UserError: the template refuses the messages.
-    """
+    """Text or messages to token ids; raises an ApiError, or what `rendered` raises."""
     body, text = read(TokenizeBody, raw), served.text
     served.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -65,11 +60,7 @@ def tokenize(served: Served, raw: bytes) -> TokenizeReply:
 
 
 def detokenize(served: Served, raw: bytes) -> DetokenizeReply:
-    """Token ids to text, special tokens written out.
-
-    Raises:
-        ApiError: a field is wrong or an id does not exist.
-    """
+    """Token ids to text, special tokens written out; raises an ApiError if a field is wrong."""
     body = read(DetokenizeBody, raw)
     served.check_model(body.model)
     served.check_tokens(body.tokens, "tokens")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
 from router.errors import invalid
-from router.openai.schema import ChatBody, RequestModel, refused
+from router.openai.schema import ChatBody, RequestModel, mapping, refused
 from router.text.bounded import Bounds
 from router.text.grammar import Part, quoted, schema_part
 from router.text.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
@@ -43,21 +43,12 @@ class Tools:
 
     given: list[dict[str, Any]]  # as the client wrote them, for the template
     functions: tuple[Function, ...] = ()
-    demanded: tuple[Function, ...] = ()  # one of these must be called
+    demanded: tuple[Function, ...] = ()  # if there are any, one of them must be called
     parallel: bool = True
-
-    @property
-    def demands(self) -> bool:
-        """Whether the answer must be a call."""
-        return bool(self.demanded)
 
 
 def tools_of(body: ChatBody) -> Tools:
-    """The tools of a request; none if tool_choice forbids calls.
-
-    Raises:
-        ApiError: a tool or the choice among them is malformed.
-    """
+    """The tools of a request, none if tool_choice forbids calls. Bad ones raise an ApiError."""
     choice = body.tool_choice
     if choice == "none" or (not body.tools and choice in (None, "auto")):
         return Tools([])
@@ -85,10 +76,8 @@ def _function(i: int, tool: dict[str, Any]) -> Function:
 
 
 def _chosen(choice: Any) -> str:
-    fields = cast("dict[str, Any]", choice) if isinstance(choice, dict) else {}
-    function = fields.get("function")
-    named = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
-    name = named.get("name")
+    fields = mapping(choice)
+    name = mapping(fields.get("function")).get("name")
     if fields.get("type") != "function" or not isinstance(name, str):
         message = "tool_choice: must be none, auto, required or a function by name"
         raise invalid(message, "tool_choice")
@@ -119,8 +108,7 @@ def call_rules(
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
-    Raises:
-        ApiError: the model has no format for calls.
+    Raises an ApiError if the model has no format for calls.
     """
     if form == "none":
         message = "no format of tool calls is known for this model (router.tool_parser)"

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from fastapi.responses import RedirectResponse
 from starlette.staticfiles import StaticFiles
 
-from router.dispatch.members import Known
+from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
@@ -51,18 +51,7 @@ class Pages:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self._files = _Files(directory=STATIC)
-
-    def add_to(self, app: FastAPI) -> None:
-        """Serve them."""
-        for path, endpoint in (
-            ("/dashboard", self.dashboard),
-            ("/dashboard/playground", self.playground),
-            ("/dashboard/data", self.data),
-            ("/dashboard/own", self.own),
-        ):
-            app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-        app.mount("/dashboard/static", self._files)
+        self.files = _Files(directory=STATIC)  # at /dashboard/static
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the page that shows `/dashboard/data`."""
@@ -79,14 +68,14 @@ class Pages:
         return _json(self._board(parts))
 
     async def own(self) -> Response:
-        """GET /dashboard/own: what this router adds to it."""
+        """GET /dashboard/own: this router's part."""
         return _json(self._own())
 
     async def _page(self, request: Request, name: str) -> Response:
         path: bytes = request.scope["raw_path"].partition(b"?")[0]
         if path.endswith(b"/"):  # links in the page are relative to a path without
             return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
-        return await self._files.get_response(name, request.scope)
+        return await self.files.get_response(name, request.scope)
 
     def _own(self) -> Part:
         front = self._front
@@ -120,7 +109,10 @@ class Pages:
             history=board.history(parts),
             routers=routers,
             workers=workers,
-            changes=[_change(change) for change in changes],
+            changes=[
+                ChangeRow(c.name, c.role, c.incarnation, c.state, c.text, round(c.ago_s, 1))
+                for c in changes
+            ],
         )
 
     def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
@@ -139,17 +131,14 @@ class Pages:
     def _workers(self, changes: list[Change]) -> Iterator[WorkerRow]:
         listed = self._front.served.members.all()
         for known in listed:
-            if known.member.role in ("prefill", "decode"):
+            if known.member.role in WORKERS:
                 yield _worker(known)
         for change in _gone(changes, {known.member.name for known in listed}):
             if change.role != "router":
                 yield WorkerRow(
-                    change.name,
-                    change.role,
-                    "lost",
-                    incarnation=change.incarnation,
-                    reason=change.text,
-                )
+                    change.name, change.role, "lost",
+                    incarnation=change.incarnation, reason=change.text,
+                )  # fmt: skip
 
 
 def _json(body: msgspec.Struct) -> Response:
@@ -198,13 +187,6 @@ def _worker(known: Known) -> WorkerRow:
         drafter=member.drafter,
         tokens_per_row=round(stats.tokens_per_row, 2),
     )
-
-
-def _change(change: Change) -> ChangeRow:
-    return ChangeRow(
-        change.name, change.role, change.incarnation, change.state, change.text,
-        round(change.ago_s, 1),
-    )  # fmt: skip
 
 
 def _sorted(rows: Iterator[Any]) -> list[Any]:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from prometheus_client import Counter
-
 from router.dispatch.queue import Req
 from router.observe.board import History, Part, Rates, Spread, together
 from router.observe.metrics import RouterMetrics
+from router.observe.tally import total
 
 STEP_S = 2.0
 NUM_STEPS = 150  # five minutes
@@ -44,28 +43,21 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
         "inter_token": (metrics.itl,),
         "end_to_end": (metrics.e2e,),
     }
+    families = metrics.collectors["requests"].collect()
+    ended = {s.labels["outcome"]: s.value for family in families for s in family.samples}
     running = sum(req.choice is not None for req in reqs.values())
     open_tokens = sum(len(req.tokens) for req in reqs.values())
     return Reading(
         running=running,
         waiting=len(reqs) - running,
-        outcomes=_by_label(metrics.collectors["requests"], "outcome"),
-        prompt_tokens=_total(metrics.prompt_tokens),
-        cached_tokens=_total(metrics.cached_tokens),
-        output_tokens=_total(metrics.generation_tokens) + open_tokens,
+        outcomes=ended,
+        prompt_tokens=total(metrics.prompt_tokens),
+        cached_tokens=total(metrics.cached_tokens),
+        output_tokens=total(metrics.generation_tokens) + open_tokens,
         latencies={
             name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
         },
     )
-
-
-def _by_label(counter: Counter, label: str) -> dict[str, float]:
-    samples = [sample for family in counter.collect() for sample in family.samples]
-    return {sample.labels[label]: sample.value for sample in samples}
-
-
-def _total(counter: Counter) -> float:
-    return sum(sample.value for family in counter.collect() for sample in family.samples)
 
 
 class Period:
@@ -81,7 +73,7 @@ class Period:
         loop.call_later(STEP_S, self.keep, loop)
 
     def sample(self) -> None:
-        """Take a reading."""
+        """Take a reading now."""
         self._readings.append(self._read())
 
     def part(self, name: str, *, draining: bool) -> Part:
@@ -99,8 +91,7 @@ class Period:
             cached_tokens=int(now.cached_tokens - first.cached_tokens),
             rates=self._rates(first, now),
             latencies={
-                name: Spread(spread.bounds, _less(spread.counts, first.latencies[name].counts))
-                for name, spread in now.latencies.items()
+                name: spread.since(first.latencies[name]) for name, spread in now.latencies.items()
             },
             history=self._history(),
         )
@@ -130,7 +121,3 @@ def _difference(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str
     """Only what has grown."""
     grown = {name: int(count - then.get(name, 0.0)) for name, count in now.items()}
     return {name: count for name, count in grown.items() if count}
-
-
-def _less(now: tuple[int, ...], then: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip(now, then, strict=True))

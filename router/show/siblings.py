@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from operator import attrgetter
 
 import httpx
 from prometheus_client import CollectorRegistry, Gauge
@@ -50,19 +51,14 @@ class Siblings:
         return self._member.address.endswith(f":{port}")
 
     async def page(self, own: bytes, accepted: str = "") -> bytes:
-        """The metrics of all of them, and how many answered.
+        """The metrics of all of them, `own` first, and how many answered.
 
-        Args:
-            own: this router's.
-            accepted: the scraper's header `Accept`, by which each chooses the form of its page.
+        `accepted`: the scraper's header `Accept`, by which each chooses the form of its page.
         """
-        mine = self._member
-        addresses = [
-            member.metrics_address
-            for member in (known.member for known in self._members.all())
-            if (member.node, member.address) == (mine.node, mine.address)
-            and member.name != mine.name
-        ]
+        mine, port = self._member, attrgetter("node", "address")
+        members = [known.member for known in self._members.all()]
+        others = [m for m in members if port(m) == port(mine) and m.name != mine.name]
+        addresses = [member.metrics_address for member in others]
         encode, form = encoder(accepted)
         now = time.monotonic()
         asked = (self._asked(address, "/metrics", form) for address in addresses)
@@ -96,7 +92,6 @@ class Siblings:
         await self._client.aclose()
 
     async def _asked(self, address: str, path: str, accepted: str = "") -> str | None:
-        """Another one's page, in a form that is accepted, if it answers in time."""
         try:
             async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
                 response = await self._client.get(
@@ -108,9 +103,9 @@ class Siblings:
 
 
 def merged(pages: Iterable[str]) -> str:
-    """One exposition from several: the format wants all samples of a family in one place.
+    """One exposition from several, without OpenMetrics' end mark: more may follow.
 
-    It is without the mark that ends a page of OpenMetrics: more may follow.
+    The format wants all samples of a family in one place.
     """
     families: dict[str, list[str]] = {}
     for page in pages:

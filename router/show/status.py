@@ -8,7 +8,7 @@ from importlib import metadata
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
-from router.dispatch.members import Known
+from router.dispatch.members import WORKERS, Known
 from router.observe.exposition import encoder
 from router.show.front import Front
 
@@ -67,19 +67,20 @@ class StatusRoutes:
         workers = {
             known.member.name: "live" if known.live else "not live"
             for known in self._by_name()
-            if known.member.role in ("prefill", "decode")
+            if known.member.role in WORKERS
         }
         return JSONResponse({"status": "live", "workers": workers})
 
     async def ready(self) -> Response:
         """GET /ready: requests can be served now."""
-        if self._front.draining:
-            return JSONResponse({"status": "not ready", "reason": "draining"}, 503)
         decodes = self._served.members.live("decode")
-        if all(known.stats.draining for known in decodes):
+        if self._front.draining:
+            reason = "draining"
+        elif all(known.stats.draining for known in decodes):
             reason = "every decode worker is draining" if decodes else "no decode worker answers"
-            return JSONResponse({"status": "not ready", "reason": reason}, 503)
-        return JSONResponse({"status": "ready"})
+        else:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": reason}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: of all routers of this port; on a router's own port, those of that one."""
@@ -92,15 +93,12 @@ class StatusRoutes:
 
     async def targets(self) -> Response:
         """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""
-        listed = [known.member for known in self._by_name()]
+        members = [known.member for known in self._by_name()]
         targets = [
-            {
-                "targets": [member.metrics_address],
-                "labels": {"worker": member.name, "role": member.role, "node": member.node},
-            }
-            for member in listed
-            if member.metrics_address
-        ]
+            {"targets": [m.metrics_address],
+             "labels": {"worker": m.name, "role": m.role, "node": m.node}}
+            for m in members if m.metrics_address
+        ]  # fmt: skip
         return JSONResponse(targets)
 
     async def config(self) -> Response:
@@ -123,7 +121,7 @@ class StatusRoutes:
         return JSONResponse(body)
 
     def _by_name(self) -> list[Known]:
-        """All members, in the order in which every router of the cluster shows them."""
+        """All members, in the same order at every router."""
         return sorted(self._served.members.all(), key=lambda known: known.member.name)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.types import Scope
 
 from router.dispatch.queue import Req, counted
-from router.observe.spent import Spent
 from router.observe.vllm import times_of
 
 if TYPE_CHECKING:
@@ -28,9 +27,9 @@ CLIENT_GONE = "client_gone"
 
 
 def client_trace_id(headers: Mapping[bytes, bytes]) -> str:
-    """Of the trace that the client has sampled, in hexadecimal; "" if there is none.
+    """The id of the trace that the client has sampled, in hexadecimal; "" if there is none.
 
-    Exemplars name it even where tracing is off here: whoever follows it finds the client's spans.
+    Exemplars name it even where tracing is off: whoever follows it finds the client's spans.
     """
     parent = SAMPLED_PARENT.fullmatch(headers.get(TRACEPARENT, b""))
     return parent[1].decode() if parent else ""
@@ -42,7 +41,7 @@ def begin(
     """Begin the server's span of a request; None if it is not traced.
 
     Requests that generate nothing are not traced, nor are those that the sampler leaves out.
-    `scope` has the path as routes see it; `arrived_at` is monotonic.
+    `arrived_at` is monotonic.
     """
     path, method = scope["path"], scope["method"]
     if path not in TRACED or method != "POST":
@@ -121,14 +120,10 @@ def _generated(ended: Ended, arrived_at: float, now: float) -> dict[str, Any]:
     }
     if first.first_token_at:
         attributes["gen_ai.latency.time_to_first_token"] = first.first_token_at - arrived_at
-    return attributes | _latencies(first.spent)
-
-
-def _latencies(spent: Spent | None) -> dict[str, float]:
-    if spent is None:
-        return {}
-    queue_s, prefill_s, decode_s = times_of(spent)
-    return {
+    if first.spent is None:
+        return attributes
+    queue_s, prefill_s, decode_s = times_of(first.spent)
+    return attributes | {
         "gen_ai.latency.time_in_queue": queue_s,
         "gen_ai.latency.time_in_model_prefill": prefill_s,
         "gen_ai.latency.time_in_model_decode": decode_s,

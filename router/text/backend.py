@@ -49,15 +49,9 @@ class TokenizerFile:
 
 
 def encode_of(file: TokenizerFile, tokenizer: Tokenizer, backend: TokenizerBackend) -> Encode:
-    """What encodes texts.
+    """What encodes texts; auto: fastokens where it can read `file` and agrees, else `tokenizer`.
 
-    Args:
-        file: what `tokenizer` was made from.
-        tokenizer: of Hugging Face.
-        backend: auto: fastokens where it can read this file and agrees, else tokenizers.
-
-    Raises:
-        UserError: fastokens was asked for by name and cannot be used.
+    Raises a UserError if fastokens was asked for by name and cannot be used.
     """
 
     def right(text: str, adds: bool) -> Sequence[int]:
@@ -101,7 +95,6 @@ class FastFirst:
         self.right = right
 
     def __call__(self, text: str, adds: bool) -> Sequence[int]:
-        """The ids of `text`."""
         try:
             return self.fast(text, adds)
         except LibraryError as error:  # its patterns have limits that those of `right` have not

@@ -7,17 +7,15 @@ one. Free objects, free values, patterns, arrays and decimals stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 Schema = dict[str, Any]
 
 # Where schemas stand within a schema.
 NAMED = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-LISTED = ("prefixItems",)
 SINGLE = (
-    "items", "additionalItems", "contains", "additionalProperties", "propertyNames", "not",
-    "unevaluatedItems", "unevaluatedProperties",
+    "items", "prefixItems", "additionalItems", "contains", "additionalProperties", "propertyNames",
+    "not", "unevaluatedItems", "unevaluatedProperties",
 )  # fmt: skip
 GROUPS = ("allOf", "anyOf", "oneOf")  # lists of schemas of the same value
 CONDITIONS = ("if", "then", "else")  # further ones of it
@@ -46,16 +44,19 @@ class _Names:
 
 
 def bounded(schema: Schema, bounds: Bounds) -> Schema:
-    """A copy of `schema` that is closed and bounded.
-
-    Raises:
-        RecursionError: it is nested too deeply.
-    """
-    return _Copy(schema, bounds).whole()
+    """A copy of `schema` that is closed and bounded; a RecursionError if it is too deep."""
+    copier, done = _Copy(schema, bounds), set[str]()
+    copy = copier.copy(schema)
+    while todo := [ref for ref in copier.opened if ref not in done]:
+        for ref in todo:
+            done.add(ref)
+            place, name = copier.opened[ref]
+            copy[place][name + OPEN] = copier.copy(schema[place][name], closed=False)
+    return copy
 
 
 class _Copy:
-    """Copies one schema.
+    """Copies parts of one schema.
 
     Several schemas of one value (`allOf`, or `anyOf` beside `properties`) may each name a part of
     its properties. Closing one would forbid the others': they stay open, and the schema that holds
@@ -65,31 +66,21 @@ class _Copy:
     def __init__(self, root: Schema, bounds: Bounds) -> None:
         self._root = root
         self._bounds = bounds
-        self._opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
+        self.opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
 
-    def whole(self) -> Schema:
-        """The copy of the root, with open copies of the definitions that need one."""
-        copy, done = self._copy(self._root), set[str]()
-        while todo := [ref for ref in self._opened if ref not in done]:
-            for ref in todo:
-                done.add(ref)
-                place, name = self._opened[ref]
-                copy[place][name + OPEN] = self._copy(self._root[place][name], closed=False)
-        return copy
-
-    def _copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
-        if isinstance(schema, list):  # draft 7's `items`
-            return [self._copy(item) for item in cast("list[Any]", schema)]
+    def copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
+        if isinstance(schema, list):  # `prefixItems`, and draft 7's `items`
+            return [self.copy(item) for item in cast("list[Any]", schema)]
         if not isinstance(schema, dict):
             return schema
         given = cast("Schema", schema)
         copy = dict(given)
         for key in NAMED:
             if isinstance(given.get(key), dict):
-                copy[key] = {name: self._copy(item) for name, item in given[key].items()}
-        for key in (*LISTED, *SINGLE):
+                copy[key] = {name: self.copy(item) for name, item in given[key].items()}
+        for key in SINGLE:
             if key in given:
-                copy[key] = self._copy(given[key])
+                copy[key] = self.copy(given[key])
         split = self._num_parts(given) > 1
         self._copy_same(given, copy, closed=closed and not split)
         if closed and not any(key in given for key in ALLOWING):
@@ -99,21 +90,17 @@ class _Copy:
         return copy
 
     def _copy_same(self, given: Schema, copy: Schema, *, closed: bool) -> None:
-        """Copy the further schemas of the same value."""
         for key in GROUPS:
             if isinstance(given.get(key), list):
                 # Another member of allOf may have the limit, or a pattern that one contradicts.
                 limited = key != "allOf" or len(given[key]) == 1
-                members = given[key]
-                copy[key] = [
-                    self._copy(member, closed=closed, limited=limited) for member in members
-                ]
+                copy[key] = [self.copy(x, closed=closed, limited=limited) for x in given[key]]
         for key in CONDITIONS:
             if key in given:
-                copy[key] = self._copy(given[key], closed=False)
+                copy[key] = self.copy(given[key], closed=False)
         definition = None if closed else self._definition(given.get("$ref"))
         if definition is not None:
-            self._opened[given["$ref"]] = definition
+            self.opened[given["$ref"]] = definition
             copy["$ref"] = given["$ref"] + OPEN
 
     def _num_parts(self, given: Schema) -> int:
@@ -159,12 +146,9 @@ class _Copy:
 
     def _add_own(self, given: Schema, names: _Names) -> None:
         names.free |= any(given.get(key, False) is not False for key in ALLOWING)
-        for key, names_of_kind in (
-            ("properties", names.known),
-            ("patternProperties", names.patterns),
-        ):
+        for key, named in zip(NAMING, (names.known, names.patterns), strict=True):
             if isinstance(given.get(key), dict):
-                names_of_kind.update(dict.fromkeys(given[key], True))
+                named.update(dict.fromkeys(given[key], True))
         required: Any = given.get("required")
         if isinstance(required, list):
             known = (name for name in cast("list[Any]", required) if isinstance(name, str))
@@ -181,7 +165,6 @@ class _Copy:
         return None
 
     def _limit(self, copy: Schema) -> None:
-        """Bound a string or an integer."""
         kinds: Any = copy.get("type")
         kinds = cast("list[Any]", kinds) if isinstance(kinds, list) else [kinds]
         if "enum" in copy or "const" in copy:
@@ -191,18 +174,11 @@ class _Copy:
             least = FORMAT_CHARS if "format" in copy else _number(copy.get("minLength"))
             copy["maxLength"] = max(chars, least)
         if "integer" in kinds and "number" not in kinds and most:
-            _limit_side(copy, ("maximum", "exclusiveMaximum"), most, lambda low: low < most)
-            _limit_side(copy, ("minimum", "exclusiveMinimum"), -most, lambda high: high > -most)
-
-
-def _limit_side(
-    copy: Schema, names: tuple[str, str], limit: int, fits: Callable[[float], bool]
-) -> None:
-    """Bound one side of an integer, unless it has a bound, or the other one lies beyond `limit`."""
-    other = {"maximum": "minimum", "minimum": "maximum"}[names[0]]
-    opposite = (copy.get(other), copy.get(f"exclusive{other.capitalize()}"))
-    if not any(name in copy for name in names) and all(fits(_number(bound)) for bound in opposite):
-        copy[names[0]] = limit
+            highest, lowest = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+            for side, other, sign in ((highest, lowest, 1), (lowest, highest, -1)):
+                fits = all(sign * _number(copy.get(name)) < most for name in other)
+                if fits and not any(name in copy for name in side):
+                    copy[side[0]] = sign * most
 
 
 def _number(value: Any) -> Any:

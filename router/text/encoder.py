@@ -30,12 +30,9 @@ ENTRY_BYTES = 250  # of a piece beside its characters and ids, about
 class Encoder:
     """The encoding half of a tokenizer; safe to use from any thread.
 
-    Args:
-        encode: gives the ids.
-        tokenizer: whose ids they are.
-        described: its tokenizer.json.
-        begins: contents of added tokens where prompts may be cut, as the template writes them.
-        max_bytes: of pieces that are kept, those found last longest; 0: none.
+    `encode` gives the ids of `tokenizer`, whose tokenizer.json is `described`. Prompts may be cut
+    where added tokens with the contents `begins` stand, as the template writes them. Pieces of
+    `max_bytes` are kept, those asked for last longest; 0: none.
     """
 
     def __init__(

@@ -27,12 +27,9 @@ Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
 
 def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = False) -> Part:
-    """A JSON schema, closed and bounded.
+    """A JSON schema, closed and bounded; raises an ApiError if this is none.
 
     JSON is compact: a model that may add white space sometimes adds it without end.
-
-    Raises:
-        ApiError: this is no schema.
     """
     if isinstance(schema, str):
         try:
@@ -63,12 +60,9 @@ def quoted(text: str) -> str:
 
 
 def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str = "") -> str:
-    """One grammar made of several.
+    """One grammar of the lark `rules`, which refer to `parts` as @name; `body` is the answer.
 
-    Args:
-        parts: named grammars, which `rules` refer to as @name.
-        rules: lark rules; `body` is the answer.
-        think: lark rules of `think`, the reasoning before the answer; empty: there is none.
+    `think` has the rules of the reasoning before the answer; empty: there is none.
     """
     start = "start: think body" if think else "start: body"
     lark = "\n".join([start, *([think] if think else []), *rules])
@@ -77,13 +71,10 @@ def composed(parts: Sequence[tuple[str, Part]], rules: Sequence[str], think: str
 
 
 def think_rules(begin: str, end: str, *, opened: bool, as_tokens: bool) -> str:
-    """The lark rules of reasoning before an answer.
+    """The lark rules of reasoning between `begin` and `end`, before an answer.
 
-    Args:
-        begin: the text that opens it.
-        end: the text that closes it.
-        opened: the prompt has opened it. If not, the answer may begin with it.
-        as_tokens: both texts are special tokens, which no text of a grammar matches.
+    `opened`: the prompt has opened it; if not, the answer may begin with it. `as_tokens`: both
+    texts are special tokens, which no text of a grammar matches.
     """
     space = r"space: /[ \n]{0,4}/"
     if as_tokens:
@@ -107,22 +98,14 @@ class Validator:
         self._error = lru_cache(maxsize=256)(self._validate)
 
     def require(self, param: str) -> None:
-        """Refuse a request for a grammar if llguidance cannot use this model's tokenizer.
-
-        Raises:
-            ApiError: 400.
-        """
+        """Raise an ApiError, 400, if llguidance cannot use this model's tokenizer."""
         try:
             self._loaded()
         except (OSError, ValueError) as error:
             raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
 
     def check(self, grammar: str, param: str) -> None:
-        """Refuse a grammar that is malformed or that no output can satisfy.
-
-        Raises:
-            ApiError: 400.
-        """
+        """Raise an ApiError, 400, for a grammar that is malformed or that no output satisfies."""
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
         with contained("llguidance"):
@@ -136,8 +119,7 @@ class Validator:
 
     def _validate(self, grammar: str) -> str:
         tokenizer = self._loaded()
-        error = LLMatcher.validate_grammar(grammar, tokenizer)
-        if error:
+        if error := LLMatcher.validate_grammar(grammar, tokenizer):
             return error
         matcher = LLMatcher(tokenizer, grammar)
         return matcher.get_error() if matcher.is_error() else ""

@@ -47,10 +47,8 @@ def token_bytes(piece: str) -> bytes:
 class ByteDetokenizer(Detokenizer):
     """For byte-level vocabularies, whose tokens are bytes: exact for any bytes.
 
-    Args:
-        bytes_of: the bytes of a token.
-        text_of: the text of a token whose bytes are whole characters; of others None.
-        skip: tokens that leave no text.
+    `text_of`: the text of a token whose bytes are whole characters; of others None. Tokens in
+    `skip` leave no text.
     """
 
     def __init__(
@@ -70,26 +68,21 @@ class ByteDetokenizer(Detokenizer):
             text = "" if tokens[0] in self._skip else self._text_of(tokens[0])
             if text is not None:
                 return text
-        text = self._decoder.decode(b"".join(self._bytes_of(t) for t in self._shown(tokens)))
+        shown = [token for token in tokens if token not in self._skip]
+        text = self._decoder.decode(b"".join(map(self._bytes_of, shown)))
         self._holds = bool(self._decoder.getstate()[0])
         return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
-    def _shown(self, tokens: Sequence[int]) -> Sequence[int]:
-        return [token for token in tokens if token not in self._skip]
-
 
 class WindowDetokenizer(Detokenizer):
     """For every other vocabulary: decodes a short window twice and takes the difference.
 
     Invariant: the text of _tokens[:_num_done] was returned; decoding may begin at _tokens[0].
-
-    Args:
-        decode: text of a list of tokens, special ones included.
-        prompt: its end is the context of the first window.
-        skip: tokens that leave no text.
+    `decode` shows special tokens, too; those in `skip` leave no text. The end of `prompt` is the
+    context of the first window.
     """
 
     def __init__(
@@ -200,11 +193,8 @@ class OutputText:
     The text ends before the stop string, and the token that completes it is the last that counts.
     So the result does not depend on how many tokens arrive at a time.
 
-    Args:
-        detokenizer: fresh, for this answer.
-        stops: stop strings, none empty.
-        min_tokens: neither stop strings nor `over` end the text within so many first tokens.
-        over: gets the text of each token, and says when the answer is complete.
+    `detokenizer` is this answer's own. `stops` are not empty. `over` gets the text of each token
+    and says when the answer is complete. Neither ends the text within the first `min_tokens`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +31,7 @@ from worker.errors import UserError
 
 BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # bytes and spaces as sentencepiece writes them
 WORD_MARK = "\u2581"
-COUNTED = "_counted"  # a name of templates: `_Turns.counted`
+COUNTED = "_counted"  # a name of templates: `_limited_turns`
 MAX_TURNS = 1_000_000  # of all loops of a template for one prompt; a second, at most
 KNOWN_BYTES = 64 << 20  # of texts whose tokens are known, if nobody says how many
 SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token")
@@ -62,23 +62,17 @@ class _Environment(ImmutableSandboxedEnvironment):
         return template
 
 
-class _Turns:
-    """The turns of loops that one prompt has left."""
+def _limited_turns() -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """Passes on what loops of one prompt run over; raises TemplateError beyond MAX_TURNS."""
+    turns = iter(range(MAX_TURNS))
 
-    def __init__(self) -> None:
-        self._num_left = MAX_TURNS
-
-    def counted(self, values: Iterable[Any]) -> Iterator[Any]:
-        """`values`, one a turn.
-
-        Raises:
-            TemplateError: there were too many turns.
-        """
+    def counted(values: Iterable[Any]) -> Iterator[Any]:
         for value in values:
-            self._num_left -= 1
-            if self._num_left < 0:
+            if next(turns, None) is None:
                 raise jinja2.TemplateError(f"more than {MAX_TURNS} turns of loops")
             yield value
+
+    return counted
 
 
 def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
@@ -116,15 +110,11 @@ class ChatTemplate:
         extra: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The prompt of a chat.
-
-        Raises:
-            UserError: the template refuses these messages.
-        """
+        """The prompt of a chat; raises a UserError if the template refuses these messages."""
         names: dict[str, Any] = {"documents": None} | self._special
         names |= dict(extra or {}) | {"tools": list(tools) or None}
         names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
-        names[COUNTED] = _Turns().counted
+        names[COUNTED] = _limited_turns()
         try:
             return self._template.render(names)
         except Exception as error:  # a template is a program: it may raise anything
@@ -132,15 +122,10 @@ class ChatTemplate:
 
 
 class Text:
-    """Tokenizer and template of one model directory, loaded once; safe to use from any thread.
+    """Tokenizer and template of a Hugging Face model directory; safe to use from any thread.
 
-    Args:
-        directory: a Hugging Face model directory; needs config.json and tokenizer.json.
-        known_bytes: see Encoder.
-        backend: see encode_of.
-
-    Raises:
-        UserError: a file is missing or broken, or the backend cannot be had.
+    `known_bytes`: see Encoder; `backend`: see encode_of. Raises a UserError if a file is missing or
+    broken, or the backend cannot be had.
     """
 
     def __init__(
@@ -153,7 +138,9 @@ class Text:
         config = _json(directory / "config.json")
         config |= config.get("text_config") or {}
         named = _json(directory / "tokenizer_config.json")
-        file = _tokenizer_file(directory / "tokenizer.json")
+        path = directory / "tokenizer.json"
+        described = path.read_text(encoding="utf-8")
+        file = TokenizerFile(path, described, _object(path, described))
         self._tokenizer = _tokenizer(file)
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -189,10 +176,9 @@ class Text:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt of a chat, special tokens written out; options: of `ChatTemplate.render`.
+        """The prompt of a chat, special tokens written out; `options`: of `ChatTemplate.render`.
 
-        Raises:
-            UserError: the model has no template, or the template refuses these messages.
+        Raises a UserError if there is no template, or it refuses these messages.
         """
         if self._template is None:
             raise UserError("this model has no chat template; use /v1/completions", "messages")
@@ -207,10 +193,7 @@ class Text:
         over: Callable[[str], bool] | None = None,
         skip: frozenset[int] | None = None,
     ) -> OutputText:
-        """The detokenizer and stop strings of one answer to `prompt`.
-
-        Tokens in `skip` leave no text; None: all special ones.
-        """
+        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones."""
         skip = self.special_ids if skip is None else skip
         return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
 
@@ -238,7 +221,8 @@ class Text:
     def _detokenizer(self, prompt: Sequence[int], skip: frozenset[int]) -> Detokenizer:
         if self._is_byte_level:
             return ByteDetokenizer(self._token_bytes, self._token_text, skip)
-        return WindowDetokenizer(self._decode_all, prompt, skip)
+        decode = partial(self.decode, skip_special_tokens=False)
+        return WindowDetokenizer(decode, prompt, skip)
 
     def _bytes_of(self, token: int) -> bytes:
         return token_bytes(self.piece(token))
@@ -249,9 +233,6 @@ class Text:
             return self._token_bytes(token).decode()
         except UnicodeDecodeError:
             return None
-
-    def _decode_all(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=False)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -267,11 +248,6 @@ def _object(path: Path, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path}: not a JSON object", "model.path")
     return cast("dict[str, Any]", value)
-
-
-def _tokenizer_file(path: Path) -> TokenizerFile:
-    text = path.read_text(encoding="utf-8")
-    return TokenizerFile(path, text, _object(path, text))
 
 
 def _tokenizer(file: TokenizerFile) -> Tokenizer:
@@ -299,11 +275,7 @@ def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
 
 
 def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a message whose content is a list of parts.
-
-    Raises:
-        UserError: a part is not text.
-    """
+    """The text of a message whose content is `parts`; raises a UserError if one is not text."""
     texts: list[str] = []
     for part in parts:
         if part.get("type") not in ("text", "refusal"):

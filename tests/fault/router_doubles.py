@@ -13,7 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,10 +112,9 @@ Script = Callable[["DecodeDouble", str, Generate], None]
 
 
 class DecodeDouble:
-    """A decode worker without an engine.
+    """A decode worker without an engine; `stats` are what its Pongs say.
 
-    script: called in the double's thread with (double, router's peer id, request); without one,
-    requests wait for `take`. stats: what its Pongs say.
+    `script` is called in the double's thread; without one, requests wait for `take`.
     """
 
     def __init__(
@@ -134,13 +133,7 @@ class DecodeDouble:
         self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
         self._dead = False
         address = self._wire.start("127.0.0.1")
-        self.member = Member(
-            name=name,
-            role=role,
-            incarnation=self.incarnation,
-            address=address,
-            metrics_address="127.0.0.1:9",
-        )
+        self.member = Member(name, role, self.incarnation, address, metrics_address="127.0.0.1:9")
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -171,14 +164,13 @@ class DecodeDouble:
         at: int = 0,
         finish: FinishReason | None = None,
         error: Error | None = None,
-        dispatch: int | None = None,
         cached: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """Send tokens; `at` counts from the end of the prompt."""
         chunk = TokenChunk(
             req_id=generate.req_id,
-            dispatch=generate.dispatch if dispatch is None else dispatch,
+            dispatch=generate.dispatch,
             position=generate.num_prompt_tokens + at,
             tokens=tuple(tokens),
             finish_reason=finish,
@@ -194,13 +186,10 @@ class DecodeDouble:
         self._wire.send(peer, Chunks(chunks))
 
     def refuse(
-        self,
-        peer: str,
-        generate: Generate,
-        code: str = "busy",
-        retry_after_s: float = 0.05,
-        param: str | None = None,
-    ) -> None:
+        self, peer: str, generate: Generate, code: str = "busy", *,
+        retry_after_s: float = 0.05, param: str | None = None,
+    ) -> None:  # fmt: skip
+        """Do not admit a request."""
         error = Error(code, f"refused: {code}", param)
         self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 
@@ -281,17 +270,11 @@ def routed(
     tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
-    """A router before these workers, all of which have answered; yields it and its base URL."""
-    router = RouterServer(
-        Settings(
-            RouterConfig(**config),
-            ModelConfig(path=str(directory), served_name="small"),
-            ping,
-            {"router": config},
-        ),
-        Place("router-0", uuid.uuid4().hex[:8], port=port),
-        tracer=tracer,
-    )
+    """A started router that knows `doubles`; yields it and its base URL; all end with it."""
+    model = ModelConfig(path=str(directory), served_name="small")
+    settings = Settings(RouterConfig(**config), model, ping, {"router": config})
+    place = Place("router-0", uuid.uuid4().hex[:8], port=port)
+    router = RouterServer(settings, place, tracer=tracer)
     member = router.start()
     try:
         router.update_members([member, *members])
@@ -360,12 +343,9 @@ def read_until(client: socket.socket, end: bytes) -> bytes:
 def read_all(client: socket.socket) -> bytes:
     """What the server sends until it closes; a hang is a failure."""
     data = b""
-    try:
+    with client, suppress(ConnectionResetError):  # it closed while bytes of ours were on their way
         while part := client.recv(4096):
             data += part
-    except ConnectionResetError:  # it closed while bytes of ours were on their way
-        pass
-    client.close()
     return data
 
 
@@ -401,9 +381,7 @@ def asking() -> Iterator[Ask]:
     """A function that sends a completion request from a thread and gives its future response."""
     with ThreadPoolExecutor(16) as pool:
 
-        def send(
-            url: str, headers: dict[str, str] | None = None, **body: Any
-        ) -> Future[httpx.Response]:
+        def send(url: str, headers: Any = None, **body: Any) -> Future[httpx.Response]:
             body = {"prompt": "hello", "stream": True} | body
             url = f"{url}/v1/completions"
             return pool.submit(httpx.post, url, json=body, headers=headers, timeout=HANG_S)

@@ -85,11 +85,8 @@ def test_a_request_that_would_rather_speak_another_protocol_is_answered(
     """Java's HTTP client asks every server without TLS for h2c."""
     headers = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: %b\r\nhttp2-settings: AAM\r\n"
     request = asked(headers=headers % protocol)
-    if split:
-        client.sendall(request[:-20])
-        client.sendall(request[-20:])
-    else:
-        client.sendall(request)
+    for part in (request[:-20], request[-20:]) if split else (request,):
+        client.sendall(part)
     assert read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n").startswith(b"HTTP/1.1 200 OK\r\n")
     client.sendall(HEALTH)
     assert b'{"status":"ok"}' in read_until(client, b"}")

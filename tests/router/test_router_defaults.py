@@ -17,15 +17,9 @@ from worker.api import Sampling
 from worker.errors import UserError
 
 QWEN = {
-    "bos_token_id": 1,
-    "do_sample": True,
-    "temperature": 0.6,
-    "top_k": 20,
-    "top_p": 0.95,
-    "min_p": 0.1,
-    "repetition_penalty": 1.05,
-    "transformers_version": "4.51.0",
-}
+    "bos_token_id": 1, "do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95,
+    "min_p": 0.1, "repetition_penalty": 1.05, "transformers_version": "4.51.0",
+}  # fmt: skip
 PLAIN = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 OWN = {name: QWEN[name] for name in PLAIN}
 

@@ -20,7 +20,6 @@ from router.http.connection import Outlet
 from router.observe.metrics import ITL_BUCKETS
 from router.observe.tally import Tallies
 from router.openai.body import Body
-from router.text.output import ByteDetokenizer
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, Served, connected, raw_post, scores, wait_until
 from worker.api import FinishReason, Generate, TokenChunk
@@ -126,15 +125,9 @@ def in_step(served: Served, body: dict[str, Any], said: list[Any]) -> bytes:
 
 
 def chunk(each: Generate, tokens: tuple[int, ...], at: int, *, last: bool = False) -> TokenChunk:
-    reason = FinishReason.STOP if last else None
-    return TokenChunk(
-        each.req_id,
-        each.dispatch,
-        each.num_prompt_tokens + at,
-        tokens,
-        reason,
-        logprobs=scores(tokens, each.sampling.logprobs),
-    )
+    key = each.req_id, each.dispatch, each.num_prompt_tokens + at
+    logprobs = scores(tokens, each.sampling.logprobs)
+    return TokenChunk(*key, tokens, FinishReason.STOP if last else None, logprobs=logprobs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -234,16 +227,15 @@ def test_head_and_first_chunk_are_one_write(
             writes.append(before + part)
 
     monkeypatch.setattr(Outlet, "write", note)
-    client = Raw(url, dict(CHAT))
+    client, hello = Raw(url, dict(CHAT)), text.encode("hello", add_special_tokens=False)
     peer, generate = double.take()
-    double.chunk(peer, generate, text.encode("hello", add_special_tokens=False))
+    double.chunk(peer, generate, hello)
     client.read(lambda data: b"hello" in data)
     wait_until(lambda: bool(writes))
     (first,) = writes
     assert first.startswith(b"HTTP/1.1 200 OK\r\n")
     assert first.count(b"data: ") == 2  # the role, then the text
-    double.chunk(peer, generate, at=len(text.encode("hello", add_special_tokens=False)),
-                 finish=FinishReason.STOP)  # fmt: skip
+    double.chunk(peer, generate, at=len(hello), finish=FinishReason.STOP)
     client.body()
 
 
@@ -271,16 +263,6 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     assert b'"finish_reason":"stop"' in bodies[0]
     assert b'"code": "internal_error"' in bodies[1]
     assert all(body.endswith(b"data: [DONE]\n\n") for body in bodies)
-
-
-def test_a_token_at_a_time_is_the_same_text(text: Text) -> None:
-    rng = random.Random(4)
-    for _ in range(50):
-        tokens = spoken(text, rng)
-        by_one, by_many = (ByteDetokenizer(text.token_bytes, each, frozenset()) for each in (
-            text._token_text, lambda token: None))  # fmt: skip
-        found = [by_one.feed((token,)) for token in tokens] + [by_one.finish()]
-        assert found == [by_many.feed((token,)) for token in tokens] + [by_many.finish()]
 
 
 def test_tallies_are_exposed_as_prometheus_histograms_are() -> None:

@@ -26,7 +26,14 @@ from worker.api import Abort, Ack, FinishReason, Stop, WorkerStats
 from worker.config import PingConfig
 
 LENGTH = FinishReason.LENGTH
+FULL = WorkerStats(max_num_reqs=1, num_running=1)
 Ids = tuple[int, ...]
+
+
+def holder_and_other(doubles: list[DecodeDouble]) -> list[DecodeDouble]:
+    """The worker that a request has come to, then those that have none."""
+    wait_until(lambda: any(not double.taken.empty() for double in doubles))
+    return sorted(doubles, key=lambda double: double.taken.empty())
 
 
 def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
@@ -52,7 +59,7 @@ def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids
 def test_refused_request_is_tried_again_after_the_time_the_worker_named(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    double = DecodeDouble(stats=FULL)
     with serve(double) as (_, url):
         future = ask(url)
         for dispatch in (1, 2, 3):
@@ -67,7 +74,7 @@ def test_refused_request_is_tried_again_after_the_time_the_worker_named(
 def test_waiting_request_is_woken_by_a_pong_that_shows_room(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    double = DecodeDouble(stats=FULL)
     with serve(double) as (_, url):
         future = ask(url)
         peer, generate = double.take()
@@ -92,9 +99,7 @@ def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: I
 
 
 def test_no_room_until_the_queue_timeout_is_429(serve: Serve, ask: Ask, streamed: bool) -> None:
-    double = DecodeDouble(
-        script=lambda d, p, g: d.refuse(p, g), stats=WorkerStats(max_num_reqs=1, num_running=1)
-    )
+    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g), stats=FULL)
     with serve(double, queue_timeout_s=0.3) as (_, url):
         status, code, headers = failed(ask(url, stream=streamed))
         assert (status, code) == (429, "busy")
@@ -104,7 +109,7 @@ def test_no_room_until_the_queue_timeout_is_429(serve: Serve, ask: Ask, streamed
 def test_queue_timeout_that_passes_at_a_worker_counts_when_it_refuses(
     serve: Serve, ask: Ask
 ) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
+    double = DecodeDouble(stats=FULL)
     with serve(double, queue_timeout_s=1.0) as (_, url):
         future = ask(url)
         double.refuse(*double.take())
@@ -122,13 +127,14 @@ def test_no_worker_until_the_queue_timeout_is_503(serve: Serve, ask: Ask) -> Non
 
 
 @pytest.mark.parametrize("code", ["invalid_value", "unsupported"])
-def test_refusal_that_is_the_users_mistake_is_400(serve: Serve, ask: Ask, code: str) -> None:
-    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g, code, param="stop_token_ids"))
-    with serve(double) as (_, url):
-        response = ask(url).result()
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (400, code)
-        assert error["param"] == "stop_token_ids"
+def test_refusal_that_is_the_users_mistake_is_400(
+    double: DecodeDouble, url: str, ask: Ask, code: str
+) -> None:
+    double.script = lambda d, p, g: d.refuse(p, g, code, param="stop_token_ids")
+    response = ask(url).result()
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, code)
+    assert error["param"] == "stop_token_ids"
 
 
 def test_lost_before_the_first_token_is_tried_again_unseen(
@@ -138,9 +144,7 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
     ping = PingConfig(interval_s=0.1, max_misses=15)
     with serve(*doubles, ping=ping) as (_, url):
         future = ask(url)
-        wait_until(lambda: any(not double.taken.empty() for double in doubles))
-        dead = next(double for double in doubles if not double.taken.empty())
-        other = doubles[1 - doubles.index(dead)]
+        dead, other = holder_and_other(doubles)
         _, before = dead.take()
         dead.die()  # found by silence
         peer, after = other.take()
@@ -196,10 +200,8 @@ def test_request_present_at_two_crashes_is_not_tried_a_third_time(serve: Serve, 
         future = ask(url)
         left = list(doubles)
         for _ in range(2):
-            wait_until(lambda: any(not double.taken.empty() for double in left))
-            victim = next(double for double in left if not double.taken.empty())
+            victim, *left = holder_and_other(left)
             victim.take()
-            left.remove(victim)
             router.update_members([double.member for double in left])
         status, code, headers = failed(future)
         assert (status, code) == (500, "internal_error")
@@ -207,15 +209,15 @@ def test_request_present_at_two_crashes_is_not_tried_a_third_time(serve: Serve, 
         assert left[0].taken.empty()
 
 
-def test_gap_after_tokens_is_the_loss_of_the_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double = DecodeDouble()
-    with serve(double) as (_, url):
-        future = ask(url)
-        peer, generate = double.take()
-        double.chunk(peer, generate, ids[:2])
-        double.chunk(peer, generate, ids[3:4], at=3)
-        assert ended(future) == ("ab", None, "worker_lost")
-        assert double.expect(Abort).dispatch == 1
+def test_gap_after_tokens_is_the_loss_of_the_worker(
+    double: DecodeDouble, url: str, ask: Ask, ids: Ids
+) -> None:
+    future = ask(url)
+    peer, generate = double.take()
+    double.chunk(peer, generate, ids[:2])
+    double.chunk(peer, generate, ids[3:4], at=3)
+    assert ended(future) == ("ab", None, "worker_lost")
+    assert double.expect(Abort).dispatch == 1
 
 
 def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
@@ -224,9 +226,7 @@ def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
     doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
     with serve(*doubles) as (_, url):
         future = ask(url)
-        wait_until(lambda: any(not double.taken.empty() for double in doubles))
-        bad = next(double for double in doubles if not double.taken.empty())
-        good = doubles[1 - doubles.index(bad)]
+        bad, good = holder_and_other(doubles)
         peer, before = bad.take()
         bad.chunk(peer, before, ids[1:2], at=1)
         _, after = good.take()
@@ -259,15 +259,13 @@ def test_overlap_is_taken_once_and_the_final_chunk_counts_once(
 
 
 def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
-    serve: Serve, ask: Ask, ids: Ids
+    double: DecodeDouble, url: str, ask: Ask, ids: Ids
 ) -> None:
-    double = DecodeDouble()
-    with serve(double) as (_, url):
-        future = ask(url, stop="de")
-        peer, generate = double.take()
-        double.chunk(peer, generate, ids)
-        assert ended(future) == ("abc", "stop", None)
-        stop = double.expect(Stop)
-        assert (stop.req_id, stop.at_position) == (generate.req_id, generate.num_prompt_tokens + 5)
-        double.chunk(peer, generate, at=5, finish=LENGTH)
-        assert double.expect(Ack).req_id == generate.req_id
+    future = ask(url, stop="de")
+    peer, generate = double.take()
+    double.chunk(peer, generate, ids)
+    assert ended(future) == ("abc", "stop", None)
+    stop = double.expect(Stop)
+    assert (stop.req_id, stop.at_position) == (generate.req_id, generate.num_prompt_tokens + 5)
+    double.chunk(peer, generate, at=5, finish=LENGTH)
+    assert double.expect(Ack).req_id == generate.req_id

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -168,12 +169,10 @@ def trickle(connection: socket.socket, part: bytes) -> threading.Thread:
 
     def run() -> None:
         deadline = time.monotonic() + HANG_S
-        try:
+        with suppress(OSError):
             while time.monotonic() < deadline:
                 connection.sendall(part)
                 time.sleep(LIMIT_S / 10)
-        except OSError:
-            pass
 
     thread = threading.Thread(target=run)
     thread.start()

@@ -56,9 +56,6 @@ class LoopWire:
     def connect(self, peer: str, address: str) -> None:
         pass
 
-    def disconnect(self, peer: str) -> None:
-        pass
-
     def send(self, peer: str, message: Any) -> None:
         assert decode(encode(message)) == message
         if not isinstance(message, Generate):
@@ -70,17 +67,11 @@ class LoopWire:
         check(*(value for _, value in sampling.logit_bias))
         assert -1 <= sampling.logprobs <= MAX_LOGPROBS
         assert all(0 <= token < 512 for token in message.tokens)
-        tokens = tuple(
-            random.Random(sampling.seed).choices(range(512), k=min(3, sampling.max_tokens))
-        )
-        scored = scores(tokens, sampling.logprobs)
+        num_tokens = min(3, sampling.max_tokens)
+        tokens = tuple(random.Random(sampling.seed).choices(range(512), k=num_tokens))
+        scored, key = scores(tokens, sampling.logprobs), (message.req_id, message.dispatch)
         chunk = TokenChunk(
-            message.req_id,
-            message.dispatch,
-            message.num_prompt_tokens,
-            tokens,
-            FinishReason.LENGTH,
-            logprobs=scored,
+            *key, message.num_prompt_tokens, tokens, FinishReason.LENGTH, logprobs=scored
         )
         assert self.dispatcher is not None
         asyncio.get_running_loop().call_soon(self.dispatcher.deliver, [(peer, Chunks((chunk,)))])
@@ -138,11 +129,8 @@ async def one(app: App, path: str, raw: bytes, counts: dict[int, int]) -> None:
 
 
 def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
-    config, members, metrics = (
-        RouterConfig(max_body_bytes=max_body_bytes),
-        Members(),
-        RouterMetrics("small", "router-0"),
-    )
+    config, members = RouterConfig(max_body_bytes=max_body_bytes), Members()
+    metrics = RouterMetrics("small", "router-0")
     dispatcher = Dispatcher(config, wire, members, policy(config.policy), metrics)  # type: ignore[arg-type]
     wire.dispatcher = dispatcher
     dispatcher.update_members([WORKER])
@@ -203,12 +191,9 @@ def test_ten_megabytes_are_refused_before_they_are_cut_into_tokens(tmp_path: Pat
     message = b'{"messages": [{"role": "user", "content": "' + text + b'"}]}'
     prompt = b'{"prompt": "' + text + b'"}'
     bodies = [
-        ("/v1/chat/completions", message),
-        ("/v1/completions", prompt),
-        ("/v1/completions", b'{"prompt": [' + b"1," * (5 << 20) + b"1]}"),
-        ("/tokenize", prompt),
-        ("/tokenize", message),
-    ]
+        ("/v1/chat/completions", message), ("/v1/completions", prompt), ("/tokenize", prompt),
+        ("/v1/completions", b'{"prompt": [' + b"1," * (5 << 20) + b"1]}"), ("/tokenize", message),
+    ]  # fmt: skip
     good = ("/v1/completions", b'{"prompt": "a"}')
     directory, began = make_model(tmp_path), time.monotonic()
     counts = asyncio.run(rounds(directory, [*bodies, good], max_body_bytes=32 << 20))

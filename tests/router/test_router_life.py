@@ -15,6 +15,7 @@ from tests.fault.router_doubles import (
     Ask,
     DecodeDouble,
     Serve,
+    Served,
     connected,
     ended,
     failed,
@@ -122,8 +123,7 @@ def test_error_of_the_worker_reaches_the_client(
             if num_tokens:
                 double.chunk(peer, generate, ids[:num_tokens])
                 wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
-            error = Error(code, "because")
-            finish = FinishReason.ERROR
+            error, finish = Error(code, "because"), FinishReason.ERROR
             double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
             if num_tokens:
                 assert ended(future)[2] == code
@@ -133,18 +133,15 @@ def test_error_of_the_worker_reaches_the_client(
 
 
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
-    serve: Serve, ask: Ask, ids: Ids
+    served: Served, double: DecodeDouble, ask: Ask
 ) -> None:
-    double = DecodeDouble()
-    with serve(double) as (router, url):
-        future = ask(url, prompt=["a", "b"])
-        peer, first = double.take()
-        _, second = double.take()
-        error = Error("internal_error", "broken")
-        double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
-        assert failed(future)[:2] == (500, "internal_error")
-        assert double.expect(Abort).req_id == second.req_id
-        wait_until(lambda: router.num_inflight() == 0)
+    future = ask(served.url, prompt=["a", "b"])
+    (peer, first), (_, second) = double.take(), double.take()
+    error = Error("internal_error", "broken")
+    double.chunk(peer, first, finish=FinishReason.ERROR, error=error)
+    assert failed(future)[:2] == (500, "internal_error")
+    assert double.expect(Abort).req_id == second.req_id
+    wait_until(lambda: served.router.num_inflight() == 0)
 
 
 def test_drain_refuses_new_requests_and_finishes_old_ones(serve: Serve, ask: Ask, ids: Ids) -> None:
@@ -188,20 +185,17 @@ def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
 
 
 def test_not_ready_while_every_decode_worker_drains(serve: Serve) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))
-    with serve(double) as (_, url):
-        wait_until(lambda: num_live(url) == 1)
+    with serve(DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))) as (_, url):
         ready = httpx.get(f"{url}/ready")
         assert ready.status_code == 503
         assert ready.json()["reason"] == "every decode worker is draining"
 
 
-def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve) -> None:
-    with serve() as (_, url):
-        port = int(url.rsplit(":", 1)[1])
-        expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
-        with pytest.raises(UserError, match=expected), serve(port=port):
-            pass
+def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve, url: str) -> None:
+    port = int(url.rsplit(":", 1)[1])
+    expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+    with pytest.raises(UserError, match=expected), serve(port=port):
+        pass
 
 
 def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) -> None:

@@ -84,15 +84,10 @@ def test_every_example_of_a_request_is_served_and_every_reply_fits(
     assert num_checked > len(document["paths"])
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"n": 2, "logprobs": True, "top_logprobs": 2},
-        {"return_stages": True},
-        {"return_trace": True},
-    ],
-    ids=str,
-)
+LOGPROBS = {"n": 2, "logprobs": True, "top_logprobs": 2}
+
+
+@pytest.mark.parametrize("more", [LOGPROBS, {"return_stages": True}, {"return_trace": True}])
 def test_what_is_asked_for_beside_the_text_fits_too(
     url: str, document: dict[str, Any], more: dict[str, Any]
 ) -> None:

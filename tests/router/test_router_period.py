@@ -15,6 +15,8 @@ from router.observe.metrics import TTFT_BUCKETS
 from router.observe.tally import Tallies
 from router.show.period import NUM_STEPS, RATE_S, STEP_S, Period, Reading
 
+NOBODY = "No decode worker answers: requests wait, then fail"
+NOBODY_NEW = "No decode worker takes requests: new ones wait, then fail"
 NOTHING = Spread((1.0, 2.0), (0, 0, 0))
 ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {"end_to_end": NOTHING}, at=0.0)
 
@@ -137,17 +139,8 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
         (("ready", "ready"), ("good", "All 2 workers answer")),
         (("ready", "draining"), ("warn", "prefill-0 is draining")),
         (("ready", "lost"), ("bad", "prefill-0 is lost")),
-        (
-            ("silent", "ready"),
-            ("bad", "No decode worker answers: requests wait, then fail (decode-0 is silent)"),
-        ),
-        (
-            ("draining", "ready"),
-            (
-                "bad",
-                "No decode worker takes requests: new ones wait, then fail (decode-0 is draining)",
-            ),
-        ),
+        (("silent", "ready"), ("bad", f"{NOBODY} (decode-0 is silent)")),
+        (("draining", "ready"), ("bad", f"{NOBODY_NEW} (decode-0 is draining)")),
     ],
 )
 def test_the_worst_is_said_in_a_sentence(states: tuple[str, str], verdict: tuple[str, str]) -> None:
@@ -170,4 +163,4 @@ def test_a_silent_router_and_no_worker_at_all_are_told() -> None:
     draining = [RouterRow("router-0", "draining")]
     why = "No router takes requests (router-0 is draining)"
     assert board.verdict(worker, draining) == ("bad", why)
-    assert board.verdict([], [])[1] == "No decode worker answers: requests wait, then fail"
+    assert board.verdict([], [])[1] == NOBODY

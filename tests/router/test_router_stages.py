@@ -15,14 +15,9 @@ from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, HELLO, TOLD_STAGES, Script, Served, events, speak
 
 WANTED = {
-    "prefill_queue_s": 0.5,
-    "prefill_s": 0.25,
-    "transfer_s": 0.125,
-    "decode_queue_s": 0.0625,
-    "first_step_s": 0.03125,
-    "prefilled_by": "prefill-3",
-    "decoded_by": "decode-0",
-}
+    "prefill_queue_s": 0.5, "prefill_s": 0.25, "transfer_s": 0.125, "decode_queue_s": 0.0625,
+    "first_step_s": 0.03125, "prefilled_by": "prefill-3", "decoded_by": "decode-0",
+}  # fmt: skip
 
 
 def script_of(text: Text) -> Script:

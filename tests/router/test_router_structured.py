@@ -68,14 +68,9 @@ GRAMMARS: list[tuple[dict[str, Any], list[str], list[str]]] = [
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])
 @pytest.mark.parametrize(("wish", "good", "bad"), GRAMMARS, ids=str)
 def test_wishes_become_grammars(
-    served: Served,
-    double: DecodeDouble,
-    tokenizer: LLTokenizer,
-    wish: dict[str, Any],
-    good: list[str],
-    bad: list[str],
-    path: str,
-) -> None:
+    served: Served, double: DecodeDouble, tokenizer: LLTokenizer,
+    wish: dict[str, Any], good: list[str], bad: list[str], path: str,
+) -> None:  # fmt: skip
     asked = {"messages": HELLO} if path.startswith("chat") else {"prompt": "a"}
     response = served.post(path, **asked | wish)
     assert response.status_code == 200, response.text
@@ -95,4 +90,6 @@ def test_parse_of_the_client_plain_and_streamed(
         for event in stream:
             if event.type == "chunk":
                 ChatCompletionChunk.model_validate(event.chunk.model_dump())
-        assert stream.get_final_completion().choices[0].message.parsed == found
+        choice = stream.get_final_completion().choices[0]
+    assert (choice.message.parsed, choice.finish_reason) == (found, "stop")
+    assert (choice.message.content, event.type) == (PLAN, "content.done")

@@ -116,14 +116,8 @@ def test_window_detokenizer_agrees_with_a_sentencepiece_decoder() -> None:
     pieces = ["<unk>", "▁hello", "▁world", "lo", "▁", "s"] + [f"<0x{b:02X}>" for b in range(256)]
     model = models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True)
     tokenizer = Tokenizer(model)
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
 
     def decode(tokens: object) -> str:
         return tokenizer.decode(list(tokens), skip_special_tokens=False)  # type: ignore[call-overload]

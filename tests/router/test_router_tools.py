@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.fault.router_doubles import (
     HELLO,
     QWEN,
     DecodeDouble,
+    Script,
     Served,
     accepts,
     make_model,
@@ -32,6 +34,7 @@ LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% e
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALL2 = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+SAID = [("weather", ARGUMENTS), ("time", "{}")]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tokens", "text"])
@@ -48,6 +51,16 @@ def says(double: DecodeDouble, text: Text, answer: str) -> None:
     double.script = speak(tokens, sizes=(3, 1, 2), kept=True)
 
 
+def slowly(tokens: Sequence[int], pause_s: float, finish: FinishReason) -> Script:
+    def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        for i, token in enumerate(tokens):
+            double.chunk(peer, generate, [token], at=i)
+            time.sleep(pause_s)
+        double.chunk(peer, generate, at=len(tokens), finish=finish)
+
+    return script
+
+
 def asked(double: DecodeDouble, text: Text) -> tuple[str, str]:
     """Prompt and grammar of what the worker was asked."""
     generate = double.take()[1]
@@ -61,20 +74,15 @@ def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, te
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("I look.", "tool_calls")
     calls: Any = choice.message.tool_calls
-    assert [(each.function.name, each.function.arguments) for each in calls] == [
-        ("weather", ARGUMENTS),
-        ("time", "{}"),
-    ]
+    assert [(each.function.name, each.function.arguments) for each in calls] == SAID
     prompt, grammar = asked(double, text)
     assert json.dumps(TOOLS[0]) in prompt
     assert grammar == ""
     again = [*HELLO, choice.message, {"role": "tool", "tool_call_id": calls[0].id, "content": "7"}]
     says(double, text, "It is 7.")
     answer = client.chat.completions.create(model="small", messages=again, tools=TOOLS)
-    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (
-        "It is 7.",
-        "stop",
-    )
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("It is 7.", "stop")
     assert f"<tool_call>\nweather {ARGUMENTS}\n</tool_call>" in asked(double, text)[0]
 
 
@@ -82,34 +90,22 @@ def test_calls_of_a_stream(
     client: openai.OpenAI, double: DecodeDouble, text: Text, served: Served
 ) -> None:
     tokens = text.encode(f"{CALL}\n{CALL2}", add_special_tokens=False)
-
-    def slowly(double: DecodeDouble, peer: str, generate: Generate) -> None:
-        for i, token in enumerate(tokens):
-            double.chunk(peer, generate, [token], at=i)
-            time.sleep(0.003)
-        double.chunk(peer, generate, at=len(tokens), finish=FinishReason.STOP)
-
-    double.script = slowly
+    double.script = slowly(tokens, 0.003, FinishReason.STOP)
     body = {"messages": HELLO, "tools": TOOLS, "stream": True}
     response = served.post("chat/completions", **body)
     data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
     deltas = [ChatCompletionChunk.model_validate_json(item).choices[0].delta for item in data]
     calls = [call for delta in deltas for call in delta.tool_calls or []]
     assert sum(call.index == 0 for call in calls) > 3
-    assert [call.function.name for call in calls if call.id and call.function] == [
-        "weather",
-        "time",
-    ]
+    names = [call.function.name for call in calls if call.id and call.function]
+    assert names == ["weather", "time"]
     assert json.loads(data[-1])["choices"][0]["finish_reason"] == "tool_calls"
     assert not any(delta.content for delta in deltas)
     with client.chat.completions.stream(model="small", messages=HELLO, tools=TOOLS) as stream:
         events = list(stream)
         message = stream.get_final_completion().choices[0].message
     done = [each for each in events if each.type == "tool_calls.function.arguments.done"]
-    assert [(each.name, each.arguments) for each in done] == [
-        ("weather", ARGUMENTS),
-        ("time", "{}"),
-    ]
+    assert [(each.name, each.arguments) for each in done] == SAID
     assert any(each.type == "tool_calls.function.arguments.delta" for each in events)
     found: Any = message.tool_calls
     assert [each.function.arguments for each in found] == [ARGUMENTS, "{}"]
@@ -132,11 +128,8 @@ NAMED = {"type": "function", "function": {"name": "time"}}
             [COMPACT, CALL2, f"{COMPACT}\n{CALL2}", f"<think>\nhm\n</think>\n\n{CALL2}"],
             ["hello", CALL2[:-3], CALL2.replace("time", "weather")],
         ),
-        (
-            {"tool_choice": "required"},  # of a context of 2048 tokens
-            ["\n".join([CALL2] * 8)],
-            ["\n".join([CALL2] * 9)],
-        ),
+        # of a context of 2048 tokens
+        ({"tool_choice": "required"}, ["\n".join([CALL2] * 8)], ["\n".join([CALL2] * 9)]),
         ({"tool_choice": NAMED}, [CALL2], [COMPACT, "a", f"{CALL2}\n{CALL2}"]),
         ({"tool_choice": "required", "parallel_tool_calls": False}, [CALL2], [f"{CALL2}\n{CALL2}"]),
         (
@@ -169,14 +162,11 @@ def test_one_call_only_and_none_at_all(
     client: openai.OpenAI, double: DecodeDouble, text: Text
 ) -> None:
     says(double, text, f"{CALL}\n{CALL2}")
-    answer = client.chat.completions.create(
-        model="small", messages=HELLO, tools=TOOLS, parallel_tool_calls=False
-    )
+    asks: Any = {"model": "small", "messages": HELLO, "tools": TOOLS}
+    answer = client.chat.completions.create(**asks, parallel_tool_calls=False)
     assert len(answer.choices[0].message.tool_calls or []) == 1
     double.take()
-    answer = client.chat.completions.create(
-        model="small", messages=HELLO, tools=TOOLS, tool_choice="none"
-    )
+    answer = client.chat.completions.create(**asks, tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason == "stop"
     assert "<tools>" not in asked(double, text)[0]
@@ -195,11 +185,8 @@ def test_reasoning_is_told_apart(
         message = client.chat.completions.create(model="small", messages=HELLO).choices[0].message
         found = {name: getattr(message, name) for name in ("content", "reasoning_content")}
     assert found == {"content": "hello", "reasoning_content": "hm, 😀"}
-    client.chat.completions.create(
-        model="small",
-        messages=HELLO,
-        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
-    )
+    wish = {"chat_template_kwargs": {"enable_thinking": False}}
+    client.chat.completions.create(model="small", messages=HELLO, extra_body=wish)
     double.take()
     assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
 
@@ -218,9 +205,8 @@ def test_llama3_and_configuration(tmp_path: Path) -> None:
         grammar = asked(double, text)[1]
         assert grammar_accepts(text, grammar, call)
         assert not grammar_accepts(text, grammar, "a")
-        assert not grammar_accepts(
-            text, grammar, call.replace("{}", '{"a":1}')
-        )  # it has no parameters
+        more = call.replace("{}", '{"a":1}')
+        assert not grammar_accepts(text, grammar, more), "it has no parameters"
     double = DecodeDouble(script=speak(text.encode(call, add_special_tokens=False)))
     with serving(text.directory, double, tool_parser="none") as (_, url):
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
@@ -239,6 +225,7 @@ def earlier(call: Any) -> Any:
     return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
 
 
+WRONG_SCHEMA = tool(name="a", parameters={"type": "strin"})
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
     ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
@@ -248,18 +235,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-    (
-        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice",
-    ),
-    ({"tools": tool(name="a", parameters={"type": "strin"}), "tool_choice": "required"}, "tools"),
-    (
-        {
-            "tools": tool(name="a", parameters={"type": "strin"}),
-            "response_format": {"type": "json_object"},
-        },
-        "tools",
-    ),
+    ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "x"}}}, "tool_choice"),
+    ({"tools": WRONG_SCHEMA, "tool_choice": "required"}, "tools"),
+    ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
     ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
     (
         {"messages": earlier({"function": {"name": "a", "arguments": "{"}})},
@@ -314,14 +292,8 @@ def test_an_answer_of_one_call_ends_with_the_call(
 
 def test_a_stream_that_says_nothing_yet_is_kept_alive(text: Text) -> None:
     tokens = text.encode('<tool_call>\n{"arguments": {"a": "' + "b" * 30, add_special_tokens=False)
-
-    def slowly(double: DecodeDouble, peer: str, generate: Generate) -> None:
-        for i, token in enumerate(tokens):
-            double.chunk(peer, generate, [token], at=i)
-            time.sleep(0.02)
-        double.chunk(peer, generate, at=len(tokens), finish=FinishReason.LENGTH)
-
+    double = DecodeDouble(script=slowly(tokens, 0.02, FinishReason.LENGTH))
     body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    with serving(text.directory, DecodeDouble(script=slowly), sse_ping_s=0.1) as (_, url):
+    with serving(text.directory, double, sse_ping_s=0.1) as (_, url):
         response = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert response.text.count(": ping\n\n") >= 2

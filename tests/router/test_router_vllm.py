@@ -137,13 +137,13 @@ def test_counts_of_routers_of_one_port_are_series_of_their_own() -> None:
 
 def test_it_shares_the_counts_of_our_own_families() -> None:
     metrics = router()
-    metrics.first_token("local", 0.05)
-    metrics.first_token("pulled", 0.25)
+    metrics.ttft("local").observe(0.05)
+    metrics.ttft("pulled").observe(0.25)
     metrics.itl.observe(0.004)
     metrics.prompt(20, 16)
     for outcome in ("stop", "stop", "length", "timeout", "busy"):
         metrics.ended(outcome)
-    metrics.refused("invalid_value")  # no choice was made of it
+    metrics.requests("invalid_value").inc()  # no choice was made of it
     found = series(metrics.render())
     assert values(found, "time_to_first_token_seconds_count") == [2]
     assert values(found, "time_to_first_token_seconds_sum") == [pytest.approx(0.3)]

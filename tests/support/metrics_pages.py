@@ -45,7 +45,7 @@ def router_page() -> str:
     metrics.watch(live)
     metrics.watch_encoder(Text(TINY).encoder)
     for where in PREFILLS:
-        metrics.first_token(where, 0.05)
+        metrics.ttft(where).observe(0.05)
     metrics.ended("stop")
     metrics.ended("busy")
     stages = Stages(0.1, 0.2, 0.01, 0.0, 0.01, "prefill-0/1")

@@ -30,7 +30,7 @@ def found(page: str) -> dict[tuple[str, str], tuple[str, float]]:
 def test_each_bucket_names_the_last_trace_that_fell_into_it() -> None:
     metrics = RouterMetrics("small", "router-0")
     for value, trace_id in ((0.004, TRACE), (0.0045, ""), (0.2, TRACE), (0.19, OTHER), (99, TRACE)):
-        metrics.first_token("local", value, trace_id)
+        metrics.ttft("local").observe(value, trace_id)
     encode, content_type = encoder(OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert found(metrics.render(encode).decode()) == {
@@ -47,7 +47,7 @@ def test_pages_of_several_routers_make_one_of_either_form(accept: str) -> None:
     pages = []
     for name in ("router-0", "router-1"):
         metrics = RouterMetrics("small", name)
-        metrics.first_token("local", 0.1, TRACE)
+        metrics.ttft("local").observe(0.1, TRACE)
         metrics.ended("stop")
         pages.append(metrics.render(encode).decode())
     page = merged(pages)

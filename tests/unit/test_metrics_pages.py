@@ -54,7 +54,7 @@ def test_the_document_lists_every_family() -> None:
 def test_a_router_writes_the_same_text_as_the_library() -> None:
     metrics = RouterMetrics('a "model"\\of\nours', "router-0")
     metrics.watch(Live(lambda: 3, lambda: 2, lambda: [4], lambda role: 1))
-    metrics.first_token("pulled", 0.123)
+    metrics.ttft("pulled").observe(0.123)
     metrics.ended("stop")
     for _ in range(2):  # the second time names come out of a table
         assert metrics.render() == generate_latest(metrics.registry)

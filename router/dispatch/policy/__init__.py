@@ -12,9 +12,5 @@ POLICIES = {
 
 
 def policy(name: str) -> Policy:
-    """A fresh policy.
-
-    Raises:
-        UserError: no policy has this name; the message lists those that do.
-    """
+    """A fresh policy; raises a UserError that lists the names if there is none of this name."""
     return resolve("routing policy", name, POLICIES)()

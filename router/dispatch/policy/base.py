@@ -32,19 +32,18 @@ class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
     def choose(self, asked: Asked, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
-        """Place a request.
+        """Place a request at one of `decode`, which may take it and are at least one.
 
-        Args:
-            asked: the request.
-            decode: decode workers that may take it; at least one.
-            prefill: live prefill workers; those that cannot serve the chosen decode worker
-                (another KV layout or transport) must not become candidates.
+        `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
+        transport) must not become candidates.
         """
         ...
 
     def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        """The request has left `choice.decode`; num_cached_tokens None: refused or lost there."""
-        ...
+        """The request has left `choice.decode`; num_cached_tokens None: refused or lost there.
+
+        By default nothing: `router.dispatch.members` counts loads.
+        """
 
 
 def eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:

@@ -29,6 +29,3 @@ class LeastLoaded(Policy):
         pool = eligible(best, prefill)
         pool.sort(key=lambda known: (prefill_wait_s(known), random.random()))
         return Choice(best.peer, candidates(pool))
-
-    def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        pass  # loads are counted by `router.dispatch.members`

@@ -25,6 +25,3 @@ class RoundRobin(Policy):
             self._prefill_turn += 1
             pool = pool[first:] + pool[:first]
         return Choice(chosen.peer, candidates(pool))
-
-    def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        pass
