@@ -22,19 +22,9 @@ from worker.errors import WorldError
 POLL_S = 0.2
 
 
-class Signals:
-    """Whether the supervisor, or who signals all processes at once, has asked for the end."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def install(self) -> None:
-        """To be called after Ray has started: it installs handlers of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.asked = True
+# Numbers of the signals with which the supervisor, or who signals all processes at once, has asked
+# for the end.
+Signals = list[int]
 
 
 class Stopped(Exception):
@@ -54,21 +44,23 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
         UserError, WorldError: it could not start, or it lost its controller.
     """
     screen = JsonScreen(out) if config.cluster.log_format == "json" else Screen(out)
-    signals = Signals()
+    signals: Signals = []
     if lent.directory is None:
         screen.line(f"joining the Ray cluster at {address}")
-        session = launch.join(address)
+        address = launch.join(address)
     else:
         screen.line("starting Ray on this machine")
-        session = launch.start_local(config, lent.directory)
-    signals.install()
+        address = launch.start_local(config, lent.directory)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now, as Ray sets its own
+        signal.signal(number, lambda number, _: signals.append(number))
     if (controller := launch.find_controller()) is not None:
-        return _joined(controller, config, session, screen, signals)
+        return _joined(controller, config, screen, signals)
     try:
-        if not session.local:
+        local = lent.directory is not None
+        if not local:
             check_port(config)
-        controller = launch.create_controller(config, session)
-        running = Running(os.getppid(), session.address, session.local, auth_mode, ())
+        controller = launch.create_controller(config, local=local)
+        running = Running(os.getppid(), address, local, auth_mode, ())
         lent.state.write(running)
         try:
             urls, num_seen = _start(controller, screen, signals)
@@ -82,13 +74,11 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
             _stop(controller, config, screen)
         return 0
     finally:
-        session.close()
+        launch.leave()
         screen.line("stopped")
 
 
-def _joined(
-    controller: Any, config: Config, session: launch.RaySession, screen: Screen, signals: Signals
-) -> int:
+def _joined(controller: Any, config: Config, screen: Screen, signals: Signals) -> int:
     """This Ray cluster has a kvlane: wait until that is ready, and leave it alone."""
     try:
         urls: tuple[str, ...] = _result(controller.join.remote(config), signals)
@@ -96,7 +86,7 @@ def _joined(
     except Stopped:
         pass
     finally:
-        session.close()
+        launch.leave()
     return 0
 
 
@@ -142,10 +132,10 @@ def _progress(controller: Any, num_seen: int, signals: Signals) -> Progress:
 def _result(reference: Any, signals: Signals) -> Any:
     """Of a call to the controller. Raises Stopped after a signal."""
     while not launch.is_over(reference, POLL_S):
-        if signals.asked:
+        if signals:
             raise Stopped
     result = launch.wait_for(reference)
-    if signals.asked:
+    if signals:
         raise Stopped
     return result
 

@@ -38,12 +38,11 @@ class Identity:
 
 
 async def kill_actor(actor: Any, process: Identity) -> None:
-    """Kill an actor's process and make sure, on its own node, that it is gone.
+    """Returns when an actor's process is gone for certain, or its node is.
 
-    ray.kill asks the process to end, which a stopped or hung one never does. So a task on its node
-    sends SIGKILL to the pid, if that still is the same process, and waits until it is gone. On a
-    lost node no task can run. What may be left there uses no device that a new process gets, and
-    its messages carry an old incarnation.
+    ray.kill asks it to end, which a stopped or hung one never does: so a task on its node sends
+    SIGKILL. On a lost node no task runs; what may be left there uses no device that a new process
+    gets, and its messages carry an old incarnation.
     """
     RAY.kill(actor)
     where = f"pid {process.pid} on {process.node_address}"
@@ -67,10 +66,7 @@ async def kill_actor(actor: Any, process: Identity) -> None:
 
 
 def kill_for_certain(pid: int, start_ticks: int) -> bool:
-    """SIGKILL the process, on its node, and wait for up to half of TIMEOUT_S.
-
-    Returns whether it is gone.
-    """
+    """SIGKILL a process of this node; whether it is gone within half of TIMEOUT_S."""
     deadline = time.monotonic() + TIMEOUT_S / 2
     while _is_running(pid, start_ticks):
         if time.monotonic() > deadline:

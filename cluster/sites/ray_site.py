@@ -8,34 +8,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
 from cluster.config import Config
-from cluster.resolve import (
-    bundle_of,
-    counts,
-    with_collective,
-    with_devices,
-    with_transport,
-)
+from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import (
     LOCAL_HOST,
     Assignment,
-    ProcessActor,
     RankActor,
     RouterActor,
     WorkerActor,
 )
 from cluster.sites.handles import Rank, RayProcess, RouterProcess, call
 from cluster.sites.kill import Identity
-from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place, remove
+from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Process, Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
 from worker.api import Role
+from worker.config import WorkerConfig
 from worker.errors import WorldError
 
 log = logging.getLogger("kvlane.site")
@@ -53,7 +48,7 @@ class Home:
 
 
 class RaySite(Site):
-    """Makes processes. Not thread-safe; lives in the controller's event loop."""
+    """Not thread-safe; lives in the controller's event loop."""
 
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
@@ -86,12 +81,11 @@ class RaySite(Site):
         return self._roles
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
-        """A group whose node is gone is replaced by a new one."""
         await self._renew_group(name)
         role, group = self._roles[name], self._groups[name]
         hosts = [LOCAL_HOST if self._home.local else node.address for node in group.nodes]
-        config: Any = self.config
-        if role == "prefill" or role == "decode":
+        config: Config | WorkerConfig = self.config
+        if role != "router":
             config = with_collective(self.config.worker(role), hosts)
         actors = [
             self._actor_class(role, group, rank).remote(
@@ -121,13 +115,11 @@ class RaySite(Site):
     async def release(self, name: str) -> None:
         group = self._groups.pop(name, None)
         if group is not None and group.pg is not None:
-            await asyncio.to_thread(remove, group.pg)
+            await asyncio.to_thread(remove_placement_group, group.pg)
 
     def _actor_class(self, role: Role, group: Group, rank: int) -> Any:
         """As Ray makes actors of it: in the bundle of that rank, or beside `serve`."""
-        kind: type[ProcessActor] = RankActor if rank else WorkerActor
-        if role == "router":
-            kind = RouterActor
+        kind = RouterActor if role == "router" else RankActor if rank else WorkerActor
         strategy: Any
         if group.pg is None:
             strategy = NodeAffinitySchedulingStrategy(self._home.node_id, soft=False)
@@ -144,6 +136,7 @@ class RaySite(Site):
         )
 
     async def _renew_group(self, name: str) -> None:
+        """Place it anew if a node of its group is gone."""
         group = self._groups.get(name)  # None: there was no room when it was placed anew
         if group is not None:
             if group.pg is None:
@@ -184,10 +177,10 @@ class RaySite(Site):
     def _ask(self, name: str) -> Ask:
         role = self._roles[name]
         bundle = bundle_of(self.config, role)
-        if role == "prefill" or role == "decode":
-            part = self.config.role(role)
-            return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
-        return Ask(name, bundle)
+        if role == "router":
+            return Ask(name, bundle)
+        part = self.config.role(role)
+        return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
 
     def _wait(self, text: str) -> None:
         """Called now and then while groups are placed; an error gives them back."""
