@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(given: Sequence[str]) -> int:
-    if given[:1] == ["bench"]:  # it has a parser of its own
+    if given[:1] == ["bench"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return clients.bench(given[1:])
     args = parser_of_commands().parse_args(given)
@@ -95,7 +95,7 @@ def _run_command(given: Sequence[str]) -> int:
 
 
 def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _plainly) -> int:
-    """Its exit code; tell: says why it failed."""
+    """The exit code of a command; `tell` says why it failed."""
     try:
         code = command()
         sys.stdout.flush()
@@ -123,7 +123,7 @@ def _drop_output() -> None:
 
 
 class _Version(argparse.Action):
-    """`--version`; what it imports is not paid for by other commands."""
+    """Imports late: other commands need not wait for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         from router.show.status import version
@@ -133,6 +133,7 @@ class _Version(argparse.Action):
 
 
 def parser_of_commands() -> argparse.ArgumentParser:
+    """Of all commands but `bench`, which has its own."""
     parser = argparse.ArgumentParser(
         prog="kvlane",
         description="Serve a language model with separate prefill and decode workers.",
@@ -201,7 +202,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str], None]) -> int:
-    """What is wrong with the configuration is shown before anything starts."""
     from cluster.diagnose.checks import checked
 
     config, warnings = checked(config, None if address else _num_gpus(config), offline=offline)
@@ -222,7 +222,7 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
 
 
 def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
-    """In the supervisor's child: start Ray where nothing of the user's can be imported."""
+    """In the supervisor's child."""
     leave_directory()
     from cluster.serve.run import serve  # imports Ray, which reads the environment
 
@@ -337,7 +337,11 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
         controller = launch.find_controller()
         if controller is None:
             raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}")
-        yield lambda method, *args: launch.ask(getattr(controller, method), *args)
+
+        def ask(method: str, *args: object) -> Any:
+            return launch.ask(getattr(controller, method), *args)
+
+        yield ask
     finally:
         launch.leave()
 

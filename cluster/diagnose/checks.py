@@ -26,7 +26,7 @@ PORTS = ("cluster.host", "cluster.port")
 def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding]:
     """What a start would meet on this machine, its model aside.
 
-    num_gpus: that the Ray which `serve` starts will count; None: it joins one of other nodes.
+    num_gpus: that the Ray which `serve` starts will count; None: it joins a Ray cluster.
     """
     if num_gpus is None:
         return [*map(refused, mistakes_of_joining(config)), *versions(facts)]
@@ -46,10 +46,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Config, list[str]]:
     """The configuration with its model on this machine, and warnings, once nothing is refused.
 
-    `num_gpus`: see `of_start`; `offline`: take no model from the network.
-
-    Raises:
-        UserError, WorldError: as `refuse`, `check_model` and `download.fetch`.
+    num_gpus: as of `of_start`. Raises as `refuse`, `check_model` and `download.fetch`.
     """
     findings = of_start(config, num_gpus, read_facts())
     refuse(findings)

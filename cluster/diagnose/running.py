@@ -61,23 +61,18 @@ def examined_here(measure: Callable[[], Sequence[PullPath]]) -> Examination:
 
 
 def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator[Finding]:
-    """All findings.
-
-    Args:
-        wanted: the transport that whoever asks expects; what is auto there is as `cluster` says.
-        cluster: what its workers have answered.
-    """
-    workers: dict[str, Examination] = {}
+    """All findings. wanted: the transport that is expected; auto: as the cluster's was written."""
+    workers = {a.name: a.examination for a in cluster.answers if a.examination is not None}
     for answer in cluster.answers:
         if answer.examination is not None:
-            workers[answer.name] = answer.examination
             continue
         yield failure(
             "worker",
             f"it tells nothing: {answer.error}",
             "what is wrong with it stays unknown",
             "kvlane status, and the log of serve",
-        ).at(answer.name)
+            answer.name,
+        )
     yield from _machines(cluster.decided, workers)
     yield from _skew({name: worker.facts.versions for name, worker in workers.items()})
     yield from _clocks(cluster.answers)
@@ -94,20 +89,20 @@ def _machines(decided: Config, workers: dict[str, Examination]) -> Iterator[Find
         for finding in examine(decided, worker.facts):
             names.setdefault(finding, []).append(name)
     for finding, where in names.items():
-        yield finding.at(", ".join(where))
+        yield replace(finding, where=", ".join(where))
 
 
 def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
     """Packages that have different versions at different workers."""
     packages = sorted({package for versions in workers.values() for package in versions})
-    differs = False
+    num_same = 0
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, versions in workers.items():
             by_version.setdefault(versions.get(package, "none"), []).append(name)
         if len(by_version) < 2:
+            num_same += 1
             continue
-        differs = True
         make = failure if package.startswith(SPEAK_TO_EACH_OTHER) else warning
         said = "; ".join(f"{version} at {', '.join(at)}" for version, at in by_version.items())
         yield make(
@@ -116,7 +111,7 @@ def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
             "workers of one cluster speak to each other, and have to draw the same tokens",
             "give all nodes the same image or environment",
         )
-    if not differs and workers:
+    if num_same == len(packages) and workers:
         yield ok("versions", f"the same {len(packages)} at all {len(workers)} workers")
 
 
@@ -135,7 +130,8 @@ def _clocks(answers: Sequence[WorkerAnswer]) -> Iterator[Finding]:
                 f"it differs by {skew_s:.1f} s from the controller's",
                 "logs and traces of one request do not fit together; requests are not affected",
                 "chrony or systemd-timesyncd on every node",
-            ).at(answer.name)
+                answer.name,
+            )
     if largest <= MAX_SKEW_S:
         yield ok("clock", f"all within {largest:.1f} s")
 

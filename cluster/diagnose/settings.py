@@ -6,7 +6,7 @@ Imports neither torch nor Ray, which take seconds: a mistake is shown in less th
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,18 +16,14 @@ from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.dispatch.policy import POLICIES
 from router.http.keys import read_keys
 from router.http.port import listen
-from worker.attention.backends import ATTENTION
 from worker.config import check_collective
 from worker.errors import UserError
 from worker.observe.tracing import check_tracing
-from worker.transfer.base import KINDS
+from worker.start.check import names_of
 
 EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
-PACKAGES = {  # of attention backends
-    "triton": "triton",
-    "by_length": "flashinfer",
-    "flashinfer": "flashinfer",
-}
+# Of attention backends.
+PACKAGES = {"triton": "triton", "by_length": "flashinfer", "flashinfer": "flashinfer"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +66,10 @@ def _beside_serve(config: Config) -> bool:
 
 
 def _names(settings: Settings) -> Iterator[UserError]:
-    """Names that come from tables."""
-    config, transport = settings.config, settings.config.transport
-    named: dict[str, tuple[str, Iterable[str]]] = {
-        "router.policy": (config.router.policy, POLICIES)
-    }
-    if transport.name != "auto":
-        named["transport.name"] = transport.name, KINDS
-    if transport.kind != "auto" and transport.name in KINDS:
-        named["transport.kind"] = transport.kind, KINDS[transport.name]
-    for role in ROLES:
-        for kind, name in config.role(role).engine.attention.model_dump().items():
-            named[f"{role}.engine.attention.{kind}"] = name, (*ATTENTION, "auto")
-    for path, (name, choices) in named.items():
+    config = settings.config
+    engines = {f"{role}.engine": config.role(role).engine for role in ROLES}
+    named = {"router.policy": (config.router.policy, POLICIES)}
+    for path, (name, choices) in (named | names_of(config.transport, engines)).items():
         if name not in choices:
             yield UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
 
@@ -96,7 +83,7 @@ def _keys(settings: Settings) -> Iterator[UserError]:
 
 
 def _port(settings: Settings) -> Iterator[UserError]:
-    """The routers' address is bound for a moment, as the first of them does it."""
+    """Binds the routers' address for a moment, as the first of them does it."""
     host, port = settings.config.cluster.host, settings.config.cluster.port
     try:
         listen(host, port).close()

@@ -1,7 +1,7 @@
 """`process.Process` over Ray's actor handles: all ranks of a worker, or a router, as one process.
 
-Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ranks start at once, as
-they wait for each other; the first that fails, ends or dies is the end of the worker.
+Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ranks start at once,
+as they wait for each other; the first that fails, ends or dies is the end of the worker.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RayProcess(Process):
         return tuple(rank.process.pid for rank in self.ranks)
 
     async def start(self) -> Member:
-        # The first failure ends it at once: the other ranks wait for that one until they are killed.
+        # The first failure ends it: the other ranks wait for that one until they are killed.
         where = [await call(self.actor.rendezvous)] if len(self.ranks) > 1 else []
         starts = [
             self._named(i, call(rank.actor.start, *where)) for i, rank in enumerate(self.ranks)

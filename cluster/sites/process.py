@@ -43,34 +43,43 @@ class Process(Protocol):
     @property
     def place(self) -> str:
         """Where it runs, for people: node and pid."""
+        ...
 
     @property
     def pids(self) -> tuple[int, ...]:
         """One for each rank, in order; a router has one."""
+        ...
 
     async def start(self) -> Member:
         """Load and listen. Raises UserError if what was asked for cannot work."""
+        ...
 
     async def stage(self) -> Stage:
         """How far `start` is."""
+        ...
 
     async def run(self) -> None:
         """Returns when it was stopped; raises PeerLost as soon as it has died."""
+        ...
 
     async def update(self, membership: Membership) -> None:
         """Give it the list of members; a version older than the last one is ignored."""
+        ...
 
     async def drain(self, address_stays: bool) -> None:
         """Let it take no new work and finish what it has.
 
         address_stays: processes at the same address go on, as routers that share a port.
         """
+        ...
 
     async def report(self) -> Report:
         """Whether it is idle, and its counters."""
+        ...
 
     async def stop(self) -> None:
         """End its threads and sockets; `run` returns then."""
+        ...
 
 
 class Site(Protocol):
@@ -81,12 +90,15 @@ class Site(Protocol):
 
         Raises Placement if there is no room, PeerLost if it died while it started.
         """
+        ...
 
     async def kill(self, process: Process) -> None:
         """Returns when the process is gone for certain, or its node is."""
+        ...
 
     async def release(self, name: str) -> None:
         """Give back what was reserved for `name`."""
+        ...
 
 
 class Links(Protocol):
@@ -94,6 +106,8 @@ class Links(Protocol):
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Start to ping."""
+        ...
 
     def disconnect(self, peer: PeerId) -> None:
         """Stop pinging."""
+        ...

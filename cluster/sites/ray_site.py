@@ -85,7 +85,7 @@ class RaySite(Site):
         role, group = self._roles[name], self._groups[name]
         hosts = [LOCAL_HOST if self._home.local else node.address for node in group.nodes]
         config: Config | WorkerConfig = self.config
-        if role != "router":
+        if role == "prefill" or role == "decode":
             config = with_collective(self.config.worker(role), hosts)
         actors = [
             self._actor_class(role, group, rank).remote(
@@ -177,10 +177,10 @@ class RaySite(Site):
     def _ask(self, name: str) -> Ask:
         role = self._roles[name]
         bundle = bundle_of(self.config, role)
-        if role == "router":
-            return Ask(name, bundle)
-        part = self.config.role(role)
-        return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
+        if role == "prefill" or role == "decode":
+            part = self.config.role(role)
+            return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
+        return Ask(name, bundle)
 
     def _wait(self, text: str) -> None:
         """Called now and then while groups are placed; an error gives them back."""

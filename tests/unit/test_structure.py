@@ -34,7 +34,7 @@ ROUTER_SEES = {"contract", "observe"}
 # What a worker is told and answers; the worker itself; what can be checked before one starts.
 CLUSTER_SEES = {
     *("contract", "observe", "worker", "rank", "peers"),
-    *("attention", "model", "drafts", "transfer"),
+    *("start", "transfer"),
 }
 # Of cluster, lowest first; a folder imports from those before it.
 CLUSTER_FLOORS = (
