@@ -1,7 +1,7 @@
 """The command line: `python -m cluster` or `kvlane`. The only place that reads the environment.
 
-Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, which for
-`serve` means before it was ready, or twice.
+Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, of `serve`
+before it was ready, or twice.
 """
 
 from __future__ import annotations
@@ -222,7 +222,6 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
 
 
 def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
-    """In the supervisor's child."""
     leave_directory()
     from cluster.serve.run import serve  # imports Ray, which reads the environment
 
@@ -232,7 +231,7 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
 
 
 def _num_gpus(config: Config) -> int:
-    """GPUs that the Ray which we start will count."""
+    """GPUs that a Ray of our own will count."""
     from cluster.diagnose.driver import count_gpus
 
     asked = config.cluster.local_ray.num_gpus

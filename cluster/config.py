@@ -345,8 +345,9 @@ def _suggestion(path: str) -> str:
 
 
 def _section_of(annotation: Any) -> type[Section] | None:
-    is_section = isinstance(annotation, type) and issubclass(annotation, Section)
-    return annotation if is_section else None
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return None
 
 
 def _one_line(error: Exception) -> str:

@@ -177,4 +177,4 @@ async def _examined(replica: Replica) -> WorkerAnswer:
             examination = await in_time(asked, EXAMINE_TIMEOUT_S, "answer the doctor")
     except WorldError as e:
         error = str(e)
-    return WorkerAnswer(replica.name, replica.role, asked_at, time.time(), examination, error)
+    return WorkerAnswer(replica.name, asked_at, time.time(), examination, error)

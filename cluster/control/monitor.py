@@ -96,9 +96,9 @@ class Monitor:
         return [replica.status(report) for replica, report in zip(replicas, reports, strict=True)]
 
     async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
-        """Let these names finish their work, then stop and remove them; UserError for other names.
+        """Let these names finish, then stop and remove them; whether all became idle in time.
 
-        Returns whether all of them became idle in time.
+        UserError for an unknown name.
         """
         unknown = [name for name in names if name not in self._replicas]
         if unknown:

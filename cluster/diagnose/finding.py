@@ -62,7 +62,7 @@ def refused(error: UserError) -> Finding:
 
 
 def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
-    """All of them."""
+    """All of them, as text or JSON."""
     if as_json:
         rows = [{name: getattr(finding, name) for name in FIELDS} for finding in findings]
         return json.dumps(rows, indent=2)

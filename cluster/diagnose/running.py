@@ -10,7 +10,7 @@ from cluster.config import Config
 from cluster.diagnose.facts import MOONCAKE, Facts, read_facts
 from cluster.diagnose.finding import Finding, failure, ok, warning
 from cluster.diagnose.machine import NO_KV, examine
-from worker.api import PullPath, Role
+from worker.api import PullPath
 from worker.config import TransportConfig
 
 MAX_SKEW_S = 1.0
@@ -37,7 +37,6 @@ class WorkerAnswer:
     """One worker, as the controller has asked it."""
 
     name: str
-    role: Role
     asked_at: float  # by the controller's clock
     answered_at: float
     examination: Examination | None
@@ -46,15 +45,15 @@ class WorkerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterExamination:
-    """A whole cluster."""
+    """The configuration of a cluster, as it was written and as it was decided, and its workers."""
 
-    written: Config  # as the user wrote it
+    written: Config
     decided: Config
     answers: tuple[WorkerAnswer, ...]
 
 
 def examined_here(measure: Callable[[], Sequence[PullPath]]) -> Examination:
-    """The part of the calling worker. `measure`: of its paths."""
+    """Of the calling worker; `measure` its paths."""
     began_at, since = time.time(), time.monotonic()
     facts, paths = read_facts(), tuple(measure())
     return Examination(began_at, time.monotonic() - since, facts, paths)

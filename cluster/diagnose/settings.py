@@ -28,7 +28,7 @@ PACKAGES = {"triton": "triton", "by_length": "flashinfer", "flashinfer": "flashi
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is checked."""
+    """A configuration, and what it becomes on this machine."""
 
     config: Config  # as the user wrote it
     num_gpus: int  # that a Ray of our own on this machine will count
@@ -36,7 +36,7 @@ class Settings:
 
     @classmethod
     def here(cls, config: Config, num_gpus: int) -> Settings:
-        """For a Ray of our own."""
+        """Where `serve` starts Ray."""
         decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
         return cls(config, num_gpus, with_transport(decided, ["this machine"]))
 
@@ -48,9 +48,8 @@ def mistakes(settings: Settings) -> list[UserError]:
 
 def mistakes_of_joining(config: Config) -> list[UserError]:
     """The same for a Ray cluster that runs already: its nodes are not this machine."""
-    checks = (_names, _keys) if _beside_serve(config) else (_names,)
     settings = Settings(config, 0, config)
-    return [error for check in checks for error in check(settings)]
+    return [*_names(settings), *(_keys(settings) if _beside_serve(config) else ())]
 
 
 def check_port(config: Config) -> None:
@@ -76,8 +75,7 @@ def _names(settings: Settings) -> Iterator[UserError]:
 
 def _keys(settings: Settings) -> Iterator[UserError]:
     try:
-        if settings.config.router.api_key_file:
-            read_keys(settings.config.router.api_key_file)
+        read_keys(settings.config.router.api_key_file)
     except UserError as error:
         yield UserError(f"router.api_key_file: {error}", error.param)
 
@@ -134,9 +132,9 @@ def _num_gpus(decided: Config, role: WorkerRole) -> float:
 def _collective(settings: Settings) -> Iterator[UserError]:
     for role in ROLES:
         engine, path = settings.decided.role(role).engine, f"{role}.engine.collective"
+        cpu, who = engine.device == "cpu", f"{role} workers compute"
         try:
             if engine.collective != "auto":
-                cpu, who = engine.device == "cpu", f"{role} workers compute"
                 check_collective(engine.collective, cpu=cpu, path=path, who=who)
         except UserError as error:
             yield error
@@ -148,12 +146,9 @@ def _torch(settings: Settings) -> Iterator[UserError]:
     if find_spec("torch") is None:
         yield UserError(f"{path}: torch is not installed: {EXTRAS}", path)
     elif on_gpus and settings.num_gpus and metadata.version("torch").endswith("+cpu"):
+        lack = f"{path}: torch {metadata.version('torch')} cannot use the GPU"
         remedy = "--set prefill.engine.device=cpu --set decode.engine.device=cpu"
-        yield UserError(
-            f"{path}: torch {metadata.version('torch')} cannot use the GPU: "
-            f"pip install 'kvlane[cuda]', or {remedy}",
-            path,
-        )
+        yield UserError(f"{lack}: pip install 'kvlane[cuda]', or {remedy}", path)
 
 
 def _attention(settings: Settings) -> Iterator[UserError]:
@@ -175,6 +170,4 @@ def _tracing(settings: Settings) -> Iterator[UserError]:
         yield error
 
 
-CHECKS = (
-    _names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing,
-)  # fmt: skip
+CHECKS = (_names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing)

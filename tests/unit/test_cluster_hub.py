@@ -17,11 +17,10 @@ from safetensors.numpy import save_file
 
 from cluster.config import Config
 from cluster.download import is_name
-from tests.support.commands import run
+from tests.support.commands import REPOSITORY, run
 from tests.support.hub import COMMIT, Hub, Repo, running
 from tests.support.patience import HANG_S
 
-REPOSITORY = Path(__file__).parents[2]
 TINY = Config().model.directory
 NAME = "some-org/Tiny-0.1B"
 FETCH = """
