@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.sites.kill import Identity, kill_actor
+from cluster.sites.kill import Rank
 from cluster.sites.process import Membership, Process, Report, Stage
 from cluster.sites.ray_private import reason_of
 from cluster.sites.shared_port import SharedPort
@@ -43,18 +42,6 @@ async def call(method: Any, *args: object) -> Any:
             raise cause from None
         log.error("%s", error)
         raise WorldError(f"{type(cause).__name__}: {cause}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One process, by its actor."""
-
-    actor: Any
-    process: Identity
-
-    async def kill(self) -> None:
-        """As `kill_actor`."""
-        await kill_actor(self.actor, self.process)
 
 
 class RayProcess(Process):

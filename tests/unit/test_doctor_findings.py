@@ -39,6 +39,7 @@ H200 = Driver("580.159.04", "13.0", ("NVIDIA H200",) * 2)
 APART = replace(H200, unreachable=((0, 1), (1, 0)))
 SOME_APART = Driver("580.159.04", "13.0", ("NVIDIA L40S",) * 4, ((0, 2), (2, 0)))
 TCP = ("transport.kind=tcp",)
+PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
 CARD = Port("mlx5_0/1", "ACTIVE", "400 Gb/sec (4X NDR)")
 
 Row = dict[str, str]
@@ -146,15 +147,10 @@ def limited(kind: int, limit: int) -> Callable[[], None]:
 
     def limit_child() -> None:
         resource.setrlimit(kind, (limit, limit))
-        if os.geteuid() == 0:
-            drop_bounding(14)  # CAP_IPC_LOCK
+        if os.geteuid() == 0:  # what root executes next does not get CAP_IPC_LOCK, either
+            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) == 0
 
     return limit_child
-
-
-def drop_bounding(capability: int) -> None:
-    """prctl(PR_CAPBSET_DROP): what is executed next does not get it, be it root."""
-    assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
 
 
 def test_a_system_library_that_is_missing_is_a_failure(tmp_path: Path) -> None:
