@@ -10,7 +10,7 @@ from cluster.config import Config
 from cluster.resolve import ROLES
 from router.openai.defaults import defaults_of
 from worker.errors import UserError
-from worker.start import check
+from worker.start.check import check_directories
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
@@ -20,7 +20,7 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         UserError: names file and field.
     """
     ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
-    check.check_model(config.model, config.spec, ranks, with_weights=with_weights)
+    check_directories(config.model, config.spec, ranks, with_weights=with_weights)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":
         defaults_of(config.model.directory)

@@ -43,7 +43,7 @@ def model_limits(directory: Path) -> tuple[int, str]:
     return shape.max_position_embeddings, shape.dtype
 
 
-def check_model(
+def check_directories(
     model: ModelConfig, spec: SpecConfig, ranks: Mapping[str, int], *, with_weights: bool = True
 ) -> None:
     """The directories of a model and, with the weights, of its drafter.
