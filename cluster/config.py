@@ -249,7 +249,7 @@ def origins(
 ) -> dict[str, str]:
     """Where each value comes from: path of a leaf, or of a section given as one value -> source.
 
-    flags: path of a leaf -> name of the flag, of those that were given.
+    flags: of those that were given: path of a leaf -> name.
     """
     sources: dict[str, str] = {}
 

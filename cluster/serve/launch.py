@@ -58,12 +58,9 @@ def start_local(config: Config, directory: Path) -> str:
 
 
 def join(address: str, *, quiet: bool = False, loopback: bool = False) -> str:
-    """Connect to a running Ray cluster; its address.
+    """Connect to the Ray cluster whose GCS is at HOST:PORT; its address.
 
-    Args:
-        address: HOST:PORT of its GCS.
-        quiet: do not print what its processes log.
-        loopback: it was started by `start_local`.
+    quiet: do not print what its processes log. loopback: `start_local` has started it.
 
     Raises UserError for the address of the job API, WorldError if nobody answers.
     """
@@ -83,10 +80,7 @@ def join(address: str, *, quiet: bool = False, loopback: bool = False) -> str:
     silence_worker_deaths()
     try:
         context = RAY.init(
-            address=address,
-            namespace=NAMESPACE,
-            logging_level=logging.ERROR,
-            log_to_driver=not quiet,
+            address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=not quiet
         )
     except (RayError, RuntimeError, ConnectionError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
@@ -102,14 +96,11 @@ def leave() -> None:
 def create_controller(config: Config, *, local: bool) -> Any:
     """The controller of a new cluster, on this node. local: this process has started Ray."""
     node_id = RAY.get_runtime_context().get_node_id()
-    options = RAY.remote(Controller).options(
-        name=NAME,
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_restarts=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    made = RAY.remote(Controller).options(
+        name=NAME, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=here
     )
-    return options.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local))
+    return made.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local))
 
 
 def find_controller() -> Any | None:
@@ -149,9 +140,8 @@ def wait_gone() -> None:
     deadline = time.monotonic() + DOWN_TIMEOUT_S
     while find_controller() is not None:
         if time.monotonic() > deadline:
-            raise WorldError(
-                f"all workers are stopped, but serve is still there: {DOWN_TIMEOUT_S:g} s"
-            )
+            still = f"serve is still there: {DOWN_TIMEOUT_S:g} s"
+            raise WorldError(f"all workers are stopped, but {still}")
         time.sleep(0.1)
 
 

@@ -57,7 +57,7 @@ class RayProcess(Process):
         nodes = groupby((rank.process for rank in self.ranks), lambda who: who.node_address)
         pids = "pid" if len(self.ranks) == 1 else "pids"
         return "; ".join(
-            f"node {address}, {pids} {' '.join(str(who.pid) for who in there)}"
+            f"node {address}, {pids} {' '.join(str(process.pid) for process in there)}"
             for address, there in nodes
         )
 

@@ -68,12 +68,10 @@ def place(
 ) -> dict[str, Group]:
     """Reserve a group for every ask, or for none. Blocks for up to `timeout_s`.
 
-    Args:
-        can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
-        waiting: called now and then with what is still waited for.
+    can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
+    waiting: called now and then with what is still waited for.
 
-    Raises:
-        Placement: something does not fit; the message says what and why. No group is left.
+    Raises Placement if something does not fit; the message says what and why.
     """
     began_at = time.monotonic()
     nodes = live_nodes()
@@ -82,9 +80,7 @@ def place(
     # The largest first: else small ones take a bit of each node that one of those needs whole.
     missing = sorted(asks, key=lambda ask: -ask.num)
     groups = {
-        ask.name: placement_group(
-            [dict(ask.bundle)] * ask.num, name=ask.name, strategy=strategy(ask, nodes)
-        )
+        ask.name: placement_group([dict(ask.bundle)] * ask.num, strategy(ask, nodes), ask.name)
         for ask in missing
     }
     try:
