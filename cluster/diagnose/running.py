@@ -63,15 +63,9 @@ def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator
     """All findings. wanted: the transport that is expected; auto: as the cluster's was written."""
     workers = {a.name: a.examination for a in cluster.answers if a.examination is not None}
     for answer in cluster.answers:
-        if answer.examination is not None:
-            continue
-        yield failure(
-            "worker",
-            f"it tells nothing: {answer.error}",
-            "what is wrong with it stays unknown",
-            "kvlane status, and the log of serve",
-            answer.name,
-        )
+        if answer.examination is None:
+            lack, why = f"it tells nothing: {answer.error}", "what is wrong with it stays unknown"
+            yield failure("worker", lack, why, "kvlane status, and the log of serve", answer.name)
     yield from _machines(cluster.decided, workers)
     yield from _skew({name: worker.facts.versions for name, worker in workers.items()})
     yield from _clocks(cluster.answers)
