@@ -30,7 +30,7 @@ from torch.multiprocessing.spawn import spawn
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE
-from worker.ops.rms_norm import add_rms_norm
+from worker.ops.norms import add_rms_norm
 from worker.peers.custom import CustomCollective
 from worker.peers.gloo import GlooCollective
 from worker.peers.peer_layout import fits_one_shot

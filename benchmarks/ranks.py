@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from worker.config import WorkerConfig
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
-from worker.run.ranks import Ranks, others
-from worker.start.build import build_engine
+from worker.run.ranks import Ranks, rank_addresses
+from worker.start.build import Place, build_engine
 from worker.wire import Wire
 
 HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
@@ -22,9 +22,7 @@ HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
 
 def serve_rank(config: WorkerConfig, rank: int, rendezvous: str) -> None:
     """One rank, until its process is ended."""
-    served = Rank(
-        config, rank=rank, name=NAME, incarnation=INCARNATION, host=HOST, rendezvous=rendezvous
-    )
+    served = Rank(config, Place(NAME, INCARNATION, HOST, rendezvous), rank)
     served.start()
     served.join()
 
@@ -44,12 +42,12 @@ def led_engine(config: WorkerConfig) -> Engine:
         with gpu(rank):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
-    meeting = Meeting(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
-    engine = build_engine(config, name=NAME, host=HOST, meeting=meeting)
-    meeting.tell(engine.endpoint())
+    rank_group = RankGroup(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
+    engine = build_engine(config, name=NAME, host=HOST, rank_group=rank_group)
+    rank_group.gather(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    addresses = others(meeting, NAME, INCARNATION)
+    addresses = rank_addresses(rank_group, NAME, INCARNATION)
     engine.runner.ranks = Ranks(tuple(addresses), wire.send, compared=False)
     for peer, address in addresses.items():
         wire.connect(peer, address)

@@ -9,7 +9,7 @@ Who sends what:
     decode  -> router    Chunks, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
-    leader <-> rank      Between, of one worker that has several ranks
+    leader <-> rank      RankMessage, within a worker of several ranks
     everyone             Ping, Pong (worker.wire sends and answers them)
 
 Identity. A process is a `Member`: a name that outlives restarts and an `incarnation` that does not.
@@ -54,7 +54,7 @@ class Error(Message, frozen=True):
 
 
 class Member(Message, frozen=True):
-    """One live process of the cluster, as the controller tells it to the others."""
+    """One live process of the cluster, as the controller announces it to all."""
 
     name: str
     role: Role
@@ -65,13 +65,11 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    # Of each rank, in order: msgpack of worker.transfer.base.Endpoint, opaque to everyone else.
-    endpoints: tuple[bytes, ...] = ()
+    endpoints: tuple[bytes, ...] = ()  # of each rank, in order: worker.transfer.base.Endpoint
     node: str = ""
     pid: int = 0
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
-    # Above 0 its answers are junk: so many tokens of a step count, whatever the model draws.
-    simulated_accept_len: float = 0.0
+    simulated_accept_len: float = 0.0  # tokens of a step that count; above 0 its answers are junk
     drafter: str = ""  # what proposes drafts, as in `SpecConfig.drafter`; "": nothing does
 
     @property
@@ -116,7 +114,7 @@ class WorkerStats(Message, frozen=True):
 
 
 class PullPath(Message, frozen=True):
-    """The way of KV from one prefill worker to one decode worker, as that measured it when asked.
+    """The way of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
 
     Never on the wire: the control plane asks for it.
     """
@@ -227,7 +225,7 @@ class Refused(Message, frozen=True):
 
 
 class TokenLogprob(Message, frozen=True):
-    """What the model thought of one token, before any change of its logits."""
+    """The model's logprobs at one token, before any change of its logits."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (id, logprob) of the likeliest, best first
@@ -370,8 +368,8 @@ class Bye(Message, frozen=True):
     """Closes the link of the side that connected; nothing follows on it."""
 
 
-class Between(Message, frozen=True):
-    """Among the ranks of one worker; `worker.run.ranks` knows what is in it."""
+class RankMessage(Message, frozen=True, tag="Between"):
+    """Between the leader and a rank of one worker; `worker.run.ranks` reads its body."""
 
     body: bytes
 
@@ -385,7 +383,7 @@ class Lost(Message, frozen=True):
 AnyMessage = (
     Generate | Stop | Abort | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
-    | Ping | Pong | Bye | Between
+    | Ping | Pong | Bye | RankMessage
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

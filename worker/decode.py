@@ -54,15 +54,12 @@ class DecodeLoop:
         self._engine = engine
         self._thread = thread
         config, metrics = engine.config, engine.metrics
+        eos_ids, widths = frozenset(engine.spec.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
-            engine.book,
-            config.engine,
-            frozenset(engine.spec.eos_token_ids),
-            partial(_preempted, metrics),
-            partial(_gets_row, metrics),
-            _widths(engine),
-            spec=config.spec,
+            engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
         )
+        scheduler.on_preempt = partial(_preempted, metrics)
+        scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
@@ -124,10 +121,10 @@ class DecodeLoop:
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
-        if (step := flight.ended()) is not None:
+        if (step := flight.take_ended()) is not None:
             self._reply(step.plan, runner.settle(step), time.monotonic())
-        if (step := flight.tail_due()) is not None:
-            sampled, _ = self.scheduler.reqs_of(step.plan.step)
+        if (step := flight.take_tail_due()) is not None:
+            sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
             runner.launch_tail(
                 step, self.requests.admission.grammars.masks(matchers, step.drafts())
@@ -183,7 +180,7 @@ class DecodeLoop:
         """Reply with the tokens of a step that has ended; end requests that are complete."""
         meter = self._engine.meter
         if plan.chunks:
-            began_at, (_, reqs) = now - meter.took_s, self.scheduler.reqs_of(plan.step)
+            began_at, reqs = now - meter.took_s, self.scheduler.launched[plan.step].computed
             for req, chunk in zip(reqs, plan.chunks, strict=True):
                 req.timeline.chunk(began_at, now, len(chunk.tokens))
         settled = self.scheduler.settle(plan.step, drawn)

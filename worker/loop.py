@@ -41,7 +41,7 @@ Incoming = tuple[PeerId, object]  # the sender and its message, or LOCAL and an 
 
 
 class Role(Protocol):
-    """What an engine thread runs: the loop of a prefill or a decode worker."""
+    """The loop of a prefill or a decode worker, which an engine thread runs."""
 
     def turn(self, events: list[Incoming]) -> float:
         """Handle events, launch and settle at most one step each; returns how long it can idle, s.

@@ -101,11 +101,6 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     num_keys: int = 0  # sum of all rows' bounds, for logs
 
     @property
-    def draws_apart(self) -> bool:
-        """Whether its draws are launched behind the forward, not as a part of the same graph."""
-        return self.masked or self.penalized or self.num_logprobs >= 0
-
-    @property
     def sampled_rows(self) -> tuple[int, ...]:
         """Rows for which this step draws a token, in the order of the result."""
         return self.decode or tuple(chunk.row for chunk in self.chunks if chunk.sample)

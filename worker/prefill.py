@@ -82,7 +82,7 @@ class PrefillLoop:
             if (plan := self.scheduler.plan(began_at)) is not None:
                 step = self._engine.runner.launch(plan, self._layer_groups(plan))
                 flight.launched(step, time.monotonic() - began_at)
-        if (step := flight.ended()) is not None:
+        if (step := flight.take_ended()) is not None:
             self._announce_rest(step)
             self._settled(step.plan, self._engine.runner.settle(step))
         self._outbound.sweep(now)

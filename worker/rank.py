@@ -1,4 +1,4 @@
-"""A rank of a worker beside its leader: runs the steps that it is told, pulls its own KV.
+"""A rank of a worker beside its leader: runs the steps that the leader sends, pulls its own KV.
 
 It has a model shard, a KV pool, a step state and graphs of its own, and no scheduler: page ids,
 rows and the order of steps are the leader's. A turn takes what has arrived, launches it, and looks
@@ -13,25 +13,23 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from worker.api import Between, Lost, PeerId, WorkerStats
+from worker.api import Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
-from worker.observe.metrics import Progress, untold
-from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.base import PaddedShape
 from worker.run.engine import Engine
 from worker.run.ranks import (
     FromLeader,
     FromRank,
-    between,
     from_leader,
     launched,
     masks_of,
     rank_peer,
+    wrapped,
 )
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
 
 if TYPE_CHECKING:
@@ -50,8 +48,8 @@ class RankLoop:
     def __init__(self, engine: Engine, thread: EngineThread) -> None:
         self._engine = engine
         self._thread = thread
-        self._leader: PeerId = ""  # once it has told something
-        self._told: deque[FromLeader] = deque()  # not done yet, in order
+        self._leader: PeerId = ""  # known from its first message on
+        self._pending: deque[FromLeader] = deque()  # not done yet, in order
         self._steps: deque[Step] = deque()  # launched and not ended, in order
         self._masked: Step | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
@@ -59,12 +57,12 @@ class RankLoop:
         self.over = threading.Event()  # the leader has said that nothing follows
 
     def turn(self, events: list[Incoming]) -> float:
-        """See EngineThread."""
+        """Take and do what has arrived; returns how long it can idle, s."""
         for peer, event in events:
             match event:
-                case Between():
+                case RankMessage():
                     self._leader = peer
-                    self._told.append(message := from_leader(event.body))
+                    self._pending.append(message := from_leader(event.body))
                     if isinstance(message, Ended):  # the leader's Bye may be among these events
                         self.over.set()
                 case OwnDialled():
@@ -74,12 +72,12 @@ class RankLoop:
                 case _:
                     pass
         self._end_steps()
-        while self._told and self._due(self._told[0]):
-            self._do(self._told.popleft())
+        while self._pending and self._due(self._pending[0]):
+            self._do(self._pending.popleft())
         self._pulls.poll()
         has_work = bool(self._steps)
         self._thread.stats = WorkerStats(num_steps=self._num_steps, has_work=has_work)
-        if self._told:  # waits for the end of a step, as the leader's has ended
+        if self._pending:  # waits for the end of a step, as the leader's has ended
             return 0.0
         idle_s = STEP_POLL_S if has_work else MAX_IDLE_S
         return min(idle_s, self._pulls.poll_after_s(time.monotonic()))
@@ -128,43 +126,32 @@ class RankLoop:
                 self._answer(launched(step, drawn))
 
     def _answer(self, message: FromRank) -> None:
-        self._thread.send(self._leader, between(message))
+        self._thread.send(self._leader, wrapped(message))
 
 
 class Rank:
     """A rank of a worker but its leader; the control plane's threads call its methods.
 
     Raises:
-        UserError: as Worker.
-        PeerLost: the other ranks did not come to `rendezvous`.
+        UserError, PeerLost: as Worker.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        rank: int,
-        name: str,
-        incarnation: str,
-        host: str,
-        rendezvous: str,
-        progress: Progress = untold,
-    ) -> None:
+    def __init__(self, config: WorkerConfig, place: Place, rank: int) -> None:
         assert 0 < rank < config.tp
-        self._host = host
-        self._meeting = Meeting(rank, config.tp, rendezvous, f"{name}/{incarnation}")
+        self._host = place.host
+        self._rank_group = group = place.join(rank, config.tp)
         self._engine = build_engine(
-            config, name=name, host=host, meeting=self._meeting, progress=progress
+            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
         )
-        me = rank_peer(name, incarnation, rank)
+        me = rank_peer(place.name, place.incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
         self._loop = RankLoop(self._engine, self._thread)
 
     def start(self) -> None:
         """Begin to serve the leader; returns once it knows this rank."""
         address = self._thread.start(self._host, self._loop.turn)
-        self._meeting.tell(self._engine.endpoint())
-        self._meeting.tell(address.encode())
+        self._rank_group.gather(self._engine.endpoint())
+        self._rank_group.gather(address.encode())
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""

@@ -10,12 +10,9 @@ from worker.errors import UserError
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
-    """The class that `table` names for `name`; its module is imported now, not before.
+    """The class that `table`, name -> "package.module:Class", has for the user's choice.
 
-    Args:
-        kind: what is chosen, for the message ("attention backend").
-        name: the user's choice.
-        table: name -> "package.module:Class".
+    Its module is imported now, not before. kind: for the message ("attention backend").
 
     Raises:
         UserError: `name` is not in `table`; the message lists what is.

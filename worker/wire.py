@@ -48,11 +48,7 @@ SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 m
 class Wire:
     """Sockets, framing and liveness of one process; every method may be called from any thread.
 
-    Args:
-        me: our own PeerId, told to every peer.
-        ping: interval and misses.
-        deliver: called from the I/O thread with what arrived; must not block.
-        stats: called from the I/O thread for every Pong; must be cheap.
+    The I/O thread calls `deliver` with what arrived, and `stats` for every Pong; neither may block.
     """
 
     def __init__(
@@ -63,9 +59,7 @@ class Wire:
         stats: Callable[[], WorkerStats | None] = lambda: None,
     ) -> None:
         self.me = me
-        self._ping = ping
-        self._deliver = deliver
-        self._stats = stats
+        self._ping, self._deliver, self._stats = ping, deliver, stats
         self._links = _Links(me, ping, self._pong)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
@@ -93,6 +87,10 @@ class Wire:
     def disconnect(self, peer: PeerId) -> None:
         """Close the link to `peer` without a Lost event; unknown peers are fine."""
         self._post(lambda: self._links.part(peer))
+
+    def lose(self, peer: PeerId, reason: str) -> None:
+        """Close the link to `peer` with a Lost event, as if it were silent."""
+        self._post(lambda: self._links.lose(peer, reason))
 
     def send(self, peer: PeerId, message: AnyMessage) -> None:
         """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
@@ -134,9 +132,7 @@ class Wire:
 
     def _pong(self) -> Pong | None:
         """The answer to a ping, or None while our own loop is stalled."""
-        if self.stalled_s:
-            return None
-        return Pong(self.me, self._stats())
+        return None if self.stalled_s else Pong(self.me, self._stats())
 
     def _run(self) -> None:
         """The I/O thread. A bug in it ends the process: it must not live on and hear nothing."""
@@ -154,9 +150,8 @@ class Wire:
             if now >= next_ping:
                 self._links.ping_all(now)
                 next_ping = now + self._ping.interval_s
-            found = self._links.take_found()
-            if found:
-                self._deliver(found)
+            if events := self._links.take_events():
+                self._deliver(events)
             wait_ms = max(0.0, next_ping - time.monotonic()) * 1000
             for socket, _ in self._links.poller.poll(int(wait_ms) + 1):
                 if socket == self._wake_fd:
@@ -186,42 +181,33 @@ class _Links:
     """The sockets of one process and its peers; after `listen` for the I/O thread only."""
 
     def __init__(self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None]) -> None:
-        self._me = me
-        self._ping = ping
-        self._pong = pong
+        self._me, self._ping, self._pong = me, ping, pong
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._ended: dict[PeerId, int] = {}  # last link of each peer that had connected to us
-        self._found: list[Event] = []
+        self._events: list[Event] = []
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
 
     def listen(self, host: str) -> str:
         """Bind the ROUTER socket to a free port of `host`; its address."""
-        self._listener = self._context.socket(zmq.ROUTER)
+        self._listener = self._socket(zmq.ROUTER)
         self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._listener.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._listener.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        self._listener.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        port = self._listener.bind_to_random_port(f"tcp://{host}")
-        self.poller.register(self._listener, zmq.POLLIN)
-        return f"tcp://{host}:{port}"
+        return f"tcp://{host}:{self._listener.bind_to_random_port(f'tcp://{host}')}"
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Open a DEALER to `peer` and ping it at once."""
         if peer in self._peers:
             return
-        dealer = self._context.socket(zmq.DEALER)
+        dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.ROUTING_ID, self._me.encode())
-        dealer.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        dealer.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self.poller.register(dealer, zmq.POLLIN)
         self._peers[peer] = _Peer(dealer, time.monotonic_ns(), time.monotonic(), False)
         try:
             dealer.connect(address)
         except zmq.ZMQError as error:
-            self._lose(peer, f"cannot connect to {address}: {error}")
+            self.lose(peer, f"cannot connect to {address}: {error}")
             return
         self.send(peer, encode(Ping(self._me)))
 
@@ -242,10 +228,10 @@ class _Links:
                 assert self._listener is not None
                 self._listener.send_multipart([peer_id.encode(), packed], zmq.NOBLOCK)
         except zmq.Again:
-            self._lose(peer_id, "its queue is full")
+            self.lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
             if not answer:
-                self._lose(peer_id, f"send failed: {error}")
+                self.lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
         """Take everything that `socket` has."""
@@ -263,10 +249,10 @@ class _Links:
             if addressee == self._me:  # else it is for a process that had our address before
                 self._heard(sender, place, message, socket)
 
-    def take_found(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         """Messages that arrived, and peers lost, since the last call."""
-        found, self._found = self._found, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
@@ -278,7 +264,7 @@ class _Links:
             peer.heard_at += late_s  # while we did not run, nobody could be heard
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
-                self._lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
+                self.lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
             elif peer.dealer is not None and not stalled:
                 self.send(peer_id, encode(Ping(self._me)))
 
@@ -308,6 +294,13 @@ class _Links:
             self.part(peer_id)
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
+        socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
+        self.poller.register(socket, zmq.POLLIN)
+        return socket
+
     def _heard(
         self, sender: PeerId, place: _Place, message: AnyMessage, socket: zmq.Socket[bytes]
     ) -> None:
@@ -319,13 +312,13 @@ class _Links:
             return  # of a link that is over
         peer.num_received += 1
         if number != peer.num_received:
-            self._lose(sender, f"frame {number} came instead of {peer.num_received}")
+            self.lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
         peer.heard_at, peer.heard = time.monotonic(), True
         if isinstance(message, Bye):
-            self._lose(sender, "it has closed the link", logging.DEBUG)
+            self.lose(sender, "it has closed the link", logging.DEBUG)
         elif not isinstance(message, Ping):
-            self._found.append((sender, message))
+            self._events.append((sender, message))
         elif (pong := self._pong()) is not None:
             self.send(sender, encode(pong), answer=True)
 
@@ -333,24 +326,21 @@ class _Links:
         """Register the sender, which connected to us; a newer link replaces the known one."""
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
-            self._lose(sender, "it has connected anew")
+            self.lose(sender, "it has connected anew")
             peer = None
         if peer is None and link > self._ended.get(sender, 0):
             self._peers[sender] = _Peer(None, link, 0.0, True)
 
-    def _lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+    def lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+        """Close the link to a peer, and report it as lost."""
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
-        self._found.append((peer_id, Lost(reason)))
+        self._events.append((peer_id, Lost(reason)))
 
 
 def _pack(sender: PeerId, addressee: PeerId, place: _Place, frame: bytes) -> bytes:
-    """sender, addressee, link, number and message with NULs between.
-
-    One zmq part, so that a DEALER also learns who answered.
-    """
-    header = f"{sender}\0{addressee}\0{place[0]}\0{place[1]}\0"
-    return header.encode() + frame
+    """Sender, addressee, link, number and message in one zmq part, with NULs between them."""
+    return "\0".join((sender, addressee, *map(str, place), "")).encode() + frame
 
 
 def _unpack(frame: bytes) -> tuple[PeerId, PeerId, _Place, bytes]:

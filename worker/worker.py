@@ -4,66 +4,53 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from worker.api import Between, Lost, Member, PullPath
+from worker.api import Lost, Member, PullPath, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.observe.metrics import Progress, untold
-from worker.peers.meeting import Meeting
 from worker.plan import Ended, Launched
 from worker.registry import resolve
-from worker.run.ranks import Ranks, from_rank, others
-from worker.start.build import build_engine
+from worker.run.ranks import Ranks, from_rank, rank_addresses
+from worker.start.build import Place, build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
 
 class Worker:
-    """The worker of this process, or its leader of several ranks. Control-plane threads call its
-    methods.
+    """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
     The constructor loads the model and raises:
         UserError: the configuration, the model directory or a library is at fault.
-        PeerLost: the other ranks did not come to `rendezvous`.
+        PeerLost: the other ranks did not come to the rendezvous.
     """
 
-    def __init__(
-        self,
-        config: WorkerConfig,
-        *,
-        name: str,
-        incarnation: str,
-        host: str,
-        metrics_port: int = 0,
-        progress: Progress = untold,
-        rendezvous: str = "",
-    ) -> None:
-        self._name, self._incarnation, self._host = name, incarnation, host
-        self._metrics_port = metrics_port
-        self._meeting = Meeting(0, config.tp, rendezvous, f"{name}/{incarnation}")
+    def __init__(self, config: WorkerConfig, place: Place, metrics_port: int = 0) -> None:
+        self._place, self._metrics_port = place, metrics_port
+        self._rank_group = group = place.join(0, config.tp)
         self.engine = build_engine(
-            config, name=name, host=host, meeting=self._meeting, progress=progress
+            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
         )
-        self._thread = EngineThread(f"{name}/{incarnation}", self.engine.config.ping)
+        self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
-        self._loop = role(self.engine, self._thread, incarnation)
+        self.loop = role(self.engine, self._thread, place.incarnation)
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
+        place = self._place
         metrics_address = self.engine.metrics.serve(
-            self._host, self._metrics_port, self._thread.stalled
+            place.host, self._metrics_port, self._thread.stalled
         )
-        endpoints = tuple(self._meeting.tell(self.engine.endpoint()))
-        address = self._thread.start(self._host, self._turn)
-        if self._meeting.size > 1:
-            found = others(self._meeting, self._name, self._incarnation)
+        endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
+        address = self._thread.start(place.host, self._turn)
+        if self._rank_group.size > 1:
+            addresses = rank_addresses(self._rank_group, place.name, place.incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
-            self.engine.runner.ranks = Ranks(tuple(found), self._thread.send, compared=strict)
-            for peer, listens_at in found.items():
-                self._thread.connect(peer, listens_at)
+            self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)
+            for peer, rank_address in addresses.items():
+                self._thread.connect(peer, rank_address)
         return self.engine.member(
-            self._name, self._incarnation, address, metrics_address, endpoints
+            place.name, place.incarnation, address, metrics_address, endpoints
         )
 
     def update_members(self, members: Sequence[Member]) -> None:
@@ -85,22 +72,22 @@ class Worker:
             "holds": book.num_holds,
             "reserved_pages": book.num_reserved,
             "private_pages": book.num_private,
-            **self._loop.counters(),
+            **self.loop.counters(),
         }
 
     def num_peers(self) -> int:
         """Number of workers that this one can pull KV from."""
-        return self._loop.num_peers()
+        return self.loop.num_peers()
 
     def measured_paths(self) -> list[PullPath]:
         """Measure the ways from all prefill workers to this decode worker, while it serves."""
-        return self._loop.measured_paths()
+        return self.loop.measured_paths()
 
     def stop(self) -> None:
         """End the loop and free everything."""
         self.engine.tell_ranks(Ended())
         self._thread.stop()
-        self._loop.close()
+        self.loop.close()
         self.engine.close()
 
     def join(self) -> None:
@@ -108,20 +95,20 @@ class Worker:
         self._thread.join()
 
     def _turn(self, events: list[Incoming]) -> float:
-        """The role's turn, of what does not come from ranks. A rank's death is the worker's."""
+        """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""
         ranks = self.engine.runner.ranks
         if ranks is None:
-            return self._loop.turn(events)
+            return self.loop.turn(events)
         rest: list[Incoming] = []
         for peer, event in events:
             if peer not in ranks.peers:
                 rest.append((peer, event))
             elif isinstance(event, Lost):
                 raise PeerLost(f"rank {peer} is lost: {event.reason}")
-            elif isinstance(event, Between):
+            elif isinstance(event, RankMessage):
                 message = from_rank(event.body)
                 if isinstance(message, Launched):
-                    ranks.found(message)
+                    ranks.reported(message)
                 else:
                     rest.append((peer, message))
-        return self._loop.turn(rest)
+        return self.loop.turn(rest)

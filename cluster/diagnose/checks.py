@@ -26,7 +26,7 @@ PORTS = ("cluster.host", "cluster.port")
 def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding]:
     """What a start would meet on this machine, its model aside.
 
-    num_gpus: that the Ray which `serve` starts will count; None: it joins a Ray cluster.
+    num_gpus: GPUs that a Ray started by `serve` will count; None: `serve` joins a running Ray.
     """
     if num_gpus is None:
         return [*map(refused, mistakes_of_joining(config)), *versions(facts)]

@@ -81,7 +81,7 @@ def _rdma(facts: Facts, kind: str) -> Finding:
     ports = facts.rdma_ports
     active = any(port.state == "ACTIVE" for port in ports)
     said = ", ".join(f"{port.name} {port.state} at {port.rate}" for port in ports)
-    why = f"transport.kind=rdma has no way: {NO_KV}"
+    why = f"transport.kind=rdma cannot be used: {NO_KV}"
     if kind == "tcp" and active:
         return warning(
             "rdma",

@@ -14,7 +14,7 @@ from worker.start.check import check_directories
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
-    """What workers read of the model and, with the weights, of its drafter; and what routers do.
+    """Check the directories of the model and, `with_weights`, of its drafter.
 
     Raises:
         UserError: names file and field.

@@ -53,14 +53,17 @@ class ClusterExamination:
 
 
 def examined_here(measure: Callable[[], Sequence[PullPath]]) -> Examination:
-    """Of the calling worker; `measure` its paths."""
+    """Examine the calling worker's process; `measure` measures its paths."""
     began_at, since = time.time(), time.monotonic()
     facts, paths = read_facts(), tuple(measure())
     return Examination(began_at, time.monotonic() - since, facts, paths)
 
 
 def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator[Finding]:
-    """All findings. wanted: the transport that is expected; auto: as the cluster's was written."""
+    """All findings.
+
+    wanted: the transport that the caller expects; where it is "auto", `cluster.written` counts.
+    """
     workers = {a.name: a.examination for a in cluster.answers if a.examination is not None}
     for answer in cluster.answers:
         if answer.examination is None:
@@ -109,7 +112,7 @@ def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
 
 
 def _clocks(answers: Sequence[WorkerAnswer]) -> Iterator[Finding]:
-    """A worker's clock at its start lies between our question and our answer less its time."""
+    """Clock skew: `began_at` has to lie between `asked_at` and `answered_at - took_s`."""
     largest = 0.0
     for answer in answers:
         if (own := answer.examination) is None:

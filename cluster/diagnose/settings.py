@@ -53,7 +53,7 @@ def mistakes_of_joining(config: Config) -> list[UserError]:
 
 
 def check_port(config: Config) -> None:
-    """Whether routers can listen there, else UserError; once no kvlane runs on that Ray cluster."""
+    """Raise a UserError if routers cannot listen; call it when no kvlane runs on that cluster."""
     if _beside_serve(config):
         for error in _port(Settings(config, 0, config)):
             raise error

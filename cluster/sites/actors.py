@@ -114,21 +114,15 @@ class WorkerActor(ProcessActor):
         make: Callable[..., Any]
         with no_collections():  # torch: imported in this process only
             if me.rank:
-                from worker.rank import Rank
+                from worker.rank import Place, Rank
 
                 make = partial(Rank, rank=me.rank)
             else:
-                from worker.worker import Worker
+                from worker.worker import Place, Worker
 
                 make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
-        self._part = make(
-            self._config,
-            name=me.name,
-            incarnation=me.incarnation,
-            host=me.host,
-            rendezvous=rendezvous,
-            progress=self._progress,
-        )
+        place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
+        self._part = make(self._config, place)
         member = cast("Member | None", self._part.start())
         gc.collect()
         gc.freeze()  # what is loaded now stays, too

@@ -77,8 +77,8 @@ class Dispatcher:
         self.reqs: Mapping[str, Req] = self._reqs  # to be counted by others
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
         self._touched: list[Mailbox] = []  # have got text since the last flush
-        # When each stream that got a token now had got one before. Streams of one worker get theirs
-        # at the same time, so most of these are equal.
+        # For each stream that has just got a token, the time of its token before. Streams of one
+        # worker get tokens at the same time, so most of these times are equal.
         self._lasts: list[float] = []
         self._closed = False
         live = Live(

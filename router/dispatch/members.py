@@ -33,7 +33,7 @@ class Known:
 
     @property
     def peer(self) -> PeerId:
-        """Its address on the wire."""
+        """The name under which the wire addresses it."""
         return self.member.peer
 
     @property
@@ -57,10 +57,10 @@ class Members:
         self._noted_at = 0.0
 
     def note_changes(self, changes: Sequence[Change]) -> list[Change]:
-        """What the controller says has happened, all of it, the oldest first.
+        """Take the controller's whole list of changes, the oldest first.
 
         Returns:
-            Deaths of workers among them, in the meantime: what is told first was before.
+            Deaths of workers that the list before did not have; none for the first list.
         """
         known = {(change.name, change.incarnation, change.state) for change in self._changes}
         self._changes, self._noted_at = changes, time.monotonic()
@@ -169,9 +169,9 @@ class Members:
 
 
 def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
-    """What decode workers that verify drafts said last, by name, if `router` is to tell of it.
+    """The latest stats of decode workers that verify drafts, by name, if `router` exports them.
 
-    The first by name is: all routers know the same.
+    Only the first router by name exports them, since all routers know the same.
     """
     names = (known.member.name for known in members.all() if known.member.role == "router")
     if any(name < router for name in names):

@@ -45,8 +45,9 @@ class _Gone(Exception):
 class Answer(Response):
     """Runs a prepared request; aborts what is left of it when the client goes.
 
-    The choices are added to `exchange`. `config` limits silence, ours (`sse_ping_s`) and a client's
-    (`keep_alive_s`). `closed` is called once, when nothing of the request is left.
+    The choices are added to `exchange`. `config` limits how long a stream is silent (`sse_ping_s`)
+    and how long a client may read nothing (`keep_alive_s`). `closed` is called once, when nothing
+    of the request is left.
     """
 
     def __init__(

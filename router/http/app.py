@@ -66,11 +66,12 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         if listener.fileno() < 0:  # it was left before
             return
-        # Whom the loop has accepted gets a transport at its next turn, while the server is open.
+        # A connection that the loop has accepted gets its transport in the loop's next turn. Until
+        # then the server has to stay open.
         loop.remove_reader(listener.fileno())
         await asyncio.sleep(0)
         state.default_headers = [*state.default_headers, CLOSE]
-        config.encoded_headers.append(CLOSE)  # of which uvicorn makes them anew every second
+        config.encoded_headers.append(CLOSE)  # uvicorn remakes default_headers from it each second
         waiting = list(accept_all(listener))
         self.servers[0].close()
         made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
@@ -237,9 +238,9 @@ class RouterServer:
         """Take no new work; running requests finish.
 
         Args:
-            others: routers that stay listen on the same port. Then this one leaves it, having
-                taken who waits there, and serves its clients until they connect to another one.
-                Else new requests are answered with 503.
+            others: other routers go on listening on the same port. Then this router accepts the
+                connections that wait, closes its listener, and serves its clients until they
+                connect to another router. Else it answers new requests with 503.
         """
         if self.loop is not None:
             begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self.loop)

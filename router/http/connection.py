@@ -30,15 +30,15 @@ from router.errors import ApiError
 log = logging.getLogger("kvlane.router")
 
 GRACE_S = 1.0  # a route that reads the body answers 408 first, with the headers of all responses
-# Of a head, of trailers, or of whatever else brings a request no further, beyond the segment in
-# which it began; as in h11.
+# Limit for a head, for trailers, or for other bytes that bring a request no further. The segment in
+# which they began does not count. As in h11.
 MAX_HEAD_BYTES = 16 << 10
 INVALID = "Invalid HTTP request received."
 UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 
 
 class Outlet:
-    """The way out of one response, in place of its transport. The loop's; routes get it by scope.
+    """Stands in for the transport of one response. Used on the loop only; routes get it by scope.
 
     uvicorn's `cycle` writes the response on `connection`.
     """
@@ -96,8 +96,8 @@ class Outlet:
     def watch(self, leave: Callable[[], None] | None) -> None:
         """Call `leave` when the client closes the connection; None: no more."""
         self._connection.leave = leave
-        # A large body may have left reading paused, and then nobody notices. Where further requests
-        # wait it stays so: uvicorn reads no more of them than came at once.
+        # A large body may have left reading paused; then a client's close would go unnoticed. With
+        # pipelined requests reading stays paused, as uvicorn wants it.
         if leave is not None and not self._connection.pipeline:
             self._cycle.flow.resume_reading()
 
@@ -217,9 +217,9 @@ class LimitedProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or (cycle is not None and not cycle.response_complete)
 
     def _declined(self, rest: bytes) -> bytes:
-        """A request that asks for another protocol, as one that does not: Java's client asks for
-        h2c every time. The parser drops the body of such a request, so a new one gets its head
-        without the question, and then `rest`.
+        """Rewrite a request that asks for another protocol as one that does not: Java's client asks
+        for h2c every time. The parser drops the body of such a request. So a new parser gets the
+        head without the upgrade headers, and then `rest`.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":

@@ -34,8 +34,8 @@ class Exchange:
     """What is known of one HTTP request. The loop's; routes get it by `of(scope)`.
 
     `request_id` is the client's `X-Request-Id`, or ours if it sends none that fits. A client may
-    use an id again while the first request with it still runs. So `unique_id`, which begins with
-    it, is what our own tables use, and `req_id` of every process begins with that.
+    use an id again while the first request with it still runs. So our own tables use `unique_id`,
+    which begins with `request_id`. Every `req_id` begins with `unique_id`.
     """
 
     request_id: str

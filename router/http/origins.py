@@ -1,4 +1,4 @@
-"""CORS: pages of which origins a browser lets read our answers."""
+"""CORS: the origins whose pages may read our answers in a browser."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def is_loopback(host: str) -> bool:
 
 
 def with_cors(app: ASGIApp, allowed: Sequence[str]) -> ASGIApp:
-    """`app`, whose answers pages of these origins may read. No credentials: a key is a header."""
+    """`app` with CORS for pages of these origins; without credentials, as a key is a header."""
     if not allowed:
         return app
     return CORSMiddleware(

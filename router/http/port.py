@@ -11,8 +11,8 @@ BACKLOG = 2048
 def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -> socket.socket:
     """A listening socket. The kernel divides connections evenly among all that share a port.
 
-    The first one listens alone before it shares. So a port on which somebody listens is refused,
-    whether that one shares it or not, and of two clusters that start at once one is.
+    The first router binds its port without SO_REUSEPORT, and shares it only then. So a port that is
+    in use is refused, shared or not. If two clusters start at once, one of them is refused.
 
     Args:
         host: to listen on.

@@ -1,4 +1,4 @@
-"""A request that has passed every check: `prepare` makes it, `sse` answers it."""
+"""A request that has passed every check: `prepare.py` makes it, `http/answer.py` answers it."""
 
 from __future__ import annotations
 

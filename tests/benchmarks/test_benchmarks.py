@@ -20,6 +20,7 @@ from benchmarks.judges.served import make_model
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
+from tests.support.counted import value
 from tests.support.prompts import TINY
 from worker.api import Sampling
 
@@ -101,7 +102,7 @@ def test_a_batch_takes_a_prefill_step_and_a_decode_step_a_token() -> None:
     bench = Bench(build(made.parse_args(CONFIG.replace("--prompt-len 16", "").split()), 3))
     counter = bench.engine.metrics.steps
     assert bench.generate(3, 20, Sampling(12, ignore_eos=True, temperature=0.0), seed=1) > 0
-    taken = [counter(kind, "eager")._value.get() for kind in ("prefill", "decode")]
+    taken = [value(counter(kind, "eager")) for kind in ("prefill", "decode")]
     assert taken == [1, 11], "the prompts' step draws the first tokens"
     assert bench.engine.book.num_holds == 0
     bench.engine.close()

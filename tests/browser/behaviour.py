@@ -36,7 +36,6 @@ class Stand:
         self._text = Text(self.directory)
 
     def tokens(self, text: str) -> tuple[int, ...]:
-        """Of a text."""
         return self._text.encode(text, add_special_tokens=False)
 
     @contextmanager
@@ -61,7 +60,6 @@ def focused(visit: Visit, key: str = "Tab") -> str:
 
 
 def ask(visit: Visit, message: str) -> None:
-    """By keyboard."""
     visit.page.focus("#message")
     visit.page.keyboard.press("Control+A")  # what has failed is there again
     visit.page.keyboard.type(message)
@@ -235,7 +233,6 @@ CHECKS: tuple[Callable[[Any, Stand], None], ...] = (
 
 
 def run(browser: Any) -> None:
-    """All of them."""
     with tempfile.TemporaryDirectory() as directory:
         stand = Stand(Path(directory) / "model")
         for check in CHECKS:

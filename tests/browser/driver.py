@@ -21,20 +21,14 @@ sys.path.append(str(TOOLS))
 
 @dataclass
 class Visit:
-    """One tab, and what went wrong in it.
+    """One tab, and what went wrong in it."""
 
-    Args:
-        page: Playwright's.
-        host: the only one that it may talk to.
-    """
-
-    page: Any
-    host: str
+    page: Any  # Playwright's
+    host: str  # the only one that it may talk to
     faults: list[str] = field(default_factory=list[str])
     allowed: tuple[str, ...] = ()  # parts of messages that a check provokes
 
     def watch(self) -> None:
-        """From now on."""
         page = self.page
         page.on("console", lambda m: m.type in ("error", "warning") and self._fault(m.text))
         page.on("pageerror", lambda error: self._fault(str(error)))
@@ -45,11 +39,9 @@ class Visit:
             self.faults.append(text)
 
     def go(self, path: str) -> None:
-        """Open a page of the host."""
         self.page.goto(f"{self.host}{path}")
 
     def text(self, selector: str) -> str:
-        """What a part of the page says."""
         return self.page.inner_text(selector)
 
     def wait(self, selector: str, words: str, timeout_s: float = 30) -> None:
@@ -74,7 +66,6 @@ class Visit:
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
     if not AXE.exists() or CHROMIUM is None:
         raise SystemExit("tests/browser/install installs what this needs; and Debian's chromium")
     from playwright.sync_api import sync_playwright

@@ -22,10 +22,9 @@ from typing import Any
 
 import httpx
 
-from benchmarks.namespace import start_over
 from tests.browser import behaviour
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
-from tests.e2e.harness import INSIDE, REPOSITORY, Serve
+from tests.e2e.harness import REPOSITORY, Serve, enter_namespace_of
 
 PICTURES = REPOSITORY / "router" / "docs"
 MAX_BYTES = 200_000
@@ -67,7 +66,6 @@ def load(url: str) -> Iterator[None]:
 
 
 def picture(visit: Visit, name: str) -> None:
-    """Into the repository."""
     from PIL import Image  # installed beside Playwright
 
     path = PICTURES / f"{name}.png"
@@ -144,11 +142,7 @@ def routers_die(browser: Any, serve: Serve) -> None:
 
 
 def main() -> None:
-    """Doubles first, then the cluster."""
-    if INSIDE not in os.environ:
-        os.environ[INSIDE] = "1"
-        command = [sys.executable, "-m", "tests.browser.screens", *sys.argv[1:]]
-        start_over(command, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])
+    enter_namespace_of("tests.browser.screens")
     PICTURES.mkdir(exist_ok=True)
     with chromium() as browser, tempfile.TemporaryDirectory() as root:
         if "--cluster" not in sys.argv:

@@ -217,7 +217,6 @@ def check_parse(client: openai.OpenAI) -> None:
 
 
 def said(text: str, role: str = "user") -> list[dict[str, str]]:
-    """Messages, of one."""
     return [{"role": role, "content": text}]
 
 
@@ -236,7 +235,6 @@ MISTAKES: tuple[tuple[dict[str, Any], str, str], ...] = (  # what is asked, code
 
 
 def mistake(client: openai.OpenAI, asked: dict[str, Any]) -> Any:
-    """What the client raises."""
     try:
         client.chat.completions.create(**asked)
     except openai.APIStatusError as error:

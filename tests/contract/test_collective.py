@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, UserError
-from worker.ops.rms_norm import add_rms_norm
+from worker.ops.norms import add_rms_norm
 from worker.peers.base import COLLECTIVES
 from worker.peers.nccl import NcclCollective
 from worker.registry import resolve

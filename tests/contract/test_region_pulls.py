@@ -38,7 +38,6 @@ def filled(num_pages: int, seed: int) -> KVPool:
 
 
 def served() -> Serves:
-    """What the source serves."""
     pool = filled(THEIRS, 1)
     return pool.memory(), pool
 

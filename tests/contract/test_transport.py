@@ -83,6 +83,7 @@ class Reader:
         self.source = kv_sources.source(row, served, 1)
         self.peer = self.connect(self.source)
         self.made: list[Source] = []  # by one test, which may do with them what it likes
+        self.peers: list[Peer] = []  # that it has reached
 
     def connect(self, source: Source, timeout_s: float = CONNECT_S) -> Peer:
         return self.transport.connect(source.endpoint, timeout_s)
@@ -93,7 +94,8 @@ class Reader:
 
     def reach(self, seed: int) -> tuple[Source, Peer]:
         source = self.spawn(seed)
-        return source, self.connect(source)
+        self.peers.append(self.connect(source))
+        return source, self.peers[-1]
 
     def pulls(self, runs: list[Run], peer: Peer | None = None, seed: int = 1) -> None:
         """Pulls well, and nothing else changes."""
@@ -132,6 +134,8 @@ def shared(request: pytest.FixtureRequest) -> Iterator[Reader]:
 def reader(shared: Reader) -> Iterator[Reader]:
     shared.memory.paint()
     yield shared
+    while shared.peers:
+        shared.peers.pop().close()
     while shared.made:
         shared.made.pop().kill()
 
@@ -251,7 +255,6 @@ def test_two_peers_at_once(reader: Reader) -> None:
     for _, here, _, num_bytes in runs[200:]:
         want[0][here : here + num_bytes] = of_other[here : here + num_bytes]
     assert reader.memory.same(want)
-    peer.close()
 
 
 def test_after_a_cancelled_pull_is_over_nothing_is_written(reader: Reader) -> None:
@@ -286,7 +289,6 @@ def test_a_source_killed_during_a_pull_ends_it_for_good(reader: Reader) -> None:
     if ended(pull) is OK:
         assert reader.memory.same(expected(runs, seed=4))
     assert reader.unchanged()
-    peer.close()
 
 
 def test_a_source_killed_before_a_pull_ends_it_and_cannot_be_connected(reader: Reader) -> None:
@@ -294,7 +296,6 @@ def test_a_source_killed_before_a_pull_ends_it_and_cannot_be_connected(reader: R
     source.kill()
     ended(peer.pull(pages(10, 4096)))
     assert reader.unchanged()
-    peer.close()
     began = time.monotonic()
     with pytest.raises(Unreachable):
         reader.connect(source)
@@ -308,7 +309,6 @@ def test_a_cancelled_pull_from_a_dead_source_does_not_wait_for_retries(reader: R
     pull.poll()
     pull.cancel()
     assert ended(pull) is FAILED
-    peer.close()
 
 
 def test_a_stopped_source_ends_its_pull_and_harms_no_other_peer(reader: Reader) -> None:
@@ -331,7 +331,6 @@ def test_a_stopped_source_ends_its_pull_and_harms_no_other_peer(reader: Reader) 
     time.sleep(0.3)
     assert reader.memory.same(before)
     assert reader.unchanged(0.1)
-    peer.close()
 
 
 def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(reader: Reader) -> None:
@@ -347,16 +346,14 @@ def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(reader: Reade
     assert time.monotonic() - began < HANG_S
     assert ended(reader.peer.pull(pages(10, 4096))) is OK
     source.signal(signal.SIGCONT)
-    peers: list[Peer] = []
 
     def connects() -> bool:
         with contextlib.suppress(Unreachable):
-            peers.append(reader.connect(source))
-        return bool(peers)
+            reader.peers.append(reader.connect(source))
+        return bool(reader.peers)
 
     until(connects)
-    assert ended(peers[0].pull(pages(10, 4096))) is OK
-    peers[0].close()
+    assert ended(reader.peers[0].pull(pages(10, 4096))) is OK
 
 
 def test_a_restarted_source_is_reached_by_connecting_afresh(reader: Reader) -> None:
@@ -364,7 +361,6 @@ def test_a_restarted_source_is_reached_by_connecting_afresh(reader: Reader) -> N
         source, peer = reader.reach(seed)
         reader.pulls(pages(20, 64 << 10), peer, seed)
         source.kill()
-        peer.close()
 
 
 @pytest.mark.parametrize(
@@ -475,7 +471,6 @@ def listening() -> set[int]:
 
 
 def wait_until_only(ports: set[int]) -> None:
-    """Until none but `ports` is listened on."""
     until(lambda: not listening() - ports, "an engine stays")
 
 

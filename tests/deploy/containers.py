@@ -41,8 +41,6 @@ def prepare(image: str = IMAGE) -> None:
 
 
 class Container(Started):
-    """One running container."""
-
     def __init__(
         self,
         name: str,

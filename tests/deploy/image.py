@@ -49,7 +49,6 @@ def pod(name: str, spec: dict[str, Any], environment: dict[str, str]) -> Contain
 
 
 def main() -> None:
-    """Both."""
     enter("tests.deploy.image")
     prepare()
     as_it_is()

@@ -20,7 +20,7 @@ from pathlib import Path
 import yaml
 
 from tests.deploy.blocks import REPOSITORY, block
-from tests.support.namespaces import Host, answers, enter, path_with, wait
+from tests.support.namespaces import Host, answers, enter, wait
 
 FIRST, SECOND = "10.79.0.1", "10.79.0.2"
 INSTALL, HEAD, NODE, SUBMIT, ASK = block("ray")
@@ -35,7 +35,7 @@ def environment() -> dict[str, str]:
     assert exported.keys() >= {"FIRST", "SECOND", "RAY_AUTH_TOKEN"}, exported
     return exported | {
         "FIRST": FIRST, "SECOND": SECOND, "HOME": "/run", "TMPDIR": "/run",
-        "PATH": path_with(Path(sys.executable).parent),
+        "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def main() -> None:
 
     printed = job(hosts[0], AGAIN)
     assert "it runs already, with this configuration" in printed, printed
-    refused = job_refused(hosts[0], f"{AGAIN} --decode=2")
+    refused = job(hosts[0], f"! {AGAIN} --decode=2")
     assert "another value of decode.replicas; end it first: kvlane down" in refused, refused
     assert answers(f"{URL}/ready")
     print("a second submit changes nothing; with --decode=2 it is refused")
@@ -98,23 +98,16 @@ def submit(hosts: list[Host]) -> None:
     """Submit, ask, and look who did what."""
     hosts[0].run(bundled(SUBMIT), REPOSITORY)
     wait("the router is ready", lambda: answers(f"{URL}/ready"), 180, str)
-    print(json.loads(answer_of(hosts[1].run(bundled(ASK), REPOSITORY)))["choices"][0]["message"])
+    *_, answer = (
+        hosts[1].run(bundled(ASK), REPOSITORY).strip().splitlines()
+    )  # behind curl's progress
+    print(json.loads(answer)["choices"][0]["message"])
     rows = job(hosts[0], STATUS)
     places = dict(re.findall(r"^(prefill|decode)-0 .*?(10\.79\.0\.\d)", rows, re.MULTILINE))
     assert places == {"prefill": FIRST, "decode": SECOND}, rows
     print(f"prefill on {FIRST}, decode on {SECOND}")
     # Asks for right answers, for all KV by mooncake/tcp, and for stages that add up.
     print(hosts[1].run(f"python -m tests.e2e.check {URL} {NUM_QUESTIONS}", REPOSITORY, 300).strip())
-
-
-def job_refused(host: Host, command: str) -> str:
-    """What a job printed that has to fail."""
-    return host.run(f"! {bundled(command).replace(' --no-wait', '')}", REPOSITORY)
-
-
-def answer_of(printed: str) -> str:
-    """The last line: curl shows its progress before."""
-    return printed.strip().splitlines()[-1]
 
 
 if __name__ == "__main__":

@@ -84,13 +84,11 @@ def search(pattern: str, path: Path) -> list[Any]:
 
 
 def read(path: Path) -> Any:
-    """A YAML file."""
     return yaml.safe_load(path.read_text())
 
 
 @cache
 def ray_options() -> frozenset[str]:
-    """Of `ray start`."""
     from ray.scripts.scripts import start
 
     return frozenset(option for param in start.params for option in param.opts)
@@ -133,7 +131,6 @@ def dockerfile(deploy: Path) -> None:
 
 
 def requirements(deploy: Path) -> None:
-    """Pins are what pyproject.toml allows."""
     extras = PROJECT["optional-dependencies"]
     for extra in TARGETS:
         lines = (deploy / "requirements" / f"{extra}.txt").read_text().splitlines()
@@ -259,12 +256,6 @@ CHECKS = (
 )  # fmt: skip
 
 
-def check_all(deploy: Path) -> None:
-    """Each check, of this copy of deploy/."""
-    for check in CHECKS:
-        check(deploy)
-
-
 WRONG = (AssertionError, KeyError, UserError, ValueError, jsonschema.ValidationError)
 
 
@@ -283,7 +274,7 @@ def test_a_name_that_changes_in_one_place_is_noticed(mutation: str, tmp_path: Pa
     assert old in text, f"{name} does not say {old}"
     (copy / name).write_text(text.replace(old, new))
     with pytest.raises(WRONG):
-        check_all(copy)
+        [check(copy) for check in CHECKS]
 
 
 @pytest.mark.parametrize("name", ["compose.yaml", "gpu.yaml"])
@@ -324,6 +315,5 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
 
 
 def verify(units: Path) -> subprocess.CompletedProcess[str]:
-    """systemd's own opinion."""
     words = ["systemd-analyze", "verify", "--man=no", *map(str, sorted(units.glob("*.service")))]
     return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)

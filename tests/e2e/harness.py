@@ -30,6 +30,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 INSIDE = "KVLANE_TEST_NAMESPACE"
 APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of its own
 APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
+OWN_SHM = ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"]  # an empty one
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 READY = ("Ctrl-C stops it.", '"message": "ready"')  # for people, for machines
 
 
@@ -46,7 +48,14 @@ def enter_namespace(config: pytest.Config) -> None:
     pytest_again = [sys.executable, "-m", "pytest", *arguments]
     os.chdir(config.invocation_params.dir)
     sys.stdout.flush()
-    start_over(pytest_again, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])  # empty, and ours
+    start_over(pytest_again, OWN_SHM)
+
+
+def enter_namespace_of(module: str) -> None:
+    """Start `python -m module` over inside a namespace, with its arguments; returns only there."""
+    if not os.environ.get(INSIDE):
+        os.environ[INSIDE] = "1"
+        start_over([sys.executable, "-m", module, *sys.argv[1:]], OWN_SHM)
 
 
 def part_processes(config: pytest.Config) -> None:
@@ -64,32 +73,22 @@ class Serve:
     """One `python -m cluster serve`, in a session of its own as under a terminal.
 
     Everything that it may leave behind goes below `root`: Ray's files, the state file, its output.
-
-    Args:
-        root: that directory.
-        port: of the routers.
-        ray: address of a Ray that it is to join; "": it starts one.
-        watch: a process that is connected to that Ray.
-        program: what is run.
-        directory: in which it is run.
     """
 
     root: Path
-    port: int = 8000
-    ray: str = ""
-    watch: Watch | None = None
+    port: int = 8000  # of the routers
+    ray: str = ""  # address of a Ray that it is to join; "": it starts one
+    watch: Watch | None = None  # a process that is connected to that Ray
     program: tuple[str, ...] = (sys.executable, "-m", "cluster")
-    directory: Path = REPOSITORY
+    directory: Path = REPOSITORY  # in which it is run
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
     def url(self) -> str:
-        """Of the routers."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
         return (self.root / "output").read_text(encoding="utf-8", errors="replace")
 
     def environment(self) -> dict[str, str]:
@@ -100,7 +99,6 @@ class Serve:
         return {**plain_environment(), **own}
 
     def start(self, *arguments: str) -> Serve:
-        """Begin; does not wait."""
         environment = self.environment()
         join = ("--address", self.ray) if self.ray else ()
         with (self.root / "output").open("wb") as output:
@@ -112,6 +110,7 @@ class Serve:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_as_under_a_terminal,
             )
         return self
 
@@ -126,7 +125,6 @@ class Serve:
         return self
 
     def wait(self, timeout_s: float = HANG_S) -> int:
-        """Its exit code."""
         assert self.process is not None
         self._watch_no_more()
         return self.process.wait(timeout_s)
@@ -209,6 +207,11 @@ class Serve:
         return [str(path) for place in places if place.exists() for path in place.iterdir()]
 
 
+def _as_under_a_terminal() -> None:
+    for number in SIGNALS:  # nohup and a shell's `&` let what they start ignore some of them
+        signal.signal(number, signal.SIG_DFL)
+
+
 def plain_environment() -> dict[str, str]:
     """Of this process, without what a user has set for Ray."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
@@ -231,5 +234,4 @@ def processes() -> dict[int, str]:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}

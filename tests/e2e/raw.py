@@ -27,7 +27,6 @@ class Connection:
         await self._writer.drain()
 
     async def send_json(self, path: str, body: object) -> None:
-        """A POST of `body` as JSON."""
         await self.send(path, json.dumps(body).encode())
 
     async def head(self) -> int:
@@ -55,7 +54,6 @@ class Connection:
         return piece
 
     async def body(self) -> bytes:
-        """All that is left of the body."""
         whole = bytearray()
         while piece := await self.piece():
             whole += piece

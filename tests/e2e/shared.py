@@ -97,7 +97,6 @@ class Ray:
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
         return (self._directory / "output").read_text(errors="replace")
 
     def check(self) -> None:
@@ -106,7 +105,6 @@ class Ray:
             pytest.fail(f"Ray has ended with exit code {self._process.returncode}:\n{self.output}")
 
     def end(self) -> None:
-        """With all processes and files."""
         self.watch.close()
         self._process.terminate()
         self._process.wait(HANG_S)
@@ -155,13 +153,11 @@ class Clusters:
         return self._serve.start(*arguments).wait_ready()
 
     def end(self) -> None:
-        """The present one."""
         self._arguments = None
         if self._serve is not None:
             self._serve.end()
 
     def end_all(self) -> None:
-        """And Ray."""
         self.end()
         if self._ray is not None:
             self._ray.end()

@@ -44,19 +44,15 @@ class Site(ThreadingHTTPServer):
 
 
 class Visit(BaseHTTPRequestHandler):
-    """One request to the site."""
-
     server: Site
 
     def do_GET(self) -> None:
-        """The page."""
         self.send_response(200)
         self.send_header("content-type", "text/html")
         self.end_headers()
         self.wfile.write(PAGE.read_bytes())
 
     def do_POST(self) -> None:
-        """What the page has found."""
         self.server.seen.put(json.loads(self.rfile.read(int(self.headers["content-length"]))))
         self.send_response(204)
         self.end_headers()
@@ -75,7 +71,6 @@ def command(profile: Path, *arguments: str) -> list[str]:
 
 @contextmanager
 def browsing(profile: Path, url: str) -> Iterator[None]:
-    """A browser that stays at `url`."""
     process = subprocess.Popen(
         command(profile, "--remote-debugging-port=0", url),
         stdout=subprocess.DEVNULL,

@@ -7,25 +7,26 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.harness import Serve
 from tests.e2e.raw import Connection
 from tests.e2e.shared import Clusters
+from tests.fault.router_doubles import metric
 from tests.support.asking import ask_all
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
-from tests.support.scrape import Samples, scrape
+from tests.support.scrape import scrape
 
 NUM_WITNESSES = 6
 MAX_TOKENS = 60
 NUM_ROWS = 12
 NUM_LONG = 1600  # tokens of a long prompt: a hundred steps of prefill
 VOCAB_SIZE = 1024
-WAITING = "kvlane_requests_waiting{"
 ARGUMENTS = (
     "--prefill", "1", "--decode", "1",
     "--set", "disaggregation.mode=always",
@@ -79,24 +80,21 @@ class Leavers:
         self.drop_all()
 
 
-async def until_waiting(serve: Serve, num: int) -> None:
-    """Returns once so many choices are in the router's line."""
-    async with asyncio.timeout(HANG_S), httpx.AsyncClient() as client:
-        while True:
-            lines = (await client.get(f"{serve.url}/metrics")).text.splitlines()
-            if any(line.startswith(WAITING) and float(line.split()[-1]) == num for line in lines):
-                return
-            await asyncio.sleep(0.02)
-
-
-async def until(serve: Serve, is_so: Callable[[Samples], bool]) -> Samples:
-    """The workers' metrics as soon as something is true of them."""
+async def until(
+    serve: Serve, is_so: Callable[[Any], bool], read: Callable[[str], Any] = scrape
+) -> Any:
+    """What is read, by default the workers' metrics, as soon as something is true of it."""
     async with asyncio.timeout(HANG_S):
         while True:
-            samples = await asyncio.to_thread(scrape, serve.url)
-            if is_so(samples):
-                return samples
+            found = await asyncio.to_thread(read, serve.url)
+            if is_so(found):
+                return found
             await asyncio.sleep(0.02)
+
+
+async def until_waiting(serve: Serve, num: int) -> None:
+    """Returns once so many choices are in the router's line."""
+    await until(serve, lambda waiting: waiting == num, partial(metric, name="requests_waiting{"))
 
 
 @asynccontextmanager

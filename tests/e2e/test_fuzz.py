@@ -69,7 +69,6 @@ async def clients(port: int, bodies: Bodies) -> Counter[str]:
 
 
 def num_files(rows: dict[str, dict]) -> dict[str, int]:
-    """Open files of every process."""
     return {name: len(list(Path(f"/proc/{row['pid']}/fd").iterdir())) for name, row in rows.items()}
 
 

@@ -7,30 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
-import signal
+import sys
 import time
-import urllib.request
+import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.e2e.check import MAX_TOKENS, NUM
-from tests.e2e.harness import Serve, processes, shared_memory
-from tests.e2e.odd_asks import check_odd_asks
+from tests.e2e.harness import REPOSITORY, Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
-from tests.e2e.user_directory import IMPORTED, MODEL, run_kvlane_there, run_module_there
 from tests.fault.saturation import saturate, stop_engine
 from tests.support import pairwise
 from tests.support.kills import Killing, Steady, no_memory
-from tests.support.odd_models import raising, unknown_decoder
 from tests.support.patience import HANG_S
 
 STALL_S = 2
+IMPORTED = "was imported"
+THEIRS = f"raise SystemExit(f'{{__file__}} {IMPORTED}')\n"
+MODEL = "model"  # in the user's directory
 # Far fewer than clients: beside other tests they are too slow to fill 64.
 FEW_ROWS = ("--set", "decode.engine.max_num_reqs=16")
 OLD_S = 8.0  # the stall time, and three misses after it
@@ -48,13 +48,35 @@ PULLED = (
 
 def ask(serve: Serve, text: str = "Hi") -> dict[str, Any]:
     body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 8}
-    request = urllib.request.Request(
-        f"{serve.url}/v1/chat/completions",
-        data=json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
-        return json.load(answer)
+    return httpx.post(f"{serve.url}/v1/chat/completions", json=body, timeout=HANG_S).json()
+
+
+def run_kvlane_there(serve: Serve, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` becomes the script that `pip install` writes, beside packages of all our names."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["kvlane"].partition(":")
+    script = root / "kvlane"
+    script.write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    serve.program = (sys.executable, str(script))
+    serve.directory = filled(root / "theirs", "cluster/__init__.py")
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+
+
+def run_module_there(serve: Serve, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` stays `python -m cluster`: a package `cluster` of the user's is what that asks for,
+    so there is none. An empty entry of PYTHONPATH is the current directory, too."""
+    serve.directory = filled(root / "theirs")
+    monkeypatch.setenv("PYTHONPATH", f":{REPOSITORY}")
+
+
+def filled(directory: Path, *more: str) -> Path:
+    """A directory of a user's, with files that are called as our packages are."""
+    (directory / "cluster").mkdir(parents=True)
+    theirs = "worker.py", "router.py", "ray.py", "cluster/config.py", "cluster/serve.py"
+    for name in (*theirs, *more):
+        (directory / name).write_text(THEIRS)
+    (directory / MODEL).symlink_to(REPOSITORY / "worker" / "assets" / "tiny")
+    return directory
 
 
 def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_nothing(
@@ -81,14 +103,6 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
         assert "Traceback" not in (Path(each) / "dashboard_agent.log").read_text()
     assert logs
 
-    if pairwise.whole:  # else it is tests/fault/test_kill_under_load.py that kills these
-        for name in ("decode-0", "router-0"):  # at once
-            os.kill(first[name]["pid"], signal.SIGKILL)
-        for name in ("decode-0", "router-0"):
-            row = serve.wait_status(name, restarts=1, state="ready")
-            assert row["incarnation"] != first[name]["incarnation"]
-        assert ask(serve)["choices"]
-
     # Under load: nobody notices, it comes back. tests/gpu/test_kills_on_cuda.py shows GPUs' memory.
     load = Steady(num_problems=NUM, max_tokens=MAX_TOKENS, num_at_once=2)
     killing = Killing(serve, load, "mooncake/tcp", no_memory, timeout_s=HANG_S)
@@ -112,15 +126,13 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert IMPORTED not in serve.output
 
 
-def test_no_request_ends_a_process_and_a_serve_that_was_killed_leaves_nothing_after_a_while(
+def test_a_serve_that_was_killed_leaves_nothing_after_a_while(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_module_there(serve, tmp_path, monkeypatch)
-    odd = unknown_decoder(raising(serve.directory / "odd"))
     before, shm_before = processes(), shared_memory()
-    process = serve.start("--model", odd.name).wait_ready().process
+    process = serve.start(*GIVEN).wait_ready().process
     assert process is not None
-    check_odd_asks(serve)
     assert serve.command("status").returncode == 0
     assert IMPORTED not in serve.output
     process.kill()

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import BRIEF, Clusters
 from tests.support import pairwise
 from tests.support.patience import HANG_S
+from tests.support.routers import by_router
 
 DOCUMENT = REPOSITORY.parent / "shared" / "data" / "openai-openapi-subset.json"
 NUM_EXAMPLES = "100" if pairwise.whole else "20"  # of an operation
@@ -66,11 +66,8 @@ def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
 
 def num_served(serve: Serve) -> float:
     """Choices that ended well."""
-    for family in text_string_to_metric_families(httpx.get(f"{serve.url}/metrics").text):
-        if family.name == "kvlane_requests":
-            ends = [s for s in family.samples if s.labels.get("outcome") in ("stop", "length")]
-            return sum(sample.value for sample in ends)
-    return 0.0
+    ends = (by_router(serve.url, "requests_total", outcome=each) for each in ("stop", "length"))
+    return sum(sum(each.values()) for each in ends)
 
 
 def test_schemathesis_finds_nothing(clusters: Clusters, tmp_path: Path) -> None:

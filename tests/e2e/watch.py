@@ -20,13 +20,7 @@ END_S = 10.0
 
 
 class Watch:
-    """The process, connected to one Ray.
-
-    Args:
-        address: of Ray.
-        local: a `serve` started it, on 127.0.0.1.
-        environment: in which this process is to run.
-    """
+    """The process, connected to one Ray; local: a `serve` started that, on 127.0.0.1."""
 
     def __init__(self, address: str, *, local: bool, environment: Mapping[str, str]) -> None:
         self.address = address
@@ -51,7 +45,6 @@ class Watch:
         return json.loads(line)
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait(END_S)
         for pipe in (self._process.stdin, self._process.stdout):

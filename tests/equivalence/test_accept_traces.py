@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tests.equivalence.test_windows import requests, scripts, workers
+from tests.support.counted import value
 from tests.support.lockstep import DECODE
 from tests.support.oracle import Oracle
 from tests.support.pairwise import more
@@ -31,7 +32,7 @@ def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(num_prefill
     Oracle(made.engines[DECODE], scripts(asked, plain))
     found = made.serve(asked)
     made.close()
-    assert made.engines[DECODE].metrics.preemptions._value.get() > 0
+    assert value(made.engines[DECODE].metrics.preemptions) > 0
     accepted = set[int]()
     for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
         if not ask.sampling.return_trace:

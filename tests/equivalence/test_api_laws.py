@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Sequence
 from unittest import mock
 
 import msgspec
@@ -20,7 +20,9 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tests.support import pairwise
+from tests.support.counted import value
 from tests.support.engines import Answer, Client, Running, running
+from tests.support.laws import ended, sections
 from tests.support.prompts import TINY, problem_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
@@ -47,24 +49,6 @@ GRAMMARS = {
     "regex": LLMatcher.grammar_from_regex(r"[A-Z][a-z]{3,12}( [0-9]{1,4}){2,5}\."),
     "choice": LLMatcher.grammar_from_lark('start: "yes" | "no" | "one hundred and twelve apples"'),
 }
-
-
-def engine(**changes: object) -> dict[str, object]:
-    return {
-        "device": "cpu",
-        "threads": 1,
-        "cpu_pool_bytes": 48 << 20,
-        "max_num_reqs": 80,
-        **changes,
-    }
-
-
-def sections(mode: str = "always", **changes: object) -> dict:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": engine(**changes),
-        "disaggregation": {"mode": mode},
-    }
 
 
 def token_of(text: str) -> int:
@@ -103,14 +87,7 @@ def wishes() -> tuple[Sampling, ...]:
     return made
 
 
-def ended(answers: list[Answer]) -> list[Answer]:
-    for answer in answers:
-        assert answer.error is None
-        assert answer.num_finals == 1
-    return answers
-
-
-def same(found: list[Answer], expected: list[Answer]) -> None:
+def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
     """Ids and reasons equal, logprobs as near as float32 in another batch allows."""
     for one, other in zip(ended(found), expected, strict=True):
         assert (one.tokens, one.finish_reason) == (other.tokens, other.finish_reason)
@@ -119,13 +96,6 @@ def same(found: list[Answer], expected: list[Answer]) -> None:
             assert each.logprob == pytest.approx(wanted.logprob, abs=1e-4)
             assert [i for i, _ in each.top] == [i for i, _ in wanted.top]
             assert [v for _, v in each.top] == pytest.approx([v for _, v in wanted.top], abs=1e-4)
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Running]:
-    """One process, no prefill worker, no prefix cache, whole prompts."""
-    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +239,7 @@ def test_whatever_serves_a_request_changes_nothing(
     other = {"engine": few if pages == "few" else {}}
     with running(config, decode_sections=other) as cluster:
         check(cluster, expected, rounds=2 if penalty_rows is None else 1)
-        preempted = cluster.workers["decode-0"].engine.metrics.preemptions._value.get()
+        preempted = value(cluster.workers["decode-0"].engine.metrics.preemptions)
     if pages == "few":
         assert preempted > 0, "the pool was not small enough to show anything"
 
@@ -402,57 +372,58 @@ def until_held(cluster: Running, num: int) -> None:
         assert cluster.workers["decode-0"].counters()["requests"] <= 1, "the first was too fast"
 
 
-@pytest.mark.parametrize("transport", ["shm", "mooncake"])
-def test_choices_pull_their_prompt_once(transport: str, separate: dict) -> None:
-    prompt = SHORT
-    config = sections()
-    kind = "shm" if transport == "shm" else "tcp"
-    config["transport"] = {"name": transport, "kind": kind}
+def check_choices(
+    cluster: Running, separate: dict, prompt: tuple[int, ...] = SHORT
+) -> list[Answer]:
+    """All choices of a prompt at once: each is as it was alone."""
+    answers = cluster.client.wait(ask(cluster.client, prompt))
+    same(answers, separate[prompt])
+    cluster.wait_idle()
+    return answers
+
+
+def whole_pages(prompt: Sequence[int]) -> int:
+    """Tokens of a prompt that further choices find cached."""
+    return (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(("transport", "kind"), [("shm", "shm"), ("mooncake", "tcp")])
+def test_choices_pull_their_prompt_once(transport: str, kind: str, separate: dict) -> None:
+    config = {**sections(), "transport": {"name": transport, "kind": kind}}
     with running(config) as cluster:
-        answers = cluster.client.wait(ask(cluster.client, prompt))
-        same(answers, separate[prompt])
-        whole = (len(prompt) - 1) // 16 * 16
+        answers, whole = check_choices(cluster, separate), whole_pages(SHORT)
         assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
         decode, prefill = (cluster.workers[f"{role}-0"].engine for role in ("decode", "prefill"))
-        pulled = decode.metrics.pulled_bytes(f"{transport}/{kind}")._value.get()
-        assert pulled == -(-(len(prompt) - 1) // 16) * decode.layout.page_bytes
-        assert prefill.metrics.prompt_tokens._value.get() == len(prompt) - 1
-        assert decode.metrics.prompt_tokens._value.get() == 4 * (len(prompt) - whole)
-        cluster.wait_idle()
+        pulled = value(decode.metrics.pulled_bytes(f"{transport}/{kind}"))
+        assert pulled == -(-(len(SHORT) - 1) // 16) * decode.layout.page_bytes
+        assert value(prefill.metrics.prompt_tokens) == len(SHORT) - 1
+        assert value(decode.metrics.prompt_tokens) == 4 * (len(SHORT) - whole)
 
 
 def test_choices_compute_their_prompt_once(separate: dict) -> None:
     with running(sections("never", max_prefill_tokens=64)) as cluster:
         metrics = cluster.workers["decode-0"].engine.metrics
-        for prompt, expected in separate.items():
-            before = metrics.prompt_tokens._value.get()
-            answers = cluster.client.wait(ask(cluster.client, prompt))
-            same(answers, expected)
-            whole = (len(prompt) - 1) // 16 * 16
+        for prompt in separate:
+            before, whole = value(metrics.prompt_tokens), whole_pages(prompt)
+            answers = check_choices(cluster, separate, prompt)
             assert [each.num_cached_tokens for each in answers] == [0, *[whole] * 4]
-            computed = metrics.prompt_tokens._value.get() - before
+            computed = value(metrics.prompt_tokens) - before
             assert computed == len(prompt) + 4 * (len(prompt) - whole)
-        cluster.wait_idle()
 
 
 def test_choices_without_a_prefix_tree(separate: dict) -> None:
-    prompt = SHORT
     with running(sections("always", prefix_cache=False)) as cluster:
-        answers = cluster.client.wait(ask(cluster.client, prompt))
-        same(answers, separate[prompt])
-        cluster.wait_idle()
+        check_choices(cluster, separate)
 
 
 def test_choices_that_are_preempted(separate: dict) -> None:
-    prompt = SHORT
-    few = {"engine": {"num_pages": -(-len(prompt) // 16) + 4, "growth_tokens": 1}}
+    few = {"engine": {"num_pages": -(-len(SHORT) // 16) + 4, "growth_tokens": 1}}
     config = sections("always")
-    config["model"]["max_model_len"] = len(prompt) + 36
+    config["model"]["max_model_len"] = len(SHORT) + 36
     with running(config, decode_sections=few) as cluster:
         for _ in range(2):
-            same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
-        assert cluster.workers["decode-0"].engine.metrics.preemptions._value.get() > 0
-        cluster.wait_idle()
+            check_choices(cluster, separate)
+        assert value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])
@@ -475,21 +446,17 @@ def test_the_first_choice_goes_while_others_wait(mode: str, separate: dict) -> N
 def test_the_router_goes_while_choices_wait(separate: dict) -> None:
     config = sections("never", max_prefill_tokens=8)
     config["ping"] = {"interval_s": 0.25, "max_misses": 8}
-    prompt = SHORT
     with running(config) as cluster:
         other = Client(cluster.members, "other/1")
         ask(other, LONG)
         until_held(cluster, 4)
         other.close()
         cluster.wait_idle()
-        same(cluster.client.wait(ask(cluster.client, prompt)), separate[prompt])
-        cluster.wait_idle()
+        check_choices(cluster, separate)
 
 
 def test_a_first_choice_that_is_not_there(separate: dict) -> None:
-    prompt = SHORT
-    first, *others = choices()
-    expected = separate[prompt]
+    prompt, (first, *others), expected = SHORT, choices(), separate[SHORT]
     with running(sections("always")) as cluster:
         client = cluster.client
         refused = client.submit(prompt, msgspec.structs.replace(first, grammar="no grammar"))
@@ -500,9 +467,7 @@ def test_a_first_choice_that_is_not_there(separate: dict) -> None:
         same(client.wait([parent]), expected[:1])
         sent = [client.submit(prompt, each, after=parent) for each in others]
         same(client.wait(sent), expected[1:])
-        assert {client.answers[each].num_cached_tokens for each in sent} == {
-            (len(prompt) - 1) // 16 * 16
-        }
+        assert {client.answers[each].num_cached_tokens for each in sent} == {whole_pages(prompt)}
         sent = [client.submit(prompt, each, after="nobody") for each in others]
         same(client.wait(sent), expected[1:])
         cluster.wait_idle()

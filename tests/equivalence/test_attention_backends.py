@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
@@ -94,7 +95,7 @@ def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected
     ) as cluster:
         assert ask(cluster) == expected
         metrics = cluster.workers["decode-0"].engine.metrics
-        assert metrics.preemptions._value.get() > 0
+        assert value(metrics.preemptions) > 0
 
 
 def test_a_full_graph_of_host_planned_attention_is_refused_at_load(monkeypatch):

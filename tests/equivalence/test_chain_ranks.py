@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.chain_checkpoints import TARGET, write_chain
+from tests.support.chain_checkpoints import TARGET
 from tests.support.chain_rows import ChainRows
 from tests.support.processes import run_ranks
-from tests.unit.test_chain_forms import CASES, CPU
+from tests.unit.test_chain_forms import CPU, write_case
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.chain_model import ChainDrafter
 from worker.model.loader import load_model
@@ -50,8 +50,7 @@ def run_rank(rank: int, root: Path) -> None:
 
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     for case in DIVIDED:
-        form, flags = CASES[case]
-        write_chain(tmp_path / case, form, TARGET, **flags)
+        write_case(tmp_path / case, case)
     run_ranks(run_rank, tmp_path, num_ranks=2)
     for case in DIVIDED:
         expected = drafted(tmp_path / case, SingleCollective())

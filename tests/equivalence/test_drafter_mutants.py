@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
+from tests.support.counted import value
 from tests.support.drafter_cases import Known, judge, reference_of, speculation
 from tests.support.drafter_workers import workers
 from tests.support.lockstep import DECODE, Ask
@@ -50,7 +51,7 @@ def obeys(known: Known, form: str, *, graph: bool = False) -> None:
             Ask(tuple(text[: cut - 3 * i]), short, local=i % 2 == 0) for i, text in enumerate(texts)
         ]
         check(made, again, directory)
-        assert made.engines[DECODE].metrics.cached_tokens._value.get() > 0
+        assert value(made.engines[DECODE].metrics.cached_tokens) > 0
     finally:
         made.close()
 
@@ -67,16 +68,21 @@ def check(made: Any, asked: list[Ask], directory: Path) -> None:
     assert judge(made, asked, made.serve(asked), reference_of(directory)) > 10
 
 
-def taps_one_layer_early(real: Any) -> Any:
-    return lambda taps, layer: real(taps, layer + 1)
+def given(change: Callable[..., tuple[Any, ...]]) -> Callable[[Any], Any]:
+    """A mutant that is called with other arguments."""
+    return lambda real: lambda *args, **options: real(*change(*args), **options)
 
 
-def taps_that_nobody_writes(real: Any) -> Any:
-    """As a graph that replays without them."""
-    return lambda taps, layer: None
+def gives(change: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A mutant whose result is changed; `change` gets that and the arguments."""
+    return lambda real: lambda *args, **options: change(real(*args, **options), *args)
 
 
-def injects_in_wide_steps_only(real: Any) -> Any:
+def nothing(real: Any) -> Any:
+    return lambda *_: None
+
+
+def in_wide_steps_only(real: Any) -> Any:
     def advance(chain: Any, sampled: Any, *rest: Any, **options: Any) -> None:
         if sampled.width > 1:
             real(chain, sampled, *rest, **options)
@@ -84,79 +90,23 @@ def injects_in_wide_steps_only(real: Any) -> Any:
     return advance
 
 
-def seeds_nothing(real: Any) -> Any:
-    return lambda chain, rows: None
+def rejected_rows(sampled: SampledRows, drawn: Tensor, *rest: Any) -> Any:
+    width = sampled.width
+    return sampled, drawn.index_fill(1, torch.tensor([width]), width), *rest
 
 
-def injects_what_is_active(real: Any) -> Any:
-    """The last tokens of a request that ends are missing."""
-
-    def place(sampled: SampledRows, drawn: Tensor, columns: Any, *rest: Any):
-        active = columns.active[sampled.rows]
-        return real(replace(sampled, valid=active), drawn, columns, *rest)
-
-    return place
+def in_a_page(slots: Tensor, sampled: SampledRows) -> Tensor:
+    """The slots, those of padding in page 1."""
+    return torch.where(~sampled.valid.repeat_interleave(sampled.width), 16 + 3, slots)
 
 
-def injects_rejected_rows(real: Any) -> Any:
-    def place(sampled: SampledRows, drawn: Tensor, *rest: Any):
-        width = sampled.width
-        return real(sampled, drawn.index_fill(1, torch.tensor([width]), width), *rest)
-
-    return place
+def with_draft(batch: Any, **change: Any) -> Any:
+    return replace(batch, draft=replace(batch.draft, **change))
 
 
-def a_length_too_long(real: Any) -> Any:
-    """The host's bound, where the device's length belongs."""
-
-    def place(*given: Any):
-        steps = real(*given)
-        return steps._replace(draft_lens=steps.draft_lens + 1)
-
-    return place
-
-
-def padding_into_a_page(real: Any) -> Any:
-    def place(sampled: SampledRows, *rest: Any):
-        steps = real(sampled, *rest)
-        padding = ~sampled.valid.repeat_interleave(sampled.width)
-        return steps._replace(slots=torch.where(padding, 16 + 3, steps.slots))
-
-    return place
-
-
-def no_tail_of_a_last_page(real: Any) -> Any:
-    """Of the page in which a prompt ends: where decode begins."""
-
-    def observe(chain: Any, batch: Any, hidden: Tensor) -> None:
-        ends = batch.positions % 16 == 15
-        draft = replace(batch.draft, tail_pages=batch.draft.tail_pages * ends)
-        real(chain, replace(batch, draft=draft), hidden)
-
-    return observe
-
-
-def features_not_shifted(real: Any) -> Any:
-    def observe(chain: Any, batch: Any, hidden: Tensor) -> None:
-        source = torch.arange(batch.num_tokens)
-        real(chain, replace(batch, draft=replace(batch.draft, source=source)), hidden)
-
-    return observe
-
-
-def the_draft_region_is_not_pulled(real: Any) -> Any:
-    def runs(pair: Any, *args: Any) -> Any:
-        number = [region.name for region in pair.local.regions].index("draft")
-        return [run for run in real(pair, *args) if run[0] != number]
-
-    return runs
-
-
-def noise_of_the_place_before(real: Any) -> Any:
-    def draw(logits: Tensor, rows: Tensor, position: Tensor, *rest: Any) -> Tensor:
-        return real(logits, rows, position - 1, *rest)
-
-    return draw
+def without_draft_region(runs: list[Any], pair: Any, *_: Any) -> list[Any]:
+    number = [region.name for region in pair.local.regions].index("draft")
+    return [run for run in runs if run[0] != number]
 
 
 def noise_by_draft_id(real: Any) -> Any:
@@ -167,14 +117,6 @@ def noise_by_draft_id(real: Any) -> Any:
         return ids[found]
 
     return draw
-
-
-def feeds_back_the_normed_output(real: Any) -> Any:
-    def forward(model: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        _, output = real(model, *given)
-        return output, output
-
-    return forward
 
 
 def feeds_back_the_raw_output(real: Any) -> Any:
@@ -198,68 +140,78 @@ def feeds_back_the_raw_output(real: Any) -> Any:
     return forward
 
 
-def kept_padding_in_a_page(real: Any) -> Any:
-    def place(sampled: SampledRows, *rest: Any):
-        positions, slots = real(sampled, *rest)
-        padding = ~sampled.valid.repeat_interleave(sampled.width)
-        return positions, torch.where(padding, 16 + 3, slots)
-
-    return place
-
-
-def a_block_at_the_next_position(real: Any) -> Any:
-    def read(*given: Any) -> Any:
-        found = real(*given)
-        return replace(found, positions=found.positions + 1)
-
-    return read
-
-
 def seen_causally(*, causal: bool, window: int | None) -> KeyMask:
     """Of layers whose rows see the whole block."""
     return KeyMask(causal=True, window=window)
 
 
-def another_mask(real: Any) -> Any:
-    def embed(model: Any, input_ids: Tensor, block: int) -> Tensor:
-        first = torch.arange(len(input_ids)) % block == 0
-        return real(model, torch.where(first, input_ids, input_ids + 1), block)
-
-    return embed
-
-
 CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain_model.ChainDrafter"
 DFLASH = "worker.drafts.dflash"
-PAIR_RUNS = "worker.transfer.layout.RankPair.runs"
+TAPS, PAIR_RUNS = "worker.model.taps.Taps.after", "worker.transfer.layout.RankPair.runs"
+ONE_LAYER_EARLY = given(lambda taps, layer: (taps, layer + 1))
+# What is active instead of valid: the last tokens of a request that ends are missing.
+ACTIVE = given(
+    lambda sampled, drawn, columns, *rest: (
+        replace(sampled, valid=columns.active[sampled.rows]), drawn, columns, *rest,
+    )
+)  # fmt: skip
+PLACE_BEFORE = given(lambda logits, rows, position, *rest: (logits, rows, position - 1, *rest))
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
-    "taps one layer early": ("eagle3", "worker.model.taps.Taps.after", taps_one_layer_early),
-    "taps not written": ("eagle3", "worker.model.taps.Taps.after", taps_that_nobody_writes),
-    "no inject at width 1": ("eagle3", f"{CHAIN}.Chain.advance", injects_in_wide_steps_only),
-    "no seed": ("eagle", f"{CHAIN}.Chain.seed", seeds_nothing),
-    "active, not valid": ("eagle3", f"{CHAIN}.draft_rows", injects_what_is_active),
-    "rejected rows": ("eagle3", f"{CHAIN}.draft_rows", injects_rejected_rows),
-    "a bound as length": ("eagle", f"{CHAIN}.draft_rows", a_length_too_long),
-    "padding": ("eagle3", f"{CHAIN}.draft_rows", padding_into_a_page),
-    "tail of the last page": ("mtp", f"{CHAIN}.Chain.observe", no_tail_of_a_last_page),
-    "no shift": ("eagle3", f"{CHAIN}.Chain.observe", features_not_shifted),
-    "not pulled": ("eagle3", PAIR_RUNS, the_draft_region_is_not_pulled),
-    "noise's place": ("eagle3", f"{CHAIN}.draw_drafts", noise_of_the_place_before),
+    "taps one layer early": ("eagle3", TAPS, ONE_LAYER_EARLY),
+    "taps not written": ("eagle3", TAPS, nothing),  # as a graph that replays without them
+    "no inject at width 1": ("eagle3", f"{CHAIN}.Chain.advance", in_wide_steps_only),
+    "no seed": ("eagle", f"{CHAIN}.Chain.seed", nothing),
+    "active, not valid": ("eagle3", f"{CHAIN}.draft_rows", ACTIVE),
+    "rejected rows": ("eagle3", f"{CHAIN}.draft_rows", given(rejected_rows)),
+    "a bound as length": (  # the host's bound, where the device's length belongs
+        "eagle", f"{CHAIN}.draft_rows",
+        gives(lambda steps, *_: steps._replace(draft_lens=steps.draft_lens + 1)),
+    ),
+    "padding": (
+        "eagle3", f"{CHAIN}.draft_rows",
+        gives(lambda steps, rows, *_: steps._replace(slots=in_a_page(steps.slots, rows))),
+    ),
+    "tail of the last page": (  # of the page in which a prompt ends: where decode begins
+        "mtp", f"{CHAIN}.Chain.observe",
+        given(lambda chain, batch, hidden: (chain, with_draft(
+            batch, tail_pages=batch.draft.tail_pages * (batch.positions % 16 == 15)
+        ), hidden)),
+    ),
+    "no shift": (
+        "eagle3", f"{CHAIN}.Chain.observe",
+        given(lambda chain, batch, hidden: (
+            chain, with_draft(batch, source=torch.arange(batch.num_tokens)), hidden
+        )),
+    ),
+    "not pulled": ("eagle3", PAIR_RUNS, gives(without_draft_region)),
+    "noise's place": ("eagle3", f"{CHAIN}.draw_drafts", PLACE_BEFORE),
     "noise's id": ("eagle3", f"{CHAIN}.draw_drafts", noise_by_draft_id),
     "first key": ("eagle", "worker.drafts.build.FROM_KEY_1", lambda _: KeyMask()),
     "map without offset": (
         "eagle3", f"{MODEL}.id_map", lambda _: property(lambda model: torch.arange(300)),
     ),
-    "normed fed back": ("eagle3", f"{MODEL}.forward", feeds_back_the_normed_output),
+    "normed fed back": ("eagle3", f"{MODEL}.forward", gives(lambda both, *_: (both[1], both[1]))),
     "raw fed back": ("mtp", f"{MODEL}.forward", feeds_back_the_raw_output),
-    "block: taps": ("dflash", "worker.model.taps.Taps.after", taps_one_layer_early),
-    "block: width 1": ("dflash", f"{DFLASH}.DFlash.advance", injects_in_wide_steps_only),
-    "block: active": ("dflash", f"{DFLASH}.kept_rows", injects_what_is_active),
-    "block: padding": ("dflash", f"{DFLASH}.kept_rows", kept_padding_in_a_page),
-    "block: not pulled": ("dflash", PAIR_RUNS, the_draft_region_is_not_pulled),
-    "block: noise": ("dflash", f"{DFLASH}.draw_drafts", noise_of_the_place_before),
-    "block: positions": ("dflash", f"{DFLASH}.read_rows", a_block_at_the_next_position),
+    "block: taps": ("dflash", TAPS, ONE_LAYER_EARLY),
+    "block: width 1": ("dflash", f"{DFLASH}.DFlash.advance", in_wide_steps_only),
+    "block: active": ("dflash", f"{DFLASH}.kept_rows", ACTIVE),
+    "block: padding": (
+        "dflash", f"{DFLASH}.kept_rows",
+        gives(lambda both, rows, *_: (both[0], in_a_page(both[1], rows))),
+    ),
+    "block: not pulled": ("dflash", PAIR_RUNS, gives(without_draft_region)),
+    "block: noise": ("dflash", f"{DFLASH}.draw_drafts", PLACE_BEFORE),
+    "block: positions": (
+        "dflash", f"{DFLASH}.read_rows",
+        gives(lambda found, *_: replace(found, positions=found.positions + 1)),
+    ),
     "block: causal": ("dflash", "worker.drafts.dflash_config.KeyMask", lambda _: seen_causally),
-    "block: mask": ("dflash", "worker.drafts.dflash_model.DFlashDrafter.embed", another_mask),
+    "block: mask": (
+        "dflash", "worker.drafts.dflash_model.DFlashDrafter.embed",
+        given(lambda model, ids, block: (
+            model, ids + (torch.arange(len(ids)) % block > 0), block
+        )),
+    ),
 }  # fmt: skip
 
 

@@ -21,11 +21,12 @@ import pytest
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
+from tests.support.counted import value
 from tests.support.delay_mix import differing, mix
 from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
 from tests.support.drafter_workers import MAX_LEN, workers
 from tests.support.engines import Answer
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from worker.api import Sampling
 from worker.plan import Drawn
@@ -68,20 +69,11 @@ def preempt_now_and_then(scheduler: DecodeScheduler) -> None:
         results = settle(step, drawn)
         ended = [req for req, _, _, reason in results if reason is not None]
         rows = [each for each in scheduler.running.values() if each not in ended]
-        if next(steps) % EVERY == 0 and rows and not scheduler._leaving:
-            victim = max(rows, key=lambda req: req.arrival)
-            scheduler._on_preempt(victim)
-            if victim.num_in_flight:
-                scheduler._leaving.add(victim)
-            else:
-                scheduler._preempt(victim)
+        if next(steps) % EVERY == 0 and rows and not scheduler.leaving:
+            scheduler.preempt(max(rows, key=lambda req: req.arrival))
         return results
 
     scheduler.settle = settled
-
-
-def num_stays(windows: Sequence[Window]) -> int:
-    return len({id(window.hold) for window in windows})
 
 
 def inside(trace: Sequence[Step], max_len: int) -> list[Step]:
@@ -149,11 +141,12 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
             max_len = len(ask.prompt) + ask.sampling.max_tokens
             assert inside(found, max_len) == inside(right, max_len)
     metrics = made.engines[DECODE].metrics
-    num_preempted = metrics.preemptions._value.get()
-    num_again = sum(map(num_stays, traces)) - len(asked)
+    num_preempted = value(metrics.preemptions)
+    stays = (len({id(window.hold) for window in trace}) for trace in traces)
+    num_again = sum(stays) - len(asked)
     assert 0 <= num_again <= num_preempted
     assert (num_preempted > 0) == (company == "preempting")
-    assert not hit or metrics.cached_tokens._value.get() > 0
+    assert not hit or value(metrics.cached_tokens) > 0
     kept = {window.num for trace in traces for window in trace}
     assert max(kept) >= 3, "few drafts were right"
     made.close()
@@ -211,15 +204,11 @@ def test_a_hit_of_every_number_of_pages(
     form: str, num_prefill: int, page_size: int, known: Known
 ) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
-    made = workers(
-        num_prefill=num_prefill,
-        page_size=page_size,
-        spec=speculation(directory, WIDTH),
-    )
+    made = workers(num_prefill=num_prefill, page_size=page_size, spec=speculation(directory, WIDTH))
     made.serve([first])
     made.windows.clear()
-    cached = made.engines[DECODE].metrics.cached_tokens._value
-    before = cached.get()
+    cached = made.engines[DECODE].metrics.cached_tokens
+    before = value(cached)
     short = Sampling(6, temperature=0.0, ignore_eos=True)
     step = max(page_size, len(first.prompt) // (len(first.prompt) if whole else 12))
     asked = [
@@ -227,7 +216,7 @@ def test_a_hit_of_every_number_of_pages(
         for num in range(step, len(first.prompt), step)
     ]
     check_against(plain(asked), made, asked, directory)
-    assert cached.get() - before == sum(len(ask.prompt) - 10 for ask in asked)
+    assert value(cached) - before == sum(len(ask.prompt) - 10 for ask in asked)
     made.close()
 
 

@@ -1,4 +1,4 @@
-"""The same request gives the same ids, whatever serves it (ARCHITECTURE section 10).
+"""The same request gives the same ids, whatever serves it.
 
 The oracle of greedy ids is `transformers`; the oracle of seeded ids is one request at a time in one
 process with one page of everything. All in float32, where the laws hold exactly.
@@ -7,40 +7,20 @@ process with one page of everything. All in float32, where the laws hold exactly
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.support import pairwise
+from tests.support.counted import value
 from tests.support.engines import Running, running
+from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
 NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (4, 16)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
-
-
-def engine(**changes: object) -> dict[str, object]:
-    return {
-        "device": "cpu",
-        "threads": 1,
-        "cpu_pool_bytes": 48 << 20,
-        "max_num_reqs": 80,
-        **changes,
-    }
-
-
-def sections(
-    mode: str = "always", page_size: int = 16, first_token: str = "prefill", **changes: object
-) -> dict:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": engine(**changes),
-        "kv": {"page_size": page_size},
-        "disaggregation": {"mode": mode, "first_token": first_token},
-    }
 
 
 def seeded(num: int) -> list[Sampling]:
@@ -62,10 +42,7 @@ def seeded(num: int) -> list[Sampling]:
 
 
 def ids(answers: list) -> list[list[int]]:
-    for answer in answers:
-        assert answer.error is None
-        assert answer.num_finals == 1
-    return [answer.tokens for answer in answers]
+    return [answer.tokens for answer in ended(answers)]
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +61,6 @@ def greedy_ids() -> list[list[int]]:
             )  # fmt: skip
             out.append(made[0, len(prompt) :].tolist())
     return out
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Running]:
-    """One process, no prefill worker, no prefix cache, whole prompts."""
-    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -165,11 +135,11 @@ def test_whatever_serves_a_request_changes_nothing(
     sizes = [{each.pool.num_pages for each in engines} for engines in (prefills, decodes)]
     assert (sizes[0] == sizes[1]) == (pages == "same")
     if place == "always":
-        assert all(each.metrics.prompt_tokens._value.get() > 0 for each in prefills)
-        draw = [each.metrics.generated_tokens._value.get() > 0 for each in prefills]
+        assert all(value(each.metrics.prompt_tokens) > 0 for each in prefills)
+        draw = [value(each.metrics.generated_tokens) > 0 for each in prefills]
         assert draw == [first_token == "prefill"] * num_each
     if pages == "few":
-        preempted = sum(each.metrics.preemptions._value.get() for each in decodes)
+        preempted = sum(value(each.metrics.preemptions) for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
 
 
@@ -192,15 +162,15 @@ def test_alone_equals_among_64_others(alone: Running, greedy_ids: list, seeded_i
 def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
     prompt = problem_ids(1)[0]
     with running(sections()) as cluster:
-        pulled = cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm")._value
+        pulled = cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm")
         first = cluster.client.generate([prompt], GREEDY)[0]
-        cold = pulled.get()
+        cold = value(pulled)
         again = cluster.client.generate([[*prompt, *first.tokens, *prompt]], GREEDY)[0]
         page_bytes = cluster.workers["decode-0"].engine.layout.page_bytes
         num_known = (len(prompt) + len(first.tokens) - 1) // 16
         num_all = -(-(2 * len(prompt) + len(first.tokens)) // 16)
         assert cold == -(-len(prompt) // 16) * page_bytes
-        assert pulled.get() - cold == (num_all - num_known) * page_bytes
+        assert value(pulled) - cold == (num_all - num_known) * page_bytes
         assert again.num_cached_tokens == num_known * 16
 
 

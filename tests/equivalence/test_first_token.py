@@ -5,18 +5,19 @@ The oracle is one request at a time in one process. All in float32, where the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import msgspec
 import pytest
 
+from tests.support.counted import value
 from tests.support.engines import Answer, Running, running
+from tests.support.laws import ended, sections
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
-from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
 from worker.plan import RowStart
@@ -29,27 +30,9 @@ WORKERS = ("prefill", "decode")  # that draw it
 CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, TransferTimeout)]
 
 
-def sections(mode: str, first_token: str = "prefill", **engine: object) -> dict[str, Any]:
-    return {
-        "model": {"path": str(shallow()), "served_name": "tiny"},
-        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, **engine},
-        "kv": {"page_size": PAGE_SIZE},
-        "disaggregation": {"mode": mode, "first_token": first_token},
-    }
-
-
-def ended(answers: Sequence[Answer]) -> list[tuple[list[int], FinishReason | None]]:
-    for answer in answers:
-        assert answer.error is None
-        assert answer.num_finals == 1
-        assert len(answer.stages) == 1
+def outcomes(answers: Sequence[Answer]) -> list[tuple[list[int], FinishReason | None]]:
+    assert all(len(answer.stages) == 1 for answer in ended(answers))
     return [(answer.tokens, answer.finish_reason) for answer in answers]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Running]:
-    with running(sections("never", prefix_cache=False), num_prefill=0) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +108,7 @@ def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], FinishReason | None]]:
-    found = [ended(answers_of(alone, [each]))[0] for each in asked]
+    found = [outcomes(answers_of(alone, [each]))[0] for each in asked]
     lengths = [len(tokens) for tokens, _ in found]
     assert lengths.count(1) >= 6, "requests that end with their first token"
     assert {FinishReason.STOP, FinishReason.LENGTH} <= {
@@ -137,7 +120,7 @@ def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], Finish
 def drawn(cluster: Running, role: str) -> float:
     """Tokens drawn by the workers of a role."""
     return sum(
-        worker.engine.metrics.generated_tokens._value.get()
+        value(worker.engine.metrics.generated_tokens)
         for name, worker in cluster.workers.items()
         if name.startswith(role)
     )
@@ -145,7 +128,7 @@ def drawn(cluster: Running, role: str) -> float:
 
 def pulled(cluster: Running) -> float:
     metrics = cluster.workers["decode-0"].engine.metrics
-    return metrics.pulled_bytes("shm/shm")._value.get()
+    return value(metrics.pulled_bytes("shm/shm"))
 
 
 def num_observed(cluster: Running, name: str) -> float | None:
@@ -157,20 +140,16 @@ def num_observed(cluster: Running, name: str) -> float | None:
 
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
-    first_token: str,
-    max_prefill_tokens: int,
-    num_groups: int,
-    asked: list[Asked],
-    expected: list,
+    first_token: str, max_prefill_tokens: int, num_groups: int, asked: list[Asked], expected: list
 ) -> None:
     """Cold, then with what the prefix trees kept."""
-    config = sections("always", first_token, max_prefill_tokens=max_prefill_tokens)
+    config = sections("always", PAGE_SIZE, first_token, max_prefill_tokens=max_prefill_tokens)
     config["kv"]["num_groups"] = num_groups
     with running(config) as cluster:
         for _ in range(2):
             before = drawn(cluster, "prefill"), drawn(cluster, "decode")
             answers = answers_of(cluster, asked)
-            assert ended(answers) == expected
+            assert outcomes(answers) == expected
             here, there = drawn(cluster, "prefill"), drawn(cluster, "decode")
             num_drawn = here - before[0], there - before[1]
             assert sum(num_drawn) == sum(len(tokens) for tokens, _ in expected)
@@ -178,7 +157,7 @@ def test_texts_reasons_and_counts_do_not_depend_on_it(
             if before == (0, 0) and first_token == "prefill":
                 assert num_drawn[0] == len(asked), "no prompt is in decode's tree"
         retries = cluster.workers["decode-0"].engine.metrics.fetch_retries
-        assert not any(retries(cause)._value.get() for cause in CAUSES)
+        assert not any(value(retries(cause)) for cause in CAUSES)
         counts = [num_observed(cluster, name) for name in ("kv_fetch", "kv_transfer")]
         assert counts[0] == counts[1] > 0, "a transfer is timed wherever the token is drawn"
 
@@ -188,7 +167,7 @@ def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
     wanted = alone.client.generate(prompts, OTHERS)
     with running(sections("always")) as cluster:
         found = cluster.client.generate(prompts, OTHERS)
-        assert ended(found) == ended(wanted)
+        assert outcomes(found) == outcomes(wanted)
         assert drawn(cluster, "prefill") == 0
         assert pulled(cluster) > 0
         assert [len(each.logprobs) for each in found] == [len(each.logprobs) for each in wanted]
@@ -219,20 +198,20 @@ def test_a_request_that_ends_with_it_holds_nothing(
         assert pulled(cluster) == 0
         counted = cluster.workers["decode-0"].engine.metrics.requests
         wanted = "length" if kind == "max_tokens" else "stop"
-        assert counted(wanted)._value.get() == NUM
-        assert counted("abort")._value.get() == 0
+        assert value(counted(wanted)) == NUM
+        assert value(counted("abort")) == 0
         for worker in cluster.workers.values():
-            assert worker.engine.metrics.lease_expired._value.get() == 0
+            assert value(worker.engine.metrics.lease_expired) == 0
 
 
 @pytest.mark.parametrize("first_token", WORKERS)
 def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
     prompt = problem_ids(1)[0]
-    config = sections("always", first_token)
+    config = sections("always", PAGE_SIZE, first_token)
     config["model"]["max_model_len"] = len(prompt) + 1
     only = Sampling(1, temperature=0.0)
     with running(config) as cluster:
-        assert ended(answers_of(cluster, [(prompt, only, len(prompt))])) == ended(
+        assert outcomes(answers_of(cluster, [(prompt, only, len(prompt))])) == outcomes(
             alone.client.generate([prompt], only)
         )
 
@@ -241,14 +220,14 @@ def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
 def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> None:
     """And what their beginnings leave in the trees: the same texts, the same cached tokens."""
     prompt = sum(problem_ids(3), ())[:num_tokens]
-    wanted = ended(alone.client.generate([prompt, (*prompt, 9, 8)], GREEDY))
+    wanted = outcomes(alone.client.generate([prompt, (*prompt, 9, 8)], GREEDY))
     found = []
     for first_token in WORKERS:
-        with running(sections("always", first_token)) as cluster:
+        with running(sections("always", PAGE_SIZE, first_token)) as cluster:
             answers = answers_of(cluster, [(prompt, GREEDY, num_tokens)])
             answers += answers_of(cluster, [(prompt, GREEDY, num_tokens)])
             answers += answers_of(cluster, [((*prompt, 9, 8), GREEDY, num_tokens + 2)])
-            assert ended(answers) == [wanted[0], wanted[0], wanted[1]]
+            assert outcomes(answers) == [wanted[0], wanted[0], wanted[1]]
             found.append([answer.num_cached_tokens for answer in answers])
             for worker in cluster.workers.values():
                 worker.engine.book.check([])
@@ -262,15 +241,15 @@ def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Ru
     samplings = [Sampling(16, temperature=1.1, seed=70 + number) for number in range(4)]
     if first == "ends with it":
         samplings[0] = Sampling(1, temperature=1.1, seed=70)
-    wanted = ended(alone.client.generate([prompt] * 4, samplings))
+    wanted = outcomes(alone.client.generate([prompt] * 4, samplings))
     with running(sections("always")) as cluster:
         client = cluster.client
         sent = [client.submit(prompt, samplings[0])]
         sent += [client.submit(prompt, each, after=sent[0]) for each in samplings[1:]]
-        assert ended(client.wait(sent)) == wanted
+        assert outcomes(client.wait(sent)) == wanted
         cluster.wait_idle()
         num_computed = sum(
-            worker.engine.metrics.prompt_tokens._value.get() for worker in cluster.workers.values()
+            value(worker.engine.metrics.prompt_tokens) for worker in cluster.workers.values()
         )
         assert num_computed == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
 
@@ -331,4 +310,4 @@ def test_the_same_check_fails_when_it_is_drawn_otherwise(
     owner: Any, name: str, wrong: Callable[..., Any], asked: list[Asked], expected: list
 ) -> None:
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
-        assert ended(answers_of(cluster, asked)) != expected
+        assert outcomes(answers_of(cluster, asked)) != expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engines import Client, worker_config
-from tests.support.patience import HANG_S
+from tests.support.patience import until
 from worker.api import FinishReason, PullPath, Sampling
 from worker.config import ModelConfig
+from worker.start.build import Place
 from worker.worker import Worker
 
 TINY = ModelConfig().directory
@@ -46,9 +46,7 @@ def pair(
             worker_config(
                 role, {**LIMITS, "model": model, "kv": {"page_size": size}, "spec": spec}
             ),
-            name=f"{role}-0",
-            incarnation="i",
-            host="127.0.0.1",
+            Place(f"{role}-0", "i", "127.0.0.1"),
         )
         for (role, (model, size)), spec in zip(of_role.items(), specs, strict=True)
     ]
@@ -68,24 +66,20 @@ def pair(
 
 def path_of(decode: Worker) -> PullPath:
     """The way of KV that `kvlane doctor --running` shows."""
-    limit = time.monotonic() + HANG_S
-    while not (paths := decode.measured_paths()):
-        assert time.monotonic() < limit, "the members do not arrive"
-        time.sleep(0.01)
-    return paths[0]
+    until(lambda: bool(decode.measured_paths()), "the members do not arrive")
+    return decode.measured_paths()[0]
 
 
-def until(happened) -> None:
-    limit = time.monotonic() + HANG_S
-    while not happened():
-        assert time.monotonic() < limit, "does not happen"
-        time.sleep(0.01)
+def check_pulled(decode: Worker, client: Client) -> None:
+    """KV goes from one to the other."""
+    assert not path_of(decode).error
+    until(lambda: decode.num_peers() == 1)
+    (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
+    assert [each.prefilled_by for each in answer.stages] == ["prefill-0/i"]
 
 
 def tuned(
-    directory: Path,
-    of: Path = TINY,
-    name: str = "model.layers.0.input_layernorm.weight",
+    directory: Path, of: Path = TINY, name: str = "model.layers.0.input_layernorm.weight"
 ) -> Path:
     """A bundled model with one element of one tensor changed by its last bit."""
     shutil.copytree(of, directory)
@@ -118,10 +112,7 @@ def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(
 def test_one_checkpoint_is_one_whatever_its_directory_and_name(tmp_path: Path) -> None:
     shutil.copytree(TINY, tmp_path / "copy")
     with pair({"path": str(tmp_path / "copy")}, {}) as (decode, client):
-        assert not path_of(decode).error
-        until(lambda: decode.num_peers() == 1)
-        (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
-        assert [each.prefilled_by for each in answer.stages] == ["prefill-0/i"]
+        check_pulled(decode, client)
 
 
 def test_noise_of_another_seed_is_another_model() -> None:
@@ -147,7 +138,4 @@ def test_workers_of_other_drafters_refuse_each_other(tmp_path: Path) -> None:
             assert "drafter" in path_of(decode).error
             assert decode.num_peers() == 0
     with pair({}, {}, drafters=(str(DRAFTER), "")) as (decode, client):
-        assert not path_of(decode).error
-        until(lambda: decode.num_peers() == 1)
-        (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
-        assert [each.prefilled_by for each in answer.stages] == ["prefill-0/i"]
+        check_pulled(decode, client)

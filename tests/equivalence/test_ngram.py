@@ -15,6 +15,7 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.support.any_width import AnyWidth
+from tests.support.counted import value
 from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep, Window
@@ -108,7 +109,7 @@ def test_lookup_changes_no_token_and_finds_what_is_there(
     made.close()
     assert not differing(asked, found, wanted, exact=False)
     if page_size == 16:
-        assert made.engines[DECODE].metrics.preemptions._value.get() > 0
+        assert value(made.engines[DECODE].metrics.preemptions) > 0
     accepted = 0
     for number, (ask, answer) in enumerate(zip(asked, wanted, strict=True)):
         if ask.cut is None and ask.abort is None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.counted import value
 from tests.support.delay_mix import differing, leaving, mix, sections
 from tests.support.delays import Delays
 from tests.support.engines import Answer, running
@@ -58,8 +59,8 @@ def mixed() -> tuple[list[Ask], list[Answer]]:
     asked = mix()
     answers, workers = served(asked, num_prefill=0)
     engine = workers.engines[DECODE]
-    assert engine.metrics.preemptions._value.get() > 5, "pages were not short enough"
-    assert engine.metrics.cached_tokens._value.get() > 0, "nothing was shared"
+    assert value(engine.metrics.preemptions) > 5, "pages were not short enough"
+    assert value(engine.metrics.cached_tokens) > 0, "nothing was shared"
     reasons = [each.finish_reason for ask, each in zip(asked, answers, strict=True) if not ask.cut]
     assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 3
     return asked, answers
@@ -99,7 +100,7 @@ def test_delays_messages_and_pulls_change_no_token(
     assert not differing(asked, found, wanted, exact=False)
     for peer in (DECODE, PREFILL):
         metrics = workers.engines[peer].metrics
-        assert (metrics.pulled_bytes("shm/shm")._value.get() > 0) == (peer == DECODE)
+        assert (value(metrics.pulled_bytes("shm/shm")) > 0) == (peer == DECODE)
 
 
 @pytest.mark.parametrize("schedule", [6, *in_whole((None,))])
@@ -129,17 +130,21 @@ def wait_for_tokens_only(self: Step) -> list[Drawn]:
     return WAIT(self) if self.plan.sampled_rows else []
 
 
+def is_whole(ask: Ask) -> bool:
+    return not (ask.cut or ask.abort or ask.abort_in_chunk)
+
+
 def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
     """The tokens of those that are served whole, by workers with threads and sockets of their own.
 
     Only so is a pull of the first layer groups under way while the step computes the others.
     """
-    whole = [ask for ask in asked if not (ask.cut or ask.abort or ask.abort_in_chunk)]
+    whole = [ask for ask in asked if is_whole(ask)]
     config = sections("cpu", "always", num_groups=2)
     with running(config) as cluster:
         workers = {DECODE: cluster.workers["decode-0"], PREFILL: cluster.workers["prefill-0"]}
         served = SimpleNamespace(
-            loops={peer: worker._loop for peer, worker in workers.items()},
+            loops={peer: worker.loop for peer, worker in workers.items()},
             engines={peer: worker.engine for peer, worker in workers.items()},
         )
         Delays(served, seed, LONG_S, PREFILL)
@@ -152,11 +157,7 @@ def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
 
 def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]:
     """What `threaded` is to give."""
-    return [
-        answer.tokens
-        for ask, answer in zip(asked, answers, strict=True)
-        if not (ask.cut or ask.abort or ask.abort_in_chunk)
-    ]
+    return [answer.tokens for ask, answer in zip(asked, answers, strict=True) if is_whole(ask)]
 
 
 @pytest.mark.parametrize("kind", ["left", *in_whole(("mixed",))])

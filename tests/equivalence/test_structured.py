@@ -185,10 +185,7 @@ def check(schema: Schema, grammar: str, answer: Answer) -> None:
 
 
 def answers_of(
-    asked: tuple[tuple[Schema, str], ...],
-    device: str = "cpu",
-    path: str = "",
-    **changes: object,
+    asked: tuple[tuple[Schema, str], ...], device: str = "cpu", path: str = "", **changes: object
 ) -> list[Answer]:
     """One decode worker in float32, as many at a time as it takes; path: else a shallow model."""
     prompt = chat_ids("How many apples are left? Answer as JSON.")

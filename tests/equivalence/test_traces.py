@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Iterator, Sequence
 
 import httpx
 import pytest
 
-from router.config import RouterConfig
-from router.http.app import Place, RouterServer, Settings
+from tests.fault.router_doubles import routed
 from tests.support.collector import Collector, Span, collecting
-from tests.support.engines import HANG_S, Running, running
+from tests.support.engines import Running, running
+from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from tests.support.trace_laws import check_nesting, check_request, check_worker, children, named
 from worker.api import Sampling
-from worker.config import ModelConfig, PingConfig, TracingConfig
+from worker.config import TracingConfig
 from worker.observe.tracing import tracer_of
 
 PARENT = "b7ad6b7169203331"  # the client's span
@@ -50,23 +49,13 @@ def cluster() -> Iterator[Cluster]:
             "disaggregation": {"mode": "always"},
             "tracing": tracing,
         }  # fmt: skip
-        with running(sections, num_prefill=2) as made:
-            router = RouterServer(
-                Settings(
-                    RouterConfig(),
-                    ModelConfig(path=str(shallow()), served_name="small"),
-                    PingConfig(),
-                ),
-                Place("router-0", "r"),
-                tracer=tracer_of(TracingConfig(**tracing), "router", "router-0"),
-            )
-            member = router.start()
-            try:
-                router.update_members([member, *made.members])
-                wait_until_pulled(member.address)
-                yield made, member.address, collector
-            finally:
-                router.stop()
+        tracer = tracer_of(TracingConfig(**tracing), "router", "router-0")
+        with (
+            running(sections, num_prefill=2) as made,
+            routed(shallow(), made.members, tracer=tracer) as (_, url),
+        ):
+            wait_until_pulled(url)
+            yield made, url, collector
 
 
 def complete(ends: str, number: int = 1):
@@ -83,12 +72,12 @@ def ask(url: str, headers: dict[str, str], **body: object) -> httpx.Response:
 
 def wait_until_pulled(url: str) -> None:
     """Until the router has heard of prefill workers; decode prefills by itself before."""
-    limit = time.monotonic() + HANG_S
-    by = ""
-    while not by.startswith("prefill-"):
-        assert time.monotonic() < limit, by
+
+    def pulled() -> bool:
         choice = ask(url, {}, max_tokens=1, return_stages=True).json()["choices"][0]
-        by = choice["stages"]["prefilled_by"] or ""
+        return (choice["stages"]["prefilled_by"] or "").startswith("prefill-")
+
+    until(pulled)
 
 
 def test_a_pulled_request(cluster: Cluster) -> None:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
+from tests.support.counted import value
 from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
 from tests.support.delays import Delays
 from tests.support.engines import Answer
@@ -91,7 +92,7 @@ def plain() -> tuple[list[Ask], list[Answer]]:
     """The requests, and their answers without windows."""
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
-    assert made.engines[DECODE].metrics.preemptions._value.get() > 5, "pages were not short"
+    assert value(made.engines[DECODE].metrics.preemptions) > 5, "pages were not short"
     made.close()
     return asked, answers
 
@@ -109,7 +110,7 @@ def test_windows_change_no_token(
     Oracle(made.engines[DECODE], known)
     obeys(made, asked, wanted, known)
     if page_size == 16:
-        assert made.engines[DECODE].metrics.preemptions._value.get() > 0
+        assert value(made.engines[DECODE].metrics.preemptions) > 0
     kept = {window.num for windows in made.windows.values() for window in windows}
     assert {1, 2} <= kept
     assert max(kept) >= min(4, max(widths)), "few drafts were accepted"
@@ -302,9 +303,9 @@ def masks_of_the_first_row_only(real: Any) -> Any:
 
 
 ACCEPT = "accept"  # of the step state
-SLOTS = "worker.schedule.decode._num_slots"
+SLOTS = "worker.schedule.decode.window_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "noise": ("worker.draw.tail.SamplingRows.gather", same_noise_in_the_whole_window),
+    "noise": ("worker.draw.sampler.SamplingRows.gather", same_noise_in_the_whole_window),
     "accept all": (ACCEPT, accepts_without_comparing),
     "one too many": (ACCEPT, one_token_too_many),
     "stops": (ACCEPT, stops_count_in_the_first_row_only),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import random
 import shutil
@@ -19,15 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.namespace import start_over
-from tests.e2e.harness import INSIDE, REPOSITORY, plain_environment, processes, shared_memory
+from tests.e2e.harness import SIGNALS, Serve, enter_namespace_of, processes, shared_memory
 from tests.support.patience import HANG_S
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SHOWN, NUM_SHOWN = 120, 10  # characters of a command line, files of one start
 READY = "Ctrl-C stops it."
 CRASHES = ("Traceback", "Segmentation fault", "core dumped", "was ended by")
@@ -36,8 +35,6 @@ OURS = "cluster/cli.py"  # before it runs, Python answers SIGINT with a tracebac
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One interrupted start."""
-
     number: signal.Signals
     at_s: float  # after the start
     was_ready: bool
@@ -65,100 +62,49 @@ class Round:
         return found
 
 
-class Start:
-    """One start of `serve`, with files in a directory of its own."""
-
-    def __init__(self, root: Path) -> None:
-        self._tmp, self._run = root / "t", root / "r"  # short: Ray's sockets lie below
-        for directory in (self._tmp, self._run):
-            directory.mkdir()
-        own = {"TMPDIR": str(self._tmp), "XDG_RUNTIME_DIR": str(self._run)}
-        self._output = root / "output"
-        with self._output.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "cluster", "serve", "--port", "0"],
-                cwd=REPOSITORY,
-                env={**plain_environment(), **own},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_as_under_a_terminal,
-            )
-
-    @property
-    def output(self) -> str:
-        """All that it has printed."""
-        return self._output.read_text(encoding="utf-8", errors="replace")
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send it as a terminal or a service manager would."""
-        send = os.killpg if number is signal.SIGINT else os.kill
-        send(self.process.pid, number)
-
-    def files(self) -> Iterator[str]:
-        """What is in its directories; the empty one for state files stays."""
-        kept = self._run / "kvlane"
-        for directory in (self._tmp, self._run):
-            yield from (str(path) for path in directory.rglob("*") if path != kept)
-
-
-def _as_under_a_terminal() -> None:
-    for number in SIGNALS:  # nohup and a shell's `&` let what they start ignore some of them
-        signal.signal(number, signal.SIG_DFL)
-
-
 def interrupt(number: signal.Signals, at_s: float) -> Round:
-    """One round."""
     before, shm_before = processes(), shared_memory()
     root = Path(tempfile.mkdtemp(prefix="i", dir="/tmp"))
     try:
-        start = Start(root)
+        serve = Serve(root, port=0).start()
+        process = serve.process
+        assert process is not None
         time.sleep(at_s)
-        was_ready = READY in start.output
+        was_ready = READY in serve.output
         began = time.monotonic()
-        start.signal(number)
+        if number is signal.SIGINT:
+            serve.interrupt()
+        else:
+            process.send_signal(number)
         hung = False
         try:
-            start.process.wait(HANG_S)
+            process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             hung = True
         took_s = time.monotonic() - began
         left = {pid: line for pid, line in processes().items() if pid not in before}
-        files = [*start.files(), *(f"/dev/shm/{name}" for name in shared_memory() - shm_before)]
+        files = [*serve.leftovers(), *(f"/dev/shm/{name}" for name in shared_memory() - shm_before)]
         if hung:
-            start.process.kill()
-        code = start.process.wait()
+            process.kill()
+        code = process.wait()
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         return Round(
             number, at_s, was_ready, code, took_s, hung, tuple(left.values()), tuple(files),
-            start.output,
+            serve.output,
         )  # fmt: skip
     finally:
         shutil.rmtree(root)
-
-
-def rounds(num: int, span_s: float, seed: int) -> Iterator[Round]:
-    """Interrupted starts, each at a random moment of the first `span_s` seconds."""
-    chance = random.Random(seed)
-    for i in range(num):
-        yield interrupt(SIGNALS[i % len(SIGNALS)], chance.uniform(0, span_s))
 
 
 def time_of_start() -> float:
     """Seconds until a start is ready here; ends it again."""
     root = Path(tempfile.mkdtemp(prefix="i", dir="/tmp"))
     began = time.monotonic()
-    start = Start(root)
-    while READY not in start.output:
-        if start.process.poll() is not None:
-            raise SystemExit(f"serve does not start:\n{start.output}")
-        time.sleep(0.05)
+    serve = Serve(root, port=0).start().wait_ready()
     took_s = time.monotonic() - began
-    start.process.terminate()
-    start.process.wait()
+    serve.end()
     shutil.rmtree(root)
     return took_s
 
@@ -180,21 +126,19 @@ def figures(done: Sequence[Round]) -> Iterable[str]:
 
 
 def main() -> int:
-    """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--num", type=int, default=200)
     parser.add_argument("--span", type=float, metavar="S", help="default: as a start takes here")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     args = parser.parse_args()
-    if not os.environ.get(INSIDE):
-        os.environ[INSIDE] = "1"
-        again = [sys.executable, "-m", "tests.fault.interrupts", *sys.argv[1:]]
-        start_over(again, ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"])
+    enter_namespace_of("tests.fault.interrupts")
     span_s = args.span or time_of_start()
     print(f"at moments of the first {span_s:.1f} s; seed {args.seed}", flush=True)
     done: list[Round] = []
     num_bad = 0
-    for each in rounds(args.num, span_s, args.seed):
+    chance = random.Random(args.seed)
+    for number in itertools.islice(itertools.cycle(SIGNALS), args.num):
+        each = interrupt(number, chance.uniform(0, span_s))
         done.append(each)
         if each.problems:
             num_bad += 1

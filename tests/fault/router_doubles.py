@@ -10,7 +10,6 @@ import json
 import queue
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +26,7 @@ from router.config import RouterConfig
 from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
 from tests.support.patience import HANG_S
+from tests.support.patience import until as wait_until
 from worker.api import (
     Chunks,
     Error,
@@ -114,12 +114,8 @@ Script = Callable[["DecodeDouble", str, Generate], None]
 class DecodeDouble:
     """A decode worker without an engine.
 
-    Args:
-        name: its member name.
-        script: called in the double's thread with (double, router's peer id, request); without
-            one, requests wait for `take`.
-        stats: what its Pongs say.
-        role: its member role.
+    script: called in the double's thread with (double, router's peer id, request); without one,
+    requests wait for `take`. stats: what its Pongs say.
     """
 
     def __init__(
@@ -205,7 +201,6 @@ class DecodeDouble:
         retry_after_s: float = 0.05,
         param: str | None = None,
     ) -> None:
-        """Do not admit a request."""
         error = Error(code, f"refused: {code}", param)
         self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 
@@ -271,29 +266,22 @@ def client_of(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0, timeout=HANG_S)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Poll until `condition` holds; a hang is a failure."""
-    deadline = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.01)
-
-
 def num_live(url: str) -> int:
     """Workers that have answered the router at `url`."""
     return sum(member["live"] for member in httpx.get(f"{url}/config").json()["members"])
 
 
 @contextmanager
-def serving(
+def routed(
     directory: Path,
-    *doubles: DecodeDouble,
+    members: Sequence[Member],
+    *,
     ping: PingConfig = PING,
     port: int = 0,
     tracer: Tracer | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
-    """A started router that knows `doubles`; yields it and its base URL; all end with it."""
+    """A router before these workers, all of which have answered; yields it and its base URL."""
     router = RouterServer(
         Settings(
             RouterConfig(**config),
@@ -306,11 +294,22 @@ def serving(
     )
     member = router.start()
     try:
-        router.update_members([member, *(double.member for double in doubles)])
-        wait_until(lambda: num_live(member.address) == len(doubles))
+        router.update_members([member, *members])
+        wait_until(lambda: num_live(member.address) == len(members))
         yield router, member.address
     finally:
         router.stop()
+
+
+@contextmanager
+def serving(
+    directory: Path, *doubles: DecodeDouble, **options: Any
+) -> Iterator[tuple[RouterServer, str]]:
+    """`routed`, before doubles that end with it."""
+    try:
+        with routed(directory, [double.member for double in doubles], **options) as found:
+            yield found
+    finally:
         for double in doubles:
             double.die()
 

@@ -22,8 +22,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.namespace import start_over
-from tests.e2e.harness import INSIDE, Serve
+from tests.e2e.harness import Serve, enter_namespace_of
 from tests.support.patience import HANG_S
 
 NUM_CLIENTS = 72  # more than a decode worker on a CPU has rows
@@ -36,8 +35,6 @@ WAITING = "kvlane_requests_waiting{"
 
 @dataclass
 class Record:
-    """What was seen meanwhile."""
-
     num_answers: int = 0
     bad_answers: Counter[str] = field(default_factory=Counter[str])
     num_probes: int = 0
@@ -107,7 +104,6 @@ def stop_engine(serve: Serve, name: str) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run both; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=300.0)
     args = parser.parse_args(argv)
@@ -129,7 +125,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if not os.environ.get(INSIDE):
-        os.environ[INSIDE] = "1"
-        start_over([sys.executable, "-m", "tests.fault.saturation", *sys.argv[1:]])
+    enter_namespace_of("tests.fault.saturation")
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,13 +20,10 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.numpy import fill_next_token_bitmask
 
-from router.config import RouterConfig
-from router.http.app import Place, RouterServer, Settings
-from tests.fault.router_doubles import HANG_S, num_live, wait_until
+from tests.fault.router_doubles import HANG_S, routed
 from tests.support.engines import Running, running
 from tests.support.odd_models import raising, unknown_decoder
 from tests.support.shallow import shallow
-from worker.config import ModelConfig, PingConfig
 
 PROBLEM = {"messages": [{"role": "user", "content": "Tom has 3 apples and buys 4. How many?"}]}
 FREE: dict[str, Any] = {**PROBLEM, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -55,25 +51,13 @@ def served(path: Path) -> Iterator[Served]:
     before = set(threading.enumerate())
     model = {"path": str(path), "load_format": "safetensors", "dtype": "float32"}
     engine = {"threads": 1, "num_pages": 400, "max_num_reqs": 8}
-    with running({"model": model, "engine": engine}, num_prefill=0) as cluster:
-        router = RouterServer(
-            Settings(
-                RouterConfig(),
-                ModelConfig(path=str(path)),
-                PingConfig(interval_s=0.1, max_misses=50),
-            ),
-            Place("router-0", uuid.uuid4().hex[:8]),
-        )
-        member = router.start()
-        try:
-            router.update_members([member, *cluster.members])
-            wait_until(lambda: num_live(member.address) == 1)
-            ask(member.address, FREE)  # starts the last of the threads
-            ours = set(threading.enumerate()) - before
-            kept = [each for each in ours if each.name.startswith("kvlane-")]
-            yield Served(cluster, member.address, kept)
-        finally:
-            router.stop()
+    with (
+        running({"model": model, "engine": engine}, num_prefill=0) as cluster,
+        routed(path, cluster.members) as (_, url),
+    ):
+        ask(url, FREE)  # starts the last of the threads
+        ours = set(threading.enumerate()) - before
+        yield Served(cluster, url, [each for each in ours if each.name.startswith("kvlane-")])
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +177,7 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
 def test_whatever_llguidance_raises_ends_one_request(
-    usual: Served,
-    target: str,
-    raised: BaseException,
-    caplog: pytest.LogCaptureFixture,
+    usual: Served, target: str, raised: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{hash((target, str(raised)))}"}  # not cached
     with mock.patch(target, side_effect=raised):

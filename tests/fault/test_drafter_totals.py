@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,9 @@ import pytest
 from tests.e2e.harness import Serve
 from tests.e2e.shared import Clusters
 from tests.support.pairwise import in_whole, whole
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
+from tests.support.scrape import scrape
 
 NUM, WIDTH, MAX_TOKENS = 24, 5, 160
 ARGUMENTS = (
@@ -74,10 +74,7 @@ def totals(serve: Serve, *, kill: bool = False) -> Totals:
     with ThreadPoolExecutor(NUM) as pool:
         asked = ask(pool, serve.url)
         if kill:
-            deadline = time.monotonic() + HANG_S
-            while not any(each.done() for each in asked):
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(lambda: any(each.done() for each in asked))
             os.kill(serve.status()["prefill-0"]["pid"], signal.SIGKILL)
         found = Totals.of([each.result() for each in asked])
     if kill:
@@ -87,15 +84,8 @@ def totals(serve: Serve, *, kill: bool = False) -> Totals:
 
 def counted(serve: Serve) -> tuple[int, int]:
     """Windows and accepted drafts, as the decode worker counts them."""
-    (group,) = (
-        each for each in httpx.get(f"{serve.url}/metrics/targets").json()
-        if each["labels"]["worker"] == "decode-0"
-    )  # fmt: skip
-    lines = httpx.get(f"http://{group['targets'][0]}/metrics").text.splitlines()
-    names = "kvlane_spec_steps_total{", "kvlane_spec_accepted_tokens_total{"
-    steps, accepted = (
-        sum(float(line.split()[-1]) for line in lines if line.startswith(name)) for name in names
-    )
+    found, names = scrape(serve.url), ("steps", "accepted_tokens")
+    steps, accepted = (found[f"kvlane_spec_{name}_total", "decode", ""] for name in names)
     return int(steps), int(accepted)
 
 

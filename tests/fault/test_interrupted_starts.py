@@ -10,9 +10,9 @@ import signal
 
 import pytest
 
-from tests.e2e.harness import INSIDE  # noqa: F401 - starts clusters, so it is run among them
+from tests.e2e.harness import SIGNALS
 from tests.e2e.shared import Clusters
-from tests.fault.interrupts import SIGNALS, interrupt
+from tests.fault.interrupts import interrupt
 from tests.support.pairwise import whole
 
 SPAN_S = 6.0

@@ -19,33 +19,20 @@ from tests.e2e.check import MAX_TOKENS
 from tests.e2e.check import NUM as NUM_KNOWN
 from tests.e2e.harness import Serve, shared_memory
 from tests.e2e.shared import USUAL, Clusters
+from tests.fault.router_doubles import metric
 from tests.support import pairwise
 from tests.support.asking import CUT, Outcome, ask_all
 from tests.support.patience import HANG_S
 from tests.support.reference import body_of, reference_texts
 
 NUM = 40 if pairwise.whole else 28
-FIRST_TOKENS = "kvlane_time_to_first_token_seconds_count{"
-DRAWN = "kvlane_generation_tokens_total{"
+FIRST_TOKENS = "time_to_first_token_seconds_count{"
+DRAWN = "generation_tokens_total{"
 SOME = 250  # tokens that the victim has drawn: most of its streams are to go on from there
 NUM_FROZEN = 3  # streams that are to stand still when it does
 FROZEN_S = 0.5  # for so long; the others move in that time
 NUM_ROUTER = 24  # requests while a router is killed
 POLL_S = 0.02
-
-
-def total(address: str, prefix: str) -> float:
-    """Sum of the samples at `address` whose lines begin with `prefix`."""
-    lines = httpx.get(f"{address}/metrics").text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(prefix))
-
-
-def address_of(serve: Serve, worker: str) -> str:
-    """Where its metrics are."""
-    groups = httpx.get(f"{serve.url}/metrics/targets").json()
-    found = [f"http://{target}" for group in groups for target in group["targets"]]
-    named = f'worker="{worker}"'
-    return next(each for each in found if named in httpx.get(f"{each}/metrics").text)
 
 
 async def load_and_kill(
@@ -88,8 +75,7 @@ async def load_and_kill(
 
 
 async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
-    """Kill -9 router-0 while streams are read."""
-    progress = partial(total, serve.url, FIRST_TOKENS)
+    progress = partial(metric, serve.url, FIRST_TOKENS)
     return await load_and_kill(serve, "router-0", progress, NUM_ROUTER / 3, NUM_ROUTER)
 
 
@@ -104,7 +90,6 @@ def num_frozen(outcomes: list[Outcome]) -> int:
 
 
 def num_left(outcomes: list[Outcome]) -> int:
-    """Requests that have not ended."""
     return sum(each.finish_reason is None and each.error is None for each in outcomes)
 
 
@@ -131,14 +116,16 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     first = serve.status()
 
     outcomes = asyncio.run(
-        load_and_kill(serve, "prefill-0", lambda: total(serve.url, FIRST_TOKENS), NUM / 3)
+        load_and_kill(serve, "prefill-0", lambda: metric(serve.url, FIRST_TOKENS), NUM / 3)
     )
     assert check_outcomes(outcomes) == 0, "a prefill worker's death is never seen by a client"
     serve.wait_status("prefill-0", restarts=1, state="ready")
     serve.wait_idle()
 
-    address = address_of(serve, "decode-0")
-    outcomes = asyncio.run(load_and_kill(serve, "decode-0", lambda: total(address, DRAWN), SOME))
+    groups = httpx.get(f"{serve.url}/metrics/targets").json()
+    (host,) = (g["targets"][0] for g in groups if g["labels"]["worker"] == "decode-0")
+    drawn = partial(metric, f"http://{host}", DRAWN)
+    outcomes = asyncio.run(load_and_kill(serve, "decode-0", drawn, SOME))
     num_errors = check_outcomes(outcomes)
     assert 0 < num_errors < NUM, "some had tokens at the dead worker, others lived elsewhere"
     serve.wait_status("decode-0", restarts=1, state="ready")
@@ -169,9 +156,9 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     row = serve.wait_status("router-0", restarts=1, state="ready")
     serve.wait_idle()
     assert row["address"] == serve.url
-    assert total(serve.url, 'kvlane_routers{model="tiny",role="router",state="answered"') == 2
+    assert metric(serve.url, 'routers{model="tiny",role="router",state="answered"') == 2
     own = f"http://{row['metrics_address']}"
-    while not total(own, "kvlane_requests_total"):  # as about every second connection
+    while not metric(own, "requests_total"):  # as about every second connection
         assert httpx.post(f"{serve.url}/v1/completions", json={}).status_code == 400
     assert "HTTP Request" not in serve.output, "routers log that they ask each other"
 

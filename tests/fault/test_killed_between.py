@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from tests.fault.test_protocol_faults import LIMIT_S, SlowPull
+from tests.fault.test_protocol_faults import SlowPull
+from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
+from tests.support.patience import HANG_S, until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Member, Sampling
 from worker.errors import PeerLost
+from worker.start.build import Place
 from worker.transfer.base import Run
 from worker.transfer.shm import ShmPeer
 from worker.worker import Worker
@@ -36,7 +38,7 @@ def sections(model: str) -> dict[str, Any]:
 def prefill(conn: Connection, model: str) -> None:
     """Main function of the prefill worker's process, which ends with the other end of `conn`."""
     config = worker_config("prefill", sections(model))
-    worker = Worker(config, name="prefill-0", incarnation="i0", host="127.0.0.1")
+    worker = Worker(config, Place("prefill-0", "i0", "127.0.0.1"))
     conn.send(worker.start())
     conn.poll(None)
 
@@ -58,7 +60,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     pulls: list[SlowPull] = []  # none ends before it is noticed that the worker is gone
 
     def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
-        pulls.append(SlowPull(pull(self, runs), 2 * LIMIT_S))
+        pulls.append(SlowPull(pull(self, runs), 2 * HANG_S))
         return pulls[-1]
 
     ours, theirs = FORKED.Pipe()
@@ -67,34 +69,31 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     try:
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
-        limit = time.monotonic() + LIMIT_S
-        while not decode.num_peers():
-            assert time.monotonic() < limit, "no link"
-            time.sleep(0.05)
+        until(lambda: decode.num_peers() > 0, "no link")
         monkeypatch.setattr(ShmPeer, "pull", slow)
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
             for prompt, sampling in zip(prompts, asked, strict=True)
         ]
-        while not all(client.answers[each].tokens for each in sent):
-            assert time.monotonic() < limit, "a first token waits for KV"
-            client.pump(0.01)
+        until(
+            lambda: all(client.answers[each].tokens for each in sent),
+            "a first token waits for KV",
+            lambda: client.pump(0.01),
+        )
         assert decode.counters()["fetches"] == NUM
     finally:
         process.kill()
         process.join()
         ours.close()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
-    while decode.num_peers():
-        assert time.monotonic() < limit, "nobody notices"
-        time.sleep(0.05)
+    until(lambda: not decode.num_peers(), "nobody notices")
     for each in pulls:
         each.release()
     answers = client.wait(sent)
     cluster.wait_idle()
     placed = decode.engine.metrics.placed
-    assert placed("remote")._value.get() == placed("fallback")._value.get() == NUM
-    assert decode.engine.metrics.fetch_retries(PeerLost.code)._value.get() == NUM
+    assert value(placed("remote")) == value(placed("fallback")) == NUM
+    assert value(decode.engine.metrics.fetch_retries(PeerLost.code)) == NUM
 
     alone = client.generate(prompts, asked, prefills=[])
     assert [(each.tokens, each.finish_reason) for each in answers] == [

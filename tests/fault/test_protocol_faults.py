@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import worker.loop
+from tests.support.counted import value
 from tests.support.engines import Running, running
-from tests.support.patience import HANG_S, until
+from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
 from tests.support.shallow import shallow
@@ -46,17 +47,20 @@ LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 TERM_S = 2.0  # of prefill's leases
 NUM_TRIES = 5
-LIMIT_S = HANG_S  # for a request that meets a fault: detection, another attempt
 
 
 class Faults:
-    """What happens to messages that workers of this process send; reset before every test."""
+    """What happens to messages and pulls of workers in this process; reset after every test."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.turns = threading.Event()  # prefill loops stop before a turn, messages in hand, if not
+        self.turns.set()
         self.reset()
 
     def reset(self) -> None:
+        self.pull_s = 0.0  # that a pull takes
+        self.hold = False  # while true no pull ends, however slow the machine
         self.kind: type | None = None
         self.act: Callable[[Callable[[], None]], None] = lambda send: send()
         self.every = 1
@@ -113,7 +117,7 @@ class SlowPull(WrappedPull):
         self._ready_at = time.monotonic() + delay_s
 
     def poll(self) -> PullState:
-        waits = Delays.hold or time.monotonic() < self._ready_at
+        waits = FAULTS.hold or time.monotonic() < self._ready_at
         if waits and self._shm.state is RUNNING:
             return RUNNING
         while super().poll() is RUNNING:
@@ -128,22 +132,6 @@ class SlowPull(WrappedPull):
         self._ready_at = 0.0
 
 
-class Delays:
-    """How long pulls take; reset before every test."""
-
-    pull_s = 0.0
-    hold = False  # while true no pull ends, however slow the machine
-
-
-class Gate:
-    """Stops the loops of prefill workers between two turns, messages in hand."""
-
-    open = threading.Event()
-
-
-Gate.open.set()
-
-
 @pytest.fixture(scope="module")
 def patched() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -151,13 +139,13 @@ def patched() -> Iterator[None]:
         pull = ShmPeer.pull
 
         def slow(self: ShmPeer, runs: Sequence[Run]) -> SlowPull:
-            return SlowPull(pull(self, runs), Delays.pull_s)
+            return SlowPull(pull(self, runs), FAULTS.pull_s)
 
         patch.setattr(ShmPeer, "pull", slow)
         turn = PrefillLoop.turn
 
         def gated(self: PrefillLoop, events: list) -> float:
-            Gate.open.wait()
+            FAULTS.turns.wait()
             return turn(self, events)
 
         patch.setattr(PrefillLoop, "turn", gated)
@@ -219,13 +207,12 @@ def texts(cluster: Running) -> list[list[int]]:
 def undisturbed() -> Iterator[None]:
     yield
     FAULTS.reset()
-    Delays.pull_s, Delays.hold = 0.0, False
 
 
 def lose(side: Any, peer: PeerId) -> None:
     """`side` finds `peer` silent, which is alive and knows nothing of it."""
     wire = side._wire if hasattr(side, "_wire") else side._thread._wire
-    wire._post(lambda: wire._links._lose(peer, "a test"))
+    wire.lose(peer, "a test")
 
 
 def wait_for_peers(decode: Worker) -> None:
@@ -237,12 +224,12 @@ def num_ended(
     cluster: Running, reasons: Sequence[str] = ("stop", "length", "abort", "error")
 ) -> float:
     family = cluster.workers["decode-0"].engine.metrics.requests
-    return sum(family(reason)._value.get() for reason in reasons)
+    return sum(value(family(reason)) for reason in reasons)
 
 
 def num_retries(decode: Worker) -> float:
     family = decode.engine.metrics.fetch_retries
-    return sum(family(cause)._value.get() for cause in RETRY_CAUSES)
+    return sum(value(family(cause)) for cause in RETRY_CAUSES)
 
 
 def ask(
@@ -272,7 +259,7 @@ def check(cluster: Running, sent: list[str], texts: list[list[int]], before: flo
 @pytest.mark.parametrize("kind", [Prefill, KVReady, Release, Renew, RenewAck])
 def test_messages(kind: type, act: str, cluster: Running, texts: list[list[int]]) -> None:
     if kind in (Renew, RenewAck):
-        Delays.pull_s = 0.8
+        FAULTS.pull_s = 0.8
     FAULTS.inflict(kind, act, every=2)
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
@@ -283,12 +270,12 @@ def test_prefill_loops_that_stop_for_longer_than_a_lease(
     cluster: Running, texts: list[list[int]]
 ) -> None:
     before = num_ended(cluster)
-    Delays.pull_s = 0.5
+    FAULTS.pull_s = 0.5
     sent = ask(cluster)
     time.sleep(0.3)  # some are announced, some are not
-    Gate.open.clear()
+    FAULTS.turns.clear()
     time.sleep(TERM_S + 1.0)
-    Gate.open.set()
+    FAULTS.turns.set()
     check(cluster, sent, texts, before)
 
 
@@ -297,7 +284,7 @@ def test_bytes_read_after_the_lease_are_never_used(
 ) -> None:
     """Decode goes on renewing, nobody acknowledges, prefill gives away and the pull still ends."""
     before = num_ended(cluster)
-    Delays.pull_s = TERM_S + 0.5
+    FAULTS.pull_s = TERM_S + 0.5
     FAULTS.inflict(Renew, "lost")
     check(cluster, ask(cluster), texts, before)
     assert FAULTS.num_hit > 0
@@ -305,12 +292,12 @@ def test_bytes_read_after_the_lease_are_never_used(
 
 def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
     """Unless the machine stands still for longer than a lease, so it has several tries."""
-    Delays.pull_s = 2 * TERM_S
-    revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")._value
+    FAULTS.pull_s = 2 * TERM_S
+    revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")
     for _ in range(NUM_TRIES):
-        before, num_revoked = num_ended(cluster), revoked.get()
+        before, num_revoked = num_ended(cluster), value(revoked)
         check(cluster, ask(cluster), texts, before)
-        if revoked.get() == num_revoked:
+        if value(revoked) == num_revoked:
             return
     pytest.fail(f"leases were revoked in each of {NUM_TRIES} tries")
 
@@ -320,7 +307,7 @@ def test_a_prefill_worker_that_is_lost_is_asked_again_later(
     when_s: float, cluster: Running, texts: list[list[int]]
 ) -> None:
     before = num_ended(cluster)
-    Delays.pull_s = 0.2
+    FAULTS.pull_s = 0.2
     decode = cluster.workers["decode-0"]
     sent = ask(cluster)
     time.sleep(when_s)
@@ -336,7 +323,7 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
     client, decode = cluster.client, cluster.workers["decode-0"]
     monkeypatch.setattr(client._wire._links, "_ping", PingConfig())
     decode_peer = client.decodes[0]
-    Delays.pull_s = 0.5
+    FAULTS.pull_s = 0.5
     sent = ask(cluster)
     time.sleep(0.2)
     if loser == "client":
@@ -359,14 +346,14 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
 def test_aborts_while_pulls_run_give_pages_back_only_after_them(
     cluster: Running, texts: list[list[int]]
 ) -> None:
-    Delays.hold = True
+    FAULTS.hold = True
     sent, decode = ask(cluster), cluster.workers["decode-0"]
     until(lambda: decode.counters()["pulls"] > 0, "no pull begins")
     for each in sent:
         cluster.client.abort(each)
     time.sleep(0.1)
     assert decode.counters()["private_pages"] > 0
-    Delays.hold = False
+    FAULTS.hold = False
     cluster.wait_idle()
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)
@@ -392,17 +379,17 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
     before = num_ended(cluster)
     decode = cluster.workers["decode-0"]
     computed = [each.engine.metrics.prompt_tokens for each in cluster.workers.values()]
-    num_computed = sum(each._value.get() for each in computed)
+    num_computed = sum(value(each) for each in computed)
     retries = num_retries(decode)
-    Delays.hold = True
+    FAULTS.hold = True
     sent = ask(cluster, [GREEDY])
     until_first_tokens(cluster, sent)
     for name in lost:
         lose(decode, next(peer for peer in cluster.client.prefills if peer.startswith(name)))
     until(lambda: num_retries(decode) - retries >= NUM // 2 * len(lost), "nobody notices")
-    Delays.hold = False
+    FAULTS.hold = False
     check(cluster, sent, texts, before)
-    num_computed = sum(each._value.get() for each in computed) - num_computed
+    num_computed = sum(value(each) for each in computed) - num_computed
     assert num_computed > 1.3 * sum(len(prompt) for prompt in problem_ids(NUM)), "nothing was lost"
     wait_for_peers(decode)
 
@@ -414,7 +401,7 @@ def test_requests_that_end_between_token_and_kv(
     """The client goes, or the router finds a stop string in the first token."""
     reasons = (how,)
     before = num_ended(cluster, reasons)
-    Delays.hold = True
+    FAULTS.hold = True
     sent, client = ask(cluster, [GREEDY]), cluster.client
     until_first_tokens(cluster, sent)
     for each, prompt in zip(sent, problem_ids(NUM), strict=True):
@@ -424,7 +411,7 @@ def test_requests_that_end_between_token_and_kv(
             client._wire.send(client.decodes[0], Stop(each, 1, len(prompt)))
     time.sleep(0.1)
     assert cluster.workers["decode-0"].counters()["private_pages"] > 0, "pulls still write there"
-    Delays.hold = False
+    FAULTS.hold = False
     cluster.wait_idle()
     assert num_ended(cluster, reasons) - before == NUM
     assert {client.answers[each].num_finals for each in sent} == {0}
@@ -436,7 +423,7 @@ def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(
     cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("prefill-0", "prefill-1"):
-        monkeypatch.setattr(cluster.workers[name]._loop._outbound, "draining", True)
+        monkeypatch.setattr(cluster.workers[name].loop._outbound, "draining", True)
     for act in ("lost", "doubled", "late"):
         FAULTS.reset()
         FAULTS.inflict(PrefillRefused, act, every=2)

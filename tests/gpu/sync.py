@@ -6,7 +6,7 @@ import traceback
 
 import torch
 
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.run.runner import ModelRunner, Step
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost
-from worker.ops.rms_norm import add_rms_norm_ref
+from worker.ops.norms import add_rms_norm_ref
 from worker.ops.skinny_triton import SkinnyWorkspace, choose, skinny_gemm
 from worker.peers import all_reduce_triton as kernels
 from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from tests.support import delay_mix
+from tests.support.counted import value
 from tests.support.delay_mix import differing, leaving, sections
 from tests.support.delays import Delays
 from tests.support.engines import Answer
@@ -44,7 +45,7 @@ def plain() -> Iterator[tuple[Lockstep, dict[str, list[Answer]]]]:
     """One worker without a prefix tree that grows, and its answers without delays."""
     made = workers(engine={"prefix_cache": False})
     answers = {each.__name__: made.serve(each()) for each in (mix, leaving)}
-    assert made.engines[DECODE].metrics.preemptions._value.get() > 5
+    assert value(made.engines[DECODE].metrics.preemptions) > 5
     yield made, answers
     made.close()
 
@@ -57,7 +58,7 @@ def test_delays_messages_and_pulls_change_no_token(
     delays = Delays(made, 2, LONG_S)
     for each in (mix, leaving):
         assert not differing(each(), made.serve(each()), plain[1][each.__name__], exact=False)
-    assert made.engines[DECODE].metrics.pulled_bytes("mooncake/tcp")._value.get() > 0
+    assert value(made.engines[DECODE].metrics.pulled_bytes("mooncake/tcp")) > 0
     assert delays.num_on_device > 100
     made.close()
 
@@ -82,7 +83,7 @@ def early_rows(runner: Any) -> None:
 
 def early_results(runner: Any) -> None:
     """One pinned buffer a length: the tokens of step n + 1 overwrite those of step n."""
-    from worker.draw.tail import Result
+    from worker.draw.sampler import Result
 
     pinned: dict[tuple[int, ...], Any] = {}
     run = runner.run
@@ -106,9 +107,7 @@ def early_results(runner: Any) -> None:
 
 @pytest.mark.parametrize(("spoil", "share"), [(early_rows, 1.0), (early_results, 0.0)])
 def test_the_same_check_fails_when_a_buffer_is_written_early(
-    spoil: Callable[[Any], None],
-    share: float,
-    plain: tuple[Lockstep, dict[str, list[Answer]]],
+    spoil: Callable[[Any], None], share: float, plain: tuple[Lockstep, dict[str, list[Answer]]]
 ) -> None:
     made = workers()
     spoil(made.engines[DECODE].runner)

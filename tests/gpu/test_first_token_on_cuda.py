@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
+from tests.support.counted import value
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -39,7 +40,7 @@ def answers(device: str, mode: str, **changes: Any) -> tuple[list[list[int]], fl
             texts += [each.tokens for each in found]
             cluster.wait_idle()
         prefill = cluster.workers.get("prefill-0")
-        drawn = prefill.engine.metrics.generated_tokens._value.get() if prefill else 0.0
+        drawn = value(prefill.engine.metrics.generated_tokens) if prefill else 0.0
     return texts, drawn
 
 

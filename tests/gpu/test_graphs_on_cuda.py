@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.any_width import AnyWidth
+from tests.support.counted import value
 from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
@@ -56,7 +57,7 @@ def serve(
 
     eos_ids = frozenset(engine.spec.eos_token_ids)
     scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
-    scheduler._step = STEPS[0]
+    scheduler.step = STEPS[0]
     scheduler.widths = AnyWidth(widths, random.Random(3))
     reqs, owned, pending = [], set(), None
     for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
@@ -77,7 +78,7 @@ def serve(
                     scheduler.finish(req)
                     live.discard(req)
         pending = step
-    STEPS[0] = scheduler._step
+    STEPS[0] = scheduler.step
     return [req.tokens[req.num_prompt_tokens :] for req in reqs], owned
 
 
@@ -159,7 +160,7 @@ def test_penalties_masks_and_logprobs_through_graphs_equal_eager() -> None:
         cluster = Lockstep(sections, num_prefill=0)
         found.append(cluster.serve(changed_asks(36)))
         steps = cluster.engines[DECODE].metrics.steps
-        counts = {path: steps("decode", path)._value.get() for path in ("graph", "eager")}
+        counts = {path: value(steps("decode", path)) for path in ("graph", "eager")}
         assert (counts["graph"] > 0, counts["eager"] > 0) == (graph == "full", graph == "eager")
         cluster.close()
     assert same_answers(*found)

@@ -25,11 +25,17 @@ from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
 from worker.draw.sampler_triton import draw_triton
 from worker.forward.draws import Changes
 from worker.ops.best_pairs import VocabPart
+from worker.ops.norms import (
+    add_rms_norm,
+    add_rms_norm_ref,
+    rms_norm,
+    rms_norm_ref,
+    swiglu,
+    swiglu_ref,
+)
 from worker.ops.pair_norm import pair_norm, pair_norm_ref
 from worker.ops.philox import gumbel_ref
-from worker.ops.rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from worker.ops.rope import rope_inv_freq, rope_table
-from worker.ops.swiglu import swiglu, swiglu_ref
 from worker.step import rows as step_rows
 from worker.step.rows import gather_rows, gather_rows_ref
 
@@ -149,11 +155,7 @@ def test_qk_rope_store_matches_its_twin(
 
 
 def gaps(
-    logits: Tensor,
-    rows: SamplingRows,
-    got: Tensor,
-    wanted: Tensor,
-    changes: Changes | None = None,
+    logits: Tensor, rows: SamplingRows, got: Tensor, wanted: Tensor, changes: Changes | None = None
 ) -> list[float]:
     """How far below the twin's choice each differing one stands, perturbed."""
     values = change(logits, rows, changes)

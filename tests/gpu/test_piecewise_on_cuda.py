@@ -1,56 +1,109 @@
-"""Chunks as piecewise CUDA graphs: equal to eager at the same padded shape, whatever the batch is.
+"""Chunks as CUDA graphs, in pieces and traced by torch.compile: equal to eager at the same shape.
 
-The laws are those of tests/unit/test_piecewise.py, here with real graphs and their memory pool.
+The laws are those of tests/unit/test_piecewise.py and test_compiled.py, here with real graphs and
+their memory pool. Plain traced pieces are equal to eager bit for bit, Inductor's to themselves
+launched without a graph.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
+from tests.support.chunks import (
+    Bench,
+    Uncaptured,
+    bench_of,
+    bits,
+    build,
+    check_laws,
+    check_memory,
+    check_no_wait,
+    check_padding,
+    check_texts,
+    fill,
+    layouts,
+)
 from tests.support.prompts import problem_ids
+from worker.plan import Chunk, Plan, RowPages
+from worker.run.compiled import TracedForward
+from worker.run.eager import EagerChunks
+from worker.run.piecewise import PiecewiseChunks
+from worker.run.segments import GraphMemory
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings(
+    r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
+)  # of Dynamo and Inductor
 
 MAX_TOKENS = 600
 BUCKETS = (16, 48, 64, 256, 512, MAX_TOKENS)
-SETUPS = ("float32-triton", "bfloat16-triton", "bfloat16-flashinfer", "bfloat16-triton-long")
+SETUPS = (
+    "float32-triton", "bfloat16-triton", "bfloat16-flashinfer", "bfloat16-triton-long",
+    "float32-plain", "bfloat16-plain", "float32-compiled", "bfloat16-compiled",
+)  # fmt: skip
+
+
+def pieces_of(dtype: str, attention: str) -> Bench:
+    """Of the model's own forward."""
+    engine = build(
+        "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,
+        attention={"prefill": attention, "decode": "triton", "spec": "triton"},
+    )  # fmt: skip
+    runner: Any = engine.runner.graphs.chunks
+    made = bench_of(engine, runner)
+    made.checks = engine.checks
+    return made
+
+
+def traced_pieces(dtype: str, how: str) -> Bench:
+    """Of the traced forward: plain, or as Inductor compiled it."""
+    graph = "compiled" if how == "compiled" else "eager"
+    engine = build("cuda", graph, dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS)
+    loaded, checks = engine.runner.loaded, engine.checks
+    runner: Any = engine.runner.graphs.chunks
+    if how == "plain":
+        traced = TracedForward(loaded.model, lambda piece, _: piece)
+        runner = PiecewiseChunks(loaded, GraphMemory(loaded.state.device), traced)
+        checks = runner.capture()
+    made = bench_of(engine, runner)
+    made.use(runner)
+    made.checks = checks
+    if how == "compiled":
+        made.eager = Uncaptured(loaded, runner.traced)
+    return made
 
 
 @pytest.fixture(scope="module", params=SETUPS)
 def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
-    from tests.support.chunks import bench_of, build
-
-    dtype, attention, *long = request.param.split("-")
-    if attention == "flashinfer" and find_spec("flashinfer") is None:
+    dtype, kind, *long = request.param.split("-")
+    if kind == "flashinfer" and find_spec("flashinfer") is None:
         pytest.skip("flashinfer is not installed")
     with pytest.MonkeyPatch.context() as patch:
         if long:
             patch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 64)
             patch.setattr("worker.step.buffers.MAX_LAST_TOKEN_ROWS", 4)
-        engine = build(
-            "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,
-            attention={"prefill": attention, "decode": "triton", "spec": "triton"},
-        )  # fmt: skip
-        runner: Any = engine.runner.graphs.chunks
-        yield bench_of(engine, runner)
-        engine.close()
+        make = traced_pieces if kind in ("plain", "compiled") else pieces_of
+        made = make(dtype, kind)
+        yield made
+        made.engine.close()
 
 
 @pytest.mark.gpu(1)
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
-    checks = [check for check in bench.engine.checks if check.kind != "decode"]
+    checks = [check for check in bench.checks if check.kind != "decode"]
     for kind in ("prefill", "prefill_full"):
         compared = [check.bucket for check in checks if check.kind == kind]
         assert compared == [each.num_tokens for each in bench.runner.buckets] or not compared
     assert checks
     assert all(check.equal for check in checks)
-    segments = {each.capture.num_segments for each in bench.runner._piecewise.values()}
+    segments = {each.capture.num_segments for each in bench.runner.piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
-    assert {each.capture.num_segments for each in bench.runner._full.values()} <= {2, 3}
+    assert {each.capture.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
 @pytest.mark.gpu(1)
@@ -62,9 +115,7 @@ def test_replays_equal_eager_at_the_same_padded_shape(
     bench: Any, num_reqs: int, prefix: int, fixed_shape: bool
 ) -> None:
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
-    from tests.support.chunks import check_laws
-
-    if fixed_shape and not bench.runner._full:
+    if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
     if bench.engine.runner.loaded.buffers.max_reqs(64) < num_reqs:
         pytest.skip("long steps of so many requests are eager")
@@ -74,25 +125,19 @@ def test_replays_equal_eager_at_the_same_padded_shape(
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("fixed_shape", [False, True])
 def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
-    from tests.support.chunks import check_padding, layouts
-
-    if fixed_shape and not bench.runner._full:
+    if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
     check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 
 
 @pytest.mark.gpu(1)
 def test_what_others_allocate_changes_nothing(bench: Any) -> None:
-    from tests.support.chunks import check_memory, layouts
-
     check_memory(bench, layouts(250, 3, 20), 256)
 
 
 @pytest.mark.gpu(1)
 def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None:
     """An event of the hook is passed when that layer's KV is; later layers are under way."""
-    from tests.support.chunks import bits, fill, layouts
-
     layout, layers = layouts(500, 3, 20), range(bench.engine.spec.num_layers)
     final = bench.run(bench.eager.launch, layout, 512)[1:]
     for launch in (bench.eager.launch, bench.runner.launch):
@@ -114,24 +159,45 @@ def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None
             launch(bench.batch(layout, 512), on_layer)
         torch.cuda.synchronize()
         assert told == list(layers)
-        for copy, wanted in zip(copies, final, strict=True):
-            assert torch.equal(copy, wanted)
+        for stored, wanted in zip(copies, final, strict=True):
+            assert torch.equal(stored, wanted)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
-    from tests.support.chunks import check_no_wait, layouts
-
     check_no_wait(bench, layouts(100, 3, 20))
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("num_tokens", [2, 33, 64, 65, 500])
+def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
+    bench: Any, num_tokens: int
+) -> None:
+    from torch._dynamo.utils import counters
+
+    if bench.runner.traced is None:
+        pytest.skip("it is the model's own forward")
+    loaded, layout = bench.engine.runner.loaded, layouts(num_tokens, 2, 5)
+    before = copy.deepcopy([counters[kind] for kind in ("stats", "aot_autograd")])
+    wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)[0].float()
+    found = bench.run(Uncaptured(loaded, bench.runner.traced).launch, layout, num_tokens)[0]
+    assert [counters[kind] for kind in ("stats", "aot_autograd")] == before
+    error = (found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert error.max() <= bench.runner.rounding
+
+
+@pytest.mark.gpu(1)
+def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
+    if bench.runner.embedded.dtype != torch.float32:
+        pytest.skip("16-bit texts diverge by rounding, with any padding")
+    check_texts(bench)
+    bench.use(bench.runner)
 
 
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_auto_replays_chunks_on_either_worker(role: str) -> None:
-    from tests.support.chunks import build
-    from worker.plan import Chunk, Plan, RowPages
-
     engine = build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
     decode = "eager" if role == "prefill" else "full"
     assert engine.config.engine.graph.model_dump() == {"prefill": "piecewise", "decode": decode}

@@ -15,10 +15,10 @@ from tests.support.products import (
     error,
     weights,
 )
+from worker.ops.norms import swiglu
 from worker.ops.product import gated_product
 from worker.ops.product import product as linear
 from worker.ops.skinny_triton import choose
-from worker.ops.swiglu import swiglu
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(1)

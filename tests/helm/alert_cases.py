@@ -45,19 +45,13 @@ def steps(labels: str, kind: str, path: str, values: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Case:
-    """An alert, the minutes at which it is quiet, fires and resolves, and what it says.
-
-    Attributes:
-        minutes: these three.
-        summary: after "kvlane: ".
-        labels: beside those of its rule.
-    """
+    """An alert, and what it says."""
 
     alert: str
-    minutes: tuple[int, int, int]
-    summary: str
+    minutes: tuple[int, int, int]  # at which it is quiet, fires and resolves
+    summary: str  # after "kvlane: "
     series: dict[str, str]
-    labels: dict[str, str] = field(default_factory=dict[str, str])
+    labels: dict[str, str] = field(default_factory=dict[str, str])  # beside those of its rule
 
 
 CASES = (

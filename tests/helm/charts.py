@@ -50,7 +50,6 @@ def template(*options: str, major: int = 4, values: str = "") -> subprocess.Comp
 
 
 def parsed(text: str) -> list[Document]:
-    """The objects of a render."""
     return [document for document in yaml.load_all(text, Loader=Loader) if document]
 
 
@@ -99,7 +98,6 @@ class Render:
         self.pods = [pod for document in objects for pod in _pods(document)]
 
     def kind(self, *kinds: str) -> Iterator[Document]:
-        """Objects of these kinds."""
         return (document for document in self.documents if document["kind"] in kinds)
 
     def named(self, kind: str, name: str) -> Document | None:
@@ -130,7 +128,6 @@ def port_names(pod: dict[str, Any]) -> dict[str, int]:
 
 
 def title(document: Document) -> str:
-    """Kind and name."""
     return f"{document['kind']} {document['metadata']['name']}"
 
 

@@ -28,7 +28,6 @@ USED = {
 
 
 def kind_of(document: Document) -> str:
-    """group/version/Kind."""
     return f"{document['apiVersion']}/{document['kind']}"
 
 

@@ -36,7 +36,6 @@ def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def queries(board: dict[str, Any]) -> Iterator[Query]:
-    """Of all panels."""
     for panel in panels(board):
         for target in panel["targets"]:
             yield Query(panel, target["legendFormat"], target["expr"])

@@ -48,8 +48,6 @@ Start = Callable[[str, dict[str, Any], dict[str, str]], Started]
 
 
 class Pod(Started):
-    """A pod of namespaces."""
-
     def __init__(self, name: str, spec: dict[str, Any], environment: dict[str, str]) -> None:
         container, user = spec["containers"][0], str(spec["securityContext"]["runAsUser"])
         own = {

@@ -48,7 +48,6 @@ def by_name(spec: dict[str, Any]) -> Rules:
 
 
 def rules_of_chart(objects: list[dict[str, Any]]) -> Rules:
-    """Of the chart's PrometheusRule."""
     (ours,) = (each for each in objects if each["kind"] == "PrometheusRule")
     return by_name(ours["spec"])
 

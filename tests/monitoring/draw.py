@@ -52,7 +52,6 @@ def with_gaps(points):
 
 
 def lines(axes, panel, series, start):
-    """A panel of lines."""
     defaults = panel["fieldConfig"]["defaults"]
     custom = defaults["custom"]
     if custom["stacking"]["mode"] == "normal":
@@ -100,7 +99,6 @@ def heatmap(axes, panel, series, start):
 
 
 def stat(axes, panel, series, start):
-    """The last values, large."""
     axes.axis("off")
     defaults = panel["fieldConfig"]["defaults"]
     for number, each in enumerate(series):
@@ -113,7 +111,6 @@ def stat(axes, panel, series, start):
 
 
 def table(axes, panel, series, start):
-    """The last values with their labels."""
     axes.axis("off")
     unit = panel["fieldConfig"]["defaults"]["unit"]
     names = sorted(series[0]["labels"])

@@ -1,13 +1,12 @@
 """Every query of every dashboard and alert, asked of a Prometheus that scrapes a real cluster.
 
     tests/monitoring/install; python -m tests.monitoring.live          # as root, 5 minutes
-    … --keep DIR; … --again DIR       # keep what was recorded; ask and draw it again, in seconds
 
 Two routers, two prefill and two decode workers on this machine, under load, of which some are
 killed and others stand still; clients go away, ask for nonsense, and more than there is room for.
 A query that fails, has no data or nothing but NaN is an error. Of an alert's query, each side of
 `or`, `and` and `unless` is asked without its comparison; which alerts fired is printed, too. What
-only a GPU's worker has, the times of its graphs, is served beside, from figures of an H200.
+only a GPU's worker has, the times of its graphs, is served beside, made up.
 Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
 """
 
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -28,9 +26,8 @@ from typing import Any
 import yaml
 from prometheus_client import start_http_server
 
-from benchmarks.namespace import start_over
 from helm.generate import COMPOSE, alerts
-from tests.e2e.harness import INSIDE, Serve
+from tests.e2e.harness import Serve, enter_namespace_of
 from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
 from tests.monitoring.schema import TOOLS
@@ -39,7 +36,6 @@ from worker.observe.metrics import WorkerMetrics
 
 HERE = Path(__file__).parent
 PICTURES = HERE.parents[1] / "helm" / "dashboards"
-MEASURED = HERE.parents[1] / "benchmarks" / "results" / "prefill-h200-2ae65e4.json"
 OF_GRAPHS = ["kvlane_graph_bucket_seconds", "kvlane_graph_bucket_differs"]
 SCRAPE_S = 1  # of a run of minutes; Compose's is for days
 STEP_S, RATE_INTERVAL = 2.0, "15s"
@@ -50,13 +46,11 @@ SIDES = re.compile(r"\s+(?:or|unless|and on \(\))\s+")
 
 
 def serve_graphs() -> str:
-    """Serve the families of graphs, with what was measured on an H200; the address."""
+    """Serve the families of graphs; the address."""
     metrics = WorkerMetrics(model="qwen3-8b", role="prefill", worker="prefill-h200")
-    for step in json.loads(MEASURED.read_text())["steps"]:
-        for graph in step["graphs"].values():
-            bucket = "prefill", str(step["tokens"])
-            metrics.bucket_seconds(*bucket, graph["path"]).set(graph["median_ms"] / 1e3)
-            metrics.bucket_differs(*bucket).set(0)
+    for tokens in (64, 512, 4096):
+        metrics.bucket_seconds("prefill", str(tokens), "graph").set(tokens / 5e4)
+        metrics.bucket_differs("prefill", str(tokens)).set(0)
     registry: Any = metrics.registry.restricted_registry(OF_GRAPHS)
     server, _ = start_http_server(0, "127.0.0.1", registry)
     return f"127.0.0.1:{server.server_port}"
@@ -128,13 +122,11 @@ class Asked:
         return list(drawn.values())
 
     def fired(self) -> set[str]:
-        """Names of the alerts that fired."""
         found = self("all alerts", 'ALERTS{alertstate="firing"}')
         return {each.labels["alertname"] for each in found}
 
 
 def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
-    """One picture."""
     path = out / f"{name}.png"
     rows = [each for each in board["panels"] if each["type"] == "row"]
     given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
@@ -163,8 +155,8 @@ def examine(prometheus: Prometheus, start: float, end: float, out: Path) -> list
     return asked.wrong
 
 
-def record(root: Path) -> Prometheus:
-    """A cluster, its load and its faults, as Prometheus has seen them."""
+def record(root: Path) -> tuple[Prometheus, float, float]:
+    """A cluster, its load and its faults, as Prometheus has seen them; from when to when."""
     (root / "serve").mkdir()
     serve = Serve(root / "serve").start(*ARGUMENTS)
     try:
@@ -173,33 +165,25 @@ def record(root: Path) -> Prometheus:
         try:
             with steady(serve.url):
                 disturb(serve)
-                (root / "times").write_text(json.dumps([start, time.time()]))
+                end = time.time()
         except BaseException:
             prometheus.end()
             raise
     finally:
         serve.end()
-    return prometheus
+    return prometheus, start, end
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run all; the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
-    parser.add_argument("--keep", type=Path, help="new directory for what Prometheus has recorded")
-    parser.add_argument(
-        "--again", type=Path, help="ask and draw a kept recording, without a cluster"
-    )
     args = parser.parse_args(argv)
     if not (TOOLS / "done").exists():
         raise SystemExit("run tests/monitoring/install")
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
-        root = args.again or args.keep or Path(temporary)
-        root.mkdir(exist_ok=True)
-        prometheus = prometheus_of(root, []) if args.again else record(root)
+        prometheus, start, end = record(Path(temporary))
         try:
-            start, end = json.loads((root / "times").read_text())
             wrong = examine(prometheus, start, end, args.out)
         finally:
             prometheus.end()
@@ -208,7 +192,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    if not os.environ.get(INSIDE):
-        os.environ[INSIDE] = "1"
-        start_over([sys.executable, "-m", "tests.monitoring.live", *sys.argv[1:]])
+    enter_namespace_of("tests.monitoring.live")
     sys.exit(main(sys.argv[1:]))

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import httpx
 
 from tests.e2e.harness import REPOSITORY, Serve
+from tests.fault.router_doubles import metric
 
 ARGUMENTS = (
     "--router", "2", "--prefill", "2", "--decode", "2",
@@ -55,7 +56,7 @@ def steady(url: str) -> Iterator[None]:
     ]  # fmt: skip
     try:
         deadline = time.monotonic() + TIMEOUT_S
-        while served(url) < NUM_FLOWS:
+        while metric(url, "time_to_first_token_seconds_count{") < NUM_FLOWS:
             assert time.monotonic() < deadline, "the load does not start"
             assert all(each.poll() is None for each in started), "a load ended by itself"
             time.sleep(0.5)
@@ -66,13 +67,6 @@ def steady(url: str) -> Iterator[None]:
             each.send_signal(signal.SIGINT)
         for each in started:
             each.wait(TIMEOUT_S)
-
-
-def served(url: str) -> float:
-    """Requests that have had their first token, at all routers."""
-    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
-    name = "kvlane_time_to_first_token_seconds_count{"
-    return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
 async def mistakes(url: str) -> None:

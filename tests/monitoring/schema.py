@@ -67,12 +67,10 @@ def complaints(board: str) -> str:
 
 
 def text(board: Any) -> str:
-    """JSON."""
     return json.dumps(board, indent=1)
 
 
 def main() -> int:
-    """Print what is wrong; the exit code."""
     if not (TOOLS / "done").exists():
         raise SystemExit("run tests/monitoring/install")
     num_wrong = 0

@@ -9,8 +9,6 @@ from worker.schedule.width import WidthPolicy
 
 
 class AnyWidth(WidthPolicy):
-    """Another of `widths` for every step."""
-
     def __init__(self, widths: Sequence[int], rng: random.Random) -> None:
         super().__init__(widths)
         self._random = rng

@@ -174,7 +174,6 @@ def _config(
 
 
 def left(fields: dict[str, Any]) -> dict[str, Any]:
-    """Those that are not ABSENT."""
     return {name: value for name, value in fields.items() if value != ABSENT}
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from worker.api import Sampling
 from worker.ops.philox import gumbel_ref
@@ -28,12 +28,7 @@ QWEN2_LIKE = "mimo"  # model_type of targets that are Qwen2 beside their MTP lay
 
 
 def draw(
-    logits: Tensor,
-    ids: Tensor,
-    temperature: float,
-    seed: Tensor,
-    position: Tensor,
-    vocab_size: int,
+    logits: Tensor, ids: Tensor, temperature: float, seed: Tensor, position: Tensor, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
     """Draw drafts: no filters, penalties or masks; the target's noise, at the target's ids.
 
@@ -81,6 +76,9 @@ class Weights:
     """
 
     def __init__(self, directory: Path, short_name: Callable[[str], str]) -> None:
+        from transformers import LlamaConfig
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
         config = json.loads((directory / "config.json").read_text())
         self.config = config | (config.get("transformer_layer_config") or {})
         found: dict[str, Tensor] = {}
@@ -95,14 +93,13 @@ class Weights:
         }
         hidden, num_heads = self.config["hidden_size"], self.config["num_attention_heads"]
         self.num_kv_heads = self.config.get("num_key_value_heads") or num_heads
-        self.group = num_heads // self.num_kv_heads
         self.head_dim = self.config.get("head_dim") or hidden // num_heads
-        self._rotary = rotary_of(self.config, self.head_dim)
+        described = LlamaConfig.from_dict({**self.config, "head_dim": self.head_dim})
+        self._rotary = LlamaRotaryEmbedding(described)  # (cos, sin) of positions
 
     def norm(self, name: str, x: Tensor) -> Tensor:
-        """RMSNorm over the last dimension."""
-        mean = x.pow(2).mean(-1, keepdim=True)
-        return x * (mean + self.config.get("rms_norm_eps", 1e-6)).rsqrt() * self.weights[name]
+        eps = self.config.get("rms_norm_eps", 1e-6)
+        return rms_norm(x, x.shape[-1:], self.weights[name], eps)
 
     def project(self, name: str, x: Tensor) -> Tensor:
         """A linear layer, with its bias if it has one."""
@@ -115,16 +112,16 @@ class Weights:
             return out
         if f"{name}_norm" in self.weights:
             out = self.norm(f"{name}_norm", out)
+        from transformers.models.llama.modeling_llama import rotate_half
+
         cos, sin = (each[0][:, None] for each in self._rotary(out, positions[None]))
-        one, two = out.chunk(2, -1)
-        return out * cos + torch.cat((-two, one), -1) * sin
+        return out * cos + rotate_half(out) * sin
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """query: [n, heads, d]; keys, values: [m, kv heads, d]; mask: [n, m], True: attended to."""
-        keys, values = (each.repeat_interleave(self.group, 1) for each in (keys, values))
-        scores = torch.einsum("nhd,mhd->hnm", query, keys) * self.head_dim**-0.5
-        shares = scores.masked_fill(~mask, float("-inf")).softmax(-1)
-        return torch.einsum("hnm,mhd->nhd", shares, values).flatten(1)
+        parts = (each.transpose(0, 1) for each in (query, keys, values))
+        out = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
 
     def gated(self, x: Tensor, at: str = "") -> Tensor:
         """The input of a layer's down projection."""
@@ -195,12 +192,7 @@ Drawn: TypeAlias = list[tuple[int, float]]  # drafts, each with its margin, see 
 
 
 class Reference(ABC):
-    """A target and its drafter.
-
-    Args:
-        target: directory of the target, as `transformers` reads it.
-        net: the drafter's.
-    """
+    """A target, by its directory as `transformers` reads it, and a drafter's weights."""
 
     first_slot = 0  # of the draft region that has a row
 
@@ -282,12 +274,7 @@ class Reference(ABC):
 
 
 class ChainReference(Reference):
-    """A target and its chain drafter.
-
-    Args:
-        target: directory of the target.
-        drafter: directory of the drafter; for MTP that of the target, or of its MTP layer alone.
-    """
+    """A target and its chain drafter, by directories; an MTP layer's may be the target's own."""
 
     first_slot = 1
 
@@ -353,22 +340,3 @@ def load_target(directory: Path) -> Any:
     config = read.from_pretrained(directory)
     options: Any = {"dtype": torch.float32, "attn_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(directory, config=config, **options).eval()
-
-
-def rotary_of(config: Mapping[str, Any], head_dim: int) -> Any:
-    """The rotary embedding of `transformers`: (cos, sin) of positions."""
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    scaling = {"rope_type": scaling.get("type", "default")} | scaling
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return LlamaRotaryEmbedding(
-        LlamaConfig(
-            hidden_size=config["hidden_size"],
-            num_attention_heads=config["num_attention_heads"],
-            head_dim=head_dim,
-            max_position_embeddings=config.get("max_position_embeddings", 2048),
-            rope_parameters=scaling | {"rope_theta": theta},
-        )
-    )

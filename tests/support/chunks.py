@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.gpu.test_graphs_on_cuda import sampling_of, serve
+from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.config import WorkerConfig
 from worker.forward.batch import Batch
@@ -65,8 +67,8 @@ def poison(bench: Bench) -> None:
     buffers._staging.words.fill_(1 << 20)
     buffers._tables.fill_(1 << 20)
     buffers._last_token_rows.fill_(1 << 40)
-    runner._embedded.fill_(float("nan"))
-    for captured in (*runner._piecewise.values(), *runner._full.values()):
+    runner.embedded.fill_(float("nan"))
+    for captured in (*runner.piecewise.values(), *runner.full.values()):
         captured.hidden.fill_(float("nan"))
 
 
@@ -176,11 +178,11 @@ class Bench:
 def bench_of(engine: Engine, runner: PiecewiseChunks) -> Bench:
     """Of a runner that has captured; no bucket is missing because it did not win."""
     for bucket in runner.buckets:
-        if bucket.num_tokens not in runner._piecewise or bucket.num_tokens not in runner._full:
+        if bucket.num_tokens not in runner.piecewise or bucket.num_tokens not in runner.full:
             with torch.inference_mode():
-                runner._capture_bucket(bucket)
+                runner.capture_bucket(bucket)
         bucket.piecewise, bucket.piecewise_ms, bucket.full_ms = True, 0.0, 0.0
-        bucket.full = bucket.num_tokens in runner._full
+        bucket.full = bucket.num_tokens in runner.full
     return Bench(engine, EagerChunks(engine.runner.loaded), runner)
 
 
@@ -229,6 +231,37 @@ def check_padding(bench: Bench, layout: Layout, num_rows: int, *, fixed_shape: b
     again = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
     assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
     assert not clean[0].isnan().any()
+
+
+def check_layers(bench: Bench, other: EagerChunks | Uncaptured) -> None:
+    """A hook is called for each layer once and in order, by a replay as by `other`."""
+    for launch in (other.launch, bench.runner.launch):
+        layers: list[int] = []
+        fill(bench)
+        with torch.inference_mode():
+            launch(bench.batch(layouts(20, 3, 5), 32), layers.append)
+        assert layers == list(range(bench.engine.spec.num_layers))
+
+
+def check_texts(bench: Bench) -> None:
+    """Prompts in several chunks, alone and together, between decode steps: eager's texts."""
+    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
+    eager, texts = EagerChunks(bench.engine.runner.loaded), []
+    clear(bench)
+    for chunks in (eager, bench.runner):
+        bench.use(chunks)
+        texts.append(serve(bench.engine, prompts, wanted)[0])
+    bench.use(eager)
+    assert texts[0] == texts[1]
+    assert all(texts[0])
+
+
+@torch.inference_mode()
+def clear(bench: Bench) -> None:
+    """Empty the pages and the table of them."""
+    bench.engine.runner.loaded.state.page_table.zero_()
+    for cache in bench.caches():
+        cache.zero_()
 
 
 def check_memory(bench: Bench, layout: Layout, num_rows: int) -> None:

@@ -20,8 +20,6 @@ from tests.support.patience import HANG_S
 
 @dataclass(frozen=True)
 class Span:
-    """One span as it came."""
-
     name: str
     trace_id: str
     span_id: str
@@ -42,8 +40,6 @@ class Span:
 
 @dataclass
 class Collector:
-    """What came to it."""
-
     server: ThreadingHTTPServer
     spans: list[Span] = field(default_factory=list[Span])
     paths: set[str] = field(default_factory=set[str])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,66 +21,87 @@ TAPS = (1, 4, 6)  # after these layers of the target
 TARGET = replace(chain_checkpoints.TARGET, architecture="Qwen3ForCausalLM")
 
 
-@dataclass(frozen=True, slots=True)
-class SmallConfig:
-    """What a small drafter is to be. `small_spec_config` makes it."""
-
-    form: str  # of FORMS
-    config: dict[str, Any]  # config.json
-    own: tuple[str, ...] = ()  # of embed_tokens, lm_head, mask_embedding, d2t and t2d
-    prefix: str = ""  # before all names but those of the head and of the tables of ids
-    aliases: bool = False  # what fuses the target's hidden states is called "encoder."
-    num_taps: int = len(TAPS)
-    layer: dict[str, Any] = field(default_factory=dict)  # the object with the layers' fields
-
-
-@dataclass(frozen=True, slots=True)
-class Written:
-    """A drafter as it was written."""
-
-    tensors: dict[str, Tensor]  # f32, by their names in the file
-    # The same by part, as DFlashShape.names calls them: "layers.0.self_attn.q_proj.weight",
-    # "fc.weight", "hidden_norm.weight", "final_norm.weight", and of what there is "mask_embedding",
-    # "embedding.weight", "head.weight", "d2t", "t2d".
-    parts: dict[str, Tensor]
-
-
-def small_spec_config(
+def write_dflash(
+    directory: Path,
     target: ModelShape = TARGET,
     form: str = "zlab",
     *,
+    taps: Sequence[int] = TAPS,
+    own: Sequence[str] = (),
+    prefix: str = "",
+    aliases: bool = False,
+    seed: int = 0,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Write a drafter for `target` in one of FORMS; returns its tensors, f32.
+
+    Args:
+        taps: after which of the target's layers, whatever the form calls these.
+        own: of "embed_tokens", "lm_head", "mask_embedding" and "t2d", what the files have although
+            they could do without.
+        prefix: before all names but those of the head and of the tables of ids, as "model.".
+        aliases: the names of some files: encoder.fc and encoder.output_norm_enc.
+        seed: of the weights.
+        options: see `config_of`.
+    """
+    config = config_of(target, form, taps=taps, **options)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config))
+    shape = config.get("transformer_layer_config", config)
+    size, bias = shape["hidden_size"], shape["attention_bias"]
+    fc, norm = ("encoder.fc", "encoder.output_norm_enc") if aliases else ("fc", "hidden_norm")
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{prefix}{fc}.weight": (size, len(taps) * target.hidden_size),
+        f"{prefix}{norm}.weight": (size,),
+        f"{prefix}norm.weight": (size,),
+    }
+    for i in range(shape["num_hidden_layers"]):
+        at, normed = f"{prefix}layers.{i}", shape | {"qk_norm": True}
+        shapes |= layer_shapes(at, normed, size, qkv_bias=bias, output_bias=bias)
+        shapes[f"{at}.input_layernorm.weight"] = (size,)
+    vocab_size = config.get("draft_vocab_size") or target.vocab_size
+    of_own = {
+        "embed_tokens": (f"{prefix}embed_tokens.weight", (target.vocab_size, size)),
+        "lm_head": ("lm_head.weight", (vocab_size, size)),
+        "mask_embedding": (f"{prefix}mask_embedding", (size,)),
+        "d2t": ("d2t", (vocab_size,)),
+        "t2d": ("t2d", (target.vocab_size,)),
+    }
+    reduced = ("lm_head", "d2t") if "draft_vocab_size" in config else ()
+    shapes |= dict(of_own[name] for name in (*reduced, *own))
+    tensors = random_tensors(shapes, target.vocab_size, seed)
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+def config_of(
+    target: ModelShape = TARGET,
+    form: str = "zlab",
+    *,
+    taps: Sequence[int] = TAPS,
     num_layers: int = 2,
     block_size: int = 4,
     num_heads: int = 4,
     num_kv_heads: int = 2,
     head_dim: int = 8,
-    taps: Sequence[int] = TAPS,
     mask_token_id: int | str = 96,
     draft_vocab_size: int | None = None,
-    own: Sequence[str] = (),
     sliding: Sequence[int] = (),
     window: int = 3,
     causal: bool | None = None,
     bias: bool = False,
-    prefix: str = "",
-    aliases: bool = False,
     layer: dict[str, Any] | None = None,
     **fields: Any,
-) -> SmallConfig:
-    """A drafter for `target` in one of FORMS.
+) -> dict[str, Any]:
+    """config.json of a drafter for `target` in one of FORMS.
 
     Args:
-        taps: after which of the target's layers, whatever the form calls these.
         mask_token_id: ABSENT leaves it out.
         draft_vocab_size: ids of the head, which is the drafter's own then; None: the target's.
-        own: of "embed_tokens", "lm_head", "mask_embedding" and "t2d", what the files have although
-            they could do without.
         sliding: the layers that see `window` tokens, itself among them.
         causal: of all layers in "zlab", of the sliding ones in "speculators"; None: not said, or in
             "speculators" true.
         bias: of the attention.
-        prefix: "model.", or nothing.
-        aliases: the names of some files: encoder.fc and encoder.output_norm_enc.
         layer: other fields of the transformer's layers, which speculators nests.
         fields: other fields of config.json. ABSENT as a value leaves a field out.
     """
@@ -135,60 +156,4 @@ def small_spec_config(
             "tie_word_embeddings": False,
             "transformer_layer_config": shape,
         }
-    reduced = ("lm_head", "d2t") if draft_vocab_size is not None else ()
-    return SmallConfig(
-        form=form,
-        config=left(config | fields),
-        own=(*reduced, *own),
-        prefix=prefix,
-        aliases=aliases,
-        num_taps=len(taps),
-        layer=shape,
-    )
-
-
-def write_dflash(
-    directory: Path, small: SmallConfig, target: ModelShape = TARGET, *, seed: int = 0
-) -> Written:
-    """Write config.json and weights, which depend on `small` and `seed` only."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(small.config))
-    vocab_size = small.config.get("draft_vocab_size") or target.vocab_size
-    shapes = _shapes(small, target, vocab_size)
-    parts = random_tensors(shapes, target.vocab_size, seed)
-    tensors = {_name(part, small): tensor for part, tensor in parts.items()}
-    save_file(tensors, directory / "model.safetensors")
-    return Written(tensors, parts)
-
-
-def _shapes(small: SmallConfig, target: ModelShape, vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Name by part -> shape, as published files have them."""
-    shape, size = small.layer, small.layer["hidden_size"]
-    bias = shape["attention_bias"]
-    found: dict[str, tuple[int, ...]] = {
-        "fc.weight": (size, small.num_taps * target.hidden_size),
-        "hidden_norm.weight": (size,),
-        "final_norm.weight": (size,),
-    }
-    for i in range(shape["num_hidden_layers"]):
-        at = f"layers.{i}"
-        found |= layer_shapes(at, shape | {"qk_norm": True}, size, qkv_bias=bias, output_bias=bias)
-        found[f"{at}.input_layernorm.weight"] = (size,)
-    of_own = {
-        "embed_tokens": ("embedding.weight", (target.vocab_size, size)),
-        "lm_head": ("head.weight", (vocab_size, size)),
-        "mask_embedding": ("mask_embedding", (size,)),
-        "d2t": ("d2t", (vocab_size,)),
-        "t2d": ("t2d", (target.vocab_size,)),
-    }
-    return found | dict(of_own[name] for name in small.own)
-
-
-def _name(part: str, small: SmallConfig) -> str:
-    """A part's name in the file."""
-    fusing = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
-    called = {"final_norm": "norm", "embedding": "embed_tokens", "head": "lm_head"}
-    called |= fusing if small.aliases else {}
-    first, *rest = part.split(".")
-    name = ".".join([called.get(first, first), *rest])
-    return name if first in ("head", "d2t", "t2d") else small.prefix + name
+    return left(config | fields)

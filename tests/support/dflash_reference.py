@@ -41,12 +41,7 @@ def tapped_layers(config: Mapping[str, Any], num_layers: int, num_own: int) -> l
 
 
 class DFlashReference(Reference):
-    """A target and its DFlash drafter.
-
-    Args:
-        target: directory of the target, as `transformers` reads it.
-        drafter: directory of the drafter, in any published form.
-    """
+    """A target and its DFlash drafter in any published form, by directories."""
 
     def __init__(self, target: Path, drafter: Path) -> None:
         self.net = net = Weights(drafter, plain_name)

@@ -19,7 +19,7 @@ TOLERANCE = 1e-4  # of the length of a row, in float32
 
 def prefixes(book: PageBook) -> Iterator[tuple[list[int], list[int]]]:
     """(tokens, pages) from the root of the prefix tree to each of its leaves."""
-    left: list[Node] = [book._tree.root]
+    left: list[Node] = [book.tree.root]
     while left:
         node = left.pop()
         left += node.children.values()

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.support.patience import HANG_S
 from worker.api import (
@@ -32,6 +31,7 @@ from worker.api import (
 from worker.config import PingConfig, WorkerConfig
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
+from worker.start.build import Place
 from worker.wire import Wire
 from worker.worker import Worker
 
@@ -59,6 +59,16 @@ class Answer:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def take(self, chunk: TokenChunk) -> None:
+        """Add what a chunk brings."""
+        self.tokens.extend(chunk.tokens)
+        self.logprobs.extend(chunk.logprobs)
+        self.stages += [chunk.stages] if chunk.stages else []
+        self.windows += [chunk.window] if chunk.window else []
+        self.num_cached_tokens = chunk.num_cached_tokens
+        self.finish_reason = chunk.finish_reason or self.finish_reason
+        self.error = chunk.error or self.error
 
 
 class Client:
@@ -165,13 +175,7 @@ class Client:
         if chunk.tokens:
             assert chunk.position == expected, "gap"
         answer.first_at = answer.first_at or time.monotonic()
-        answer.stages += [chunk.stages] if chunk.stages else []
-        answer.windows += [chunk.window] if chunk.window else []
-        answer.tokens.extend(chunk.tokens)
-        answer.logprobs.extend(chunk.logprobs)
-        answer.num_cached_tokens = chunk.num_cached_tokens
-        answer.finish_reason = chunk.finish_reason or answer.finish_reason
-        answer.error = chunk.error or answer.error
+        answer.take(chunk)
 
 
 @dataclass
@@ -249,16 +253,16 @@ def running(
 
 def started(config: WorkerConfig, name: str, incarnation: str) -> tuple[Worker, Member, list[Rank]]:
     """A worker that serves, and its other ranks, which come up in threads of their own."""
-    told: dict[str, Any] = {"name": name, "incarnation": incarnation, "host": "127.0.0.1"}
     rendezvous = free_rendezvous("127.0.0.1") if config.tp > 1 else ""
+    place = Place(name, incarnation, "127.0.0.1", rendezvous)
 
     def rank(number: int) -> Rank:
-        made = Rank(config, rank=number, rendezvous=rendezvous, **told)
+        made = Rank(config, place, number)
         made.start()
         return made
 
     with ThreadPoolExecutor(config.tp) as threads:
         others = [threads.submit(rank, number) for number in range(1, config.tp)]
-        worker = Worker(config, rendezvous=rendezvous, **told)
+        worker = Worker(config, place)
         member = worker.start()
         return worker, member, [each.result() for each in others]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
 from tests.support.chain_reference import behind_layers
-from tests.support.dflash_checkpoints import ABSENT, small_spec_config, write_dflash
+from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
 from tests.support.fitted_drafters import HEAD_DIM, HEADS, KV_HEADS, SHARP, solve
 from worker.model.shape import read_model_shape
@@ -36,13 +36,12 @@ def write(directory: Path, target: Path, form: str, d2t: Tensor | None = None) -
     if form == "dflash mixed":
         own = ("mask_embedding",)
         options = {"sliding": (0,), "window": 24, "own": own, "mask_token_id": ABSENT}
-    spec = read_model_shape(target)
-    small = small_spec_config(
-        spec, num_layers=LAYERS, block_size=BLOCK_SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM, taps=(0, 1, 2), layer={"intermediate_size": 640, "rope_theta": 20000.0},
+    tensors = write_dflash(
+        directory, read_model_shape(target), seed=3, num_layers=LAYERS, block_size=BLOCK_SIZE,
+        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, taps=(0, 1, 2),
+        layer={"intermediate_size": 640, "rope_theta": 20000.0},
         draft_vocab_size=None if d2t is None else len(d2t), **options,
     )  # fmt: skip
-    tensors = write_dflash(directory, small, spec, seed=3).tensors
     if d2t is not None:
         tensors["d2t"] = d2t
         save_file(tensors, directory / "model.safetensors")

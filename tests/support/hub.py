@@ -18,8 +18,6 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass(slots=True)
 class Repo:
-    """One model."""
-
     directory: Path
     token: str = ""  # that a request needs; "": it is public
     gated: bool = False

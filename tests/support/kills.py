@@ -107,17 +107,6 @@ class Recovery:
     after: Memory
 
 
-def recoveries_table(recoveries: list[Recovery]) -> str:
-    """A line a kill."""
-    lines = ["kill  starts  ready s  used s  served meanwhile  MiB before / lowest / after, by GPU"]
-    for number, each in enumerate(recoveries, 1):
-        by_gpu = zip(each.before, each.lowest, each.after, strict=True)
-        told = ", ".join(" / ".join(map(str, gpu)) for gpu in by_gpu) or "-"
-        times = f"{each.num_starts:6}  {each.ready_s:7.1f}  {each.used_s:6.1f}"
-        lines.append(f"{number:4}  {times}  {each.num_served:16}  {told}")
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True)
 class Killing:
     """A cluster with one prefill and one decode worker whose prefill worker is to be killed."""
@@ -150,12 +139,11 @@ class Killing:
                 assert not running.done(), "the load ended by itself"
         finally:
             self.load.stopped = True
-            print(recoveries_table(recoveries), flush=True)
+            print(*recoveries, sep="\n", flush=True)
             await running
         return recoveries
 
     async def _kill(self, before: Memory) -> Recovery:
-        """One kill, and all that follows it."""
         row, num_ended = await self._row(VICTIM), len(self.load.ended)
         os.kill(row["pid"], signal.SIGKILL)
         began_at = time.monotonic()

@@ -27,7 +27,6 @@ Serves = tuple[Sequence[MemoryRegion], object]  # what to register, and what kee
 
 
 def registered(row: Row, regions: Sequence[MemoryRegion]) -> KVTransport:
-    """A transport of this process."""
     made = resolve("transport", row[0], TRANSPORTS)(HOST, row[1])
     made.register(regions)
     return made

@@ -66,9 +66,8 @@ class Window:
     width: int
     drafts: tuple[int, ...]
     num: int  # tokens that counted
-    hold: object = field(
-        default=None, repr=False
-    )  # of its stay in a row; a request that was preempted has another
+    # Of its stay in a row; a request that was preempted has another.
+    hold: object = field(default=None, repr=False)
 
 
 class Post:
@@ -147,7 +146,7 @@ class Lockstep:
         settle = scheduler.settle
 
         def traced(step: int, drawn: list[Drawn]) -> list[Settled]:
-            sampled, of_chunks, width = scheduler._launched[step]
+            sampled, of_chunks, width = scheduler.launched[step]
             holds = {req.req_id: req.hold for req in sampled}  # settling may preempt one
             settled = settle(step, drawn)
             for req, each, num, _ in settled if not of_chunks else ():
@@ -260,11 +259,7 @@ class Lockstep:
             return
         assert chunk.error is None, chunk.error
         assert chunk.position == len(ask.prompt) + len(answer.tokens), "gap"
-        answer.tokens.extend(chunk.tokens)
-        answer.logprobs.extend(chunk.logprobs)
-        answer.windows += [chunk.window] if chunk.window else []
-        answer.num_cached_tokens = chunk.num_cached_tokens
-        answer.finish_reason = chunk.finish_reason
+        answer.take(chunk)
         if ask.cut is not None and len(answer.tokens) >= ask.cut and not answer.done:
             answer.finish_reason = FinishReason.STOP
             del answer.tokens[ask.cut :], answer.logprobs[ask.cut :]

@@ -74,13 +74,7 @@ COMPLETION: dict[str, Any] = {
     "frequency_penalty": 1,
     "repetition_penalty": 1.1,
 }
-ECHO = {
-    "prompt": [[1, 2], [3]],
-    "echo": True,
-    "stream": True,
-    "ignore_eos": True,
-    "max_tokens": 6,
-}
+ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": True, "max_tokens": 6}
 REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tokens": 6}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],

@@ -19,7 +19,6 @@ GATEWAY = "10.79.0.254"  # this program's own address on the bridge
 
 
 def run(*words: str) -> None:
-    """A command that has to succeed."""
     subprocess.run(words, check=True)
 
 
@@ -113,10 +112,3 @@ class Host:
         if done.returncode != 0:
             raise SystemExit(f"{self.name}: {command}: {done.returncode}\n{done.stdout}")
         return done.stdout
-
-
-def path_with(directory: Path) -> str:
-    """PATH with a directory in front."""
-    return os.pathsep.join(
-        (str(directory), "/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin")
-    )

@@ -14,7 +14,6 @@ Case = tuple[Any, ...]  # one value of each factor
 
 
 def every(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
-    """The whole product."""
     return list(itertools.product(*factors.values()))
 
 

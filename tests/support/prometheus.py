@@ -26,14 +26,7 @@ class Series:
 
 
 class Prometheus:
-    """The process; a context, which ends it.
-
-    Args:
-        root: for its files.
-        scrape: the jobs of its configuration.
-        interval_s: between scrapes.
-        rules: files of rules, below root.
-    """
+    """The process, with its files and those of rules below `root`; a context, which ends it."""
 
     def __init__(
         self, root: Path, scrape: list[dict[str, Any]], interval_s: int, rules: tuple[str, ...] = ()
@@ -84,10 +77,6 @@ class Prometheus:
             raise ValueError(answer["error"])
         return answer["data"]
 
-    def now(self, query: str) -> list[float]:
-        """The present values of all series of a query."""
-        return [float(each["value"][1]) for each in self.ask("query", query=query)["result"]]
-
     def range(self, query: str, start: float, end: float, step_s: float) -> list[Series]:
         """What a graph of the query would show."""
         answer = self.ask("query_range", query=query, start=start, end=end, step=step_s)
@@ -97,18 +86,7 @@ class Prometheus:
         """Values of a label, as a variable of Grafana asks for them."""
         return self.ask(f"label/{label}/values", **{"match[]": matcher})
 
-    def exemplars(self, query: str) -> set[tuple[str, str]]:
-        """(trace, bucket) of each exemplar of the last minutes."""
-        now = time.time()
-        answer = self.ask("query_exemplars", query=query, start=now - 600, end=now + 600)
-        return {
-            (exemplar["labels"]["trace_id"], series["seriesLabels"]["le"])
-            for series in answer
-            for exemplar in series["exemplars"]
-        }
-
     def end(self) -> None:
-        """With the process."""
         self._client.close()
         self._process.terminate()
         self._process.wait(30)

@@ -25,5 +25,4 @@ def chat_ids(question: str) -> list[int]:
 
 @cache
 def problem_ids(num: int) -> tuple[tuple[int, ...], ...]:
-    """Held-out word problems."""
     return tuple(tuple(chat_ids(each.question)) for each in held_out_problems(num))

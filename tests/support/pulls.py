@@ -66,8 +66,6 @@ class WrappedPull:
 
 
 class WrappedPeer:
-    """A peer whose pulls are wrapped."""
-
     def __init__(self, peer: Peer, wrap: Callable[[Pull], Pull]) -> None:
         self._peer, self._wrap = peer, wrap
 

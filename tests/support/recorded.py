@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.draws import Masks
-from worker.plan import Plan
+from worker.plan import Plan, Tail
 from worker.run import segments
 from worker.run.base import Decoded, LoadedModel
 from worker.run.full import FullDecode
@@ -122,8 +122,8 @@ class RecordedSteps(FullDecode):
         for shape in self._shapes:
             self._capture_shape(*shape)
 
-    def launch(self, plan: Plan) -> Decoded:
-        decoded = super().launch(plan)
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
+        decoded = super().launch(plan, tail)
         return decoded._replace(result=decoded.result and copy_of(decoded.result))
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
@@ -147,8 +147,8 @@ class RecordedChunks(PiecewiseChunks):
     def record(self) -> None:
         """As that of RecordedSteps."""
         for bucket in self.buckets:
-            self._capture_bucket(bucket)
-            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self._full
+            self.capture_bucket(bucket)
+            bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self.full
 
 
 def copy_of(result: Result) -> Result:

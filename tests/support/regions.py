@@ -15,7 +15,7 @@ def add_regions(monkeypatch: pytest.MonkeyPatch, **draft: int) -> None:
 
     draft: what of its layers differs from the target's.
     """
-    plain = engine._model_layout
+    plain = engine.model_layout
 
     def with_regions(*args) -> ModelLayout:
         (target,) = plain(*args).regions
@@ -23,4 +23,4 @@ def add_regions(monkeypatch: pytest.MonkeyPatch, **draft: int) -> None:
         tail = KVRegion("tail", 1, 1, 192, 1, target.page_size, target.dtype, 1, "page")
         return ModelLayout((target, own, tail))
 
-    monkeypatch.setattr(engine, "_model_layout", with_regions)
+    monkeypatch.setattr(engine, "model_layout", with_regions)

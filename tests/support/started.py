@@ -21,7 +21,6 @@ class Started(ABC):
 
     @property
     def output(self) -> str:
-        """All that it has printed."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def ended(self) -> str:
@@ -47,6 +46,5 @@ class Started(ABC):
         return done.stdout
 
     def end(self, timeout_s: float) -> int:
-        """Terminate and wait; the exit code."""
         self.terminate()
         return self.process.wait(timeout_s)

@@ -58,11 +58,7 @@ SPLITS = {  # how models of these names cut a text into words, by their tokenize
 
 
 def trained(
-    model: Any,
-    trainer: Any,
-    pre: Any = None,
-    normalizer: Any = None,
-    post: Any = None,
+    model: Any, trainer: Any, pre: Any = None, normalizer: Any = None, post: Any = None
 ) -> Tokenizer:
     made = Tokenizer(model)
     if pre is not None:

@@ -18,7 +18,7 @@ from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.processes import run_ranks
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import power_of_two
-from worker.ops.rms_norm import rms_norm_ref
+from worker.ops.norms import rms_norm_ref
 from worker.peers import all_reduce_triton as all_reduce
 from worker.peers.all_reduce_triton import (
     all_reduce_ref,

@@ -37,58 +37,44 @@ from worker.start.digest import model_digest, part_sums, weights_digest
 CPU = torch.device("cpu")
 IDS = "eagle_aux_hidden_state_layer_ids"
 REDUCED = {"draft_vocab_size": 40}
-# What of each form can be set, all of it somewhere.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "specforge": ("specforge", REDUCED),
-    "specforge-full": ("specforge", {}),
-    "specforge-prefixed": ("specforge", {**REDUCED, "prefix": "model.", "own": ("embed_tokens",)}),
-    "specforge-own": ("specforge", {"own": ("embed_tokens", "lm_head"), "norm_before_fc": True}),
-    "specforge-3.1": (
-        "specforge",
-        {
-            **REDUCED,
-            "own": ("t2d",),
-            "fc_norm": True,
-            "norm_output": True,
-            "eagle_config": {"return_hidden_post_norm": True, IDS: [0, 3, 6, 9]},
+# What of each form can be set, all of it somewhere. A name begins with the form's.
+CASES: dict[str, dict[str, Any]] = {
+    "specforge": REDUCED,
+    "specforge-full": {},
+    "specforge-prefixed": {**REDUCED, "prefix": "model.", "own": ("embed_tokens",)},
+    "specforge-own": {"own": ("embed_tokens", "lm_head"), "norm_before_fc": True},
+    "specforge-3.1": {
+        **REDUCED, "own": ("t2d",), "fc_norm": True, "norm_output": True,
+        "eagle_config": {"return_hidden_post_norm": True, IDS: [0, 3, 6, 9]},
+    },
+    "specforge-early-3.1": {
+        "norm_output": True, "eagle_config": {"return_hidden_post_norm": False},
+    },
+    "specforge-one": {"eagle_config": {"use_aux_hidden_state": False}},
+    "specforge-bias": {"layer": {"attention_bias": True, "head_dim": 16}},
+    "specforge-narrow": {
+        **REDUCED, "own": ("embed_tokens",), "target_hidden_size": 32,
+        "layer": {"hidden_size": 24, "intermediate_size": 40},
+    },
+    "speculators": {**REDUCED, "own": ("embed_tokens", "t2d")},
+    "speculators-normed": {
+        **REDUCED, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True,
+    },
+    "speculators-qwen3": {
+        "draft_vocab_size": None, IDS: [2, 5],
+        "layer": {
+            "model_type": "qwen3", "tie_word_embeddings": True,
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
         },
-    ),
-    "specforge-early-3.1": (
-        "specforge",
-        {"norm_output": True, "eagle_config": {"return_hidden_post_norm": False}},
-    ),
-    "specforge-one": ("specforge", {"eagle_config": {"use_aux_hidden_state": False}}),
-    "specforge-bias": ("specforge", {"layer": {"attention_bias": True, "head_dim": 16}}),
-    "specforge-narrow": (
-        "specforge",
-        {
-            **REDUCED,
-            "own": ("embed_tokens",),
-            "layer": {"hidden_size": 24, "intermediate_size": 40},
-            "target_hidden_size": 32,
-        },
-    ),
-    "speculators": ("speculators", {**REDUCED, "own": ("embed_tokens", "t2d")}),
-    "speculators-normed": (
-        "speculators",
-        {**REDUCED, "norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
-    ),
-    "speculators-qwen3": (
-        "speculators",
-        {
-            "draft_vocab_size": None,
-            IDS: [2, 5],
-            "layer": {
-                "model_type": "qwen3",
-                "tie_word_embeddings": True,
-                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
-            },
-        },
-    ),
-    "eagle": ("eagle", {}),
-    "eagle-plain": ("eagle", {"bias": False, "own": ("embed_tokens",), "prefix": "model."}),
-    "mimo": ("mimo", {}),
-}
+    },
+    "eagle": {},
+    "eagle-plain": {"bias": False, "own": ("embed_tokens",), "prefix": "model."},
+    "mimo": {},
+}  # fmt: skip
+
+
+def write_case(path: Path, case: str) -> dict[str, Tensor]:
+    return write_chain(path, case.partition("-")[0], TARGET, **CASES[case])
 
 
 @pytest.fixture(scope="module")
@@ -109,31 +95,26 @@ def weights(path: Path) -> Path:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    """Make `change` to the tensors."""
     tensors = load_file(weights(path))
     change(tensors)
     save_file(tensors, weights(path))
-
-
-# Loading
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
     case: str, tmp_path: Path, target: Decoder
 ) -> None:
-    form, flags = CASES[case]
-    tensors = write_chain(tmp_path, form, TARGET, **flags)
+    tensors = write_case(tmp_path, case)
     drafter = load(tmp_path, target)
     shards = drafter.shards()
     assert shards.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(shards[name].dest, tensor), name
-    own = flags.get("own", ())
+    own = CASES[case].get("own", ())
     assert (drafter.embedding is target.embedding) == ("embed_tokens" not in own)
     assert (drafter.head is target.head) == ("lm_head.weight" not in tensors)
 
-    more = "model.mtp_layers.0.extra" if form == "mimo" else "extra"
+    more = "model.mtp_layers.0.extra" if case == "mimo" else "extra"
     rewrite(tmp_path, lambda held: held.update({f"{more}.weight": torch.ones(2)}))
     with pytest.raises(UserError, match=f"unexpected tensors: {more}.weight"):
         load(tmp_path, target)
@@ -197,8 +178,7 @@ def test_ids_that_cannot_be_are_refused(
 def test_noise_needs_no_weights_and_has_norms_near_one(
     case: str, tmp_path: Path, target: Decoder
 ) -> None:
-    form, flags = CASES[case]
-    write_chain(tmp_path, form, TARGET, **flags)
+    write_case(tmp_path, case)
     weights(tmp_path).unlink()
     drafter, again, other = (load(tmp_path, target, load_format="dummy", seed=s) for s in (1, 1, 2))
     for name, shard in drafter.shards().items():
@@ -273,9 +253,6 @@ def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target:
     rewrite(tmp_path, lambda tensors: tensors["fc.weight"][3, 3].neg_())
     digests.append(digest())
     assert len(set(digests)) == len(digests)
-
-
-# Reading
 
 
 @pytest.mark.parametrize(
@@ -424,15 +401,11 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
         read_chain_shape(tmp_path, TARGET)
 
 
-# Computing
-
-
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> None:
     """Stored rows for known tokens, then rows that attend, on features and on what is fed back."""
-    form, flags = CASES[case]
-    write_chain(tmp_path, form, TARGET, **flags)
+    write_case(tmp_path, case)
     drafter, plain = load(tmp_path, target), Layer(tmp_path, TARGET.num_layers)
     spec, rows = drafter.spec, ChainRows(drafter)
     table = plain.weights.get("embed_tokens", target.embedding.weight)

@@ -173,17 +173,9 @@ if not INTERPRETED:
         ints, floats = state.ints, state.floats
         assert state.active.tolist() == [False, False, False, False, True, False]
         assert ints.max_len.tolist() == [0, 60, 50, 0, 100, 0]
-        assert (ints.seq_len[4], ints.last_token[4], ints.min_len[4]) == (
-            40,
-            17,
-            3,
-        )
+        assert (ints.seq_len[4], ints.last_token[4], ints.min_len[4]) == (40, 17, 3)
         assert (ints.seed[4], ints.top_k[4]) == (2**62, 4)
-        assert (floats.temperature[4], floats.top_p[4], floats.min_p[4]) == (
-            0.5,
-            0.25,
-            0.125,
-        )
+        assert (floats.temperature[4], floats.top_p[4], floats.min_p[4]) == (0.5, 0.25, 0.125)
         assert state.stop_ids[4].tolist() == [2] + [-1] * (state.stop_ids.shape[1] - 1)
         assert state.stop_ids[2, :3].tolist() == [8, 9, 2]
         assert floats.presence_penalty.tolist() == [0, 0, 1.5, 0, 0, 0]

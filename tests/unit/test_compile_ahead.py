@@ -16,8 +16,7 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY
 from worker.ops.compile_ahead import compile_ahead
-from worker.ops.rms_norm_triton import _rms_norm_kernel, rms_norm_triton
-from worker.ops.swiglu_triton import _swiglu_kernel, swiglu_triton
+from worker.ops.norms_triton import _rms_norm_kernel, _swiglu_kernel, rms_norm_triton, swiglu_triton
 
 triton = pytest.importorskip("triton", reason=WHY)
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="nothing is compiled for the interpreter")

@@ -1,6 +1,6 @@
 """Chunks as torch.compile traced them, on the CPU; its segments are recorded: test_piecewise.py.
 
-tests/gpu/test_compiled_on_cuda.py has the same laws for real graphs.
+tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
 """
 
 from __future__ import annotations
@@ -15,30 +15,34 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
     Uncaptured,
     bench_of,
     build,
     check_laws,
+    check_layers,
     check_padding,
-    fill,
+    check_texts,
     layouts,
 )
-from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
+from worker.forward.batch import Batch
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.compiled import (
+    ADD_RMS_NORM,
+    ATTEND,
+    GATED_PRODUCT,
+    PRODUCT,
+    RMS_NORM,
     ROUNDING,
     TracedForward,
     by_inductor,
     compiled_chunks,
 )
 from worker.run.eager import EagerChunks
-from worker.run.opaque import ADD_RMS_NORM, ATTEND, GATED_PRODUCT, PRODUCT, RMS_NORM
 from worker.run.piecewise import PiecewiseChunks
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo and Inductor
@@ -70,7 +74,7 @@ def forward_of(model: Any, how: str, compiled: list[GraphModule]) -> TracedForwa
     return TracedForward(model, compile_piece)
 
 
-# Inductor makes C++ of the pieces here, and Triton of them in tests/gpu/test_compiled_on_cuda.py.
+# Inductor makes C++ of the pieces here, and Triton of them in tests/gpu/test_piecewise_on_cuda.py.
 @pytest.fixture(scope="module", params=["plain", pytest.param("inductor", marks=pytest.mark.whole)])
 def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
     engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES, strict=True)
@@ -117,10 +121,10 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
 ) -> None:
     from torch._dynamo.utils import counters
 
-    loaded, exact = bench.engine.runner.loaded, not bench.runner._rounding
+    loaded, exact = bench.engine.runner.loaded, not bench.runner.rounding
     layout, before = layouts(num_tokens, 2, 5), copy.deepcopy(counters)
     wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)
-    found = bench.run(Uncaptured(loaded, bench.runner._traced).launch, layout, num_tokens)
+    found = bench.run(Uncaptured(loaded, bench.runner.traced).launch, layout, num_tokens)
     assert counters == before, "nothing is traced or compiled by a launch"
     ids = [loaded.model.logits(hidden).argmax(-1) for hidden in (wanted[0], found[0])]
     assert torch.equal(*ids)
@@ -141,20 +145,13 @@ def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
 
 
 def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
-    assert set(bench.runner._piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner._piecewise.values():
+    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner.piecewise.values():
         assert captured.capture.num_segments == bench.engine.spec.num_layers + 1
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
-    layers = list(range(bench.engine.spec.num_layers))
-    traced = Uncaptured(bench.engine.runner.loaded, bench.runner._traced)
-    for launch in (traced.launch, bench.runner.launch):
-        told: list[int] = []
-        fill(bench)
-        with torch.inference_mode():
-            launch(bench.batch(layouts(20, 3, 5), 32), told.append)
-        assert told == layers
+    check_layers(bench, Uncaptured(bench.engine.runner.loaded, bench.runner.traced))
 
 
 @pytest.mark.parametrize("fixed_shape", [False, True])
@@ -163,18 +160,7 @@ def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape
 
 
 def test_texts_are_those_of_eager(bench: Bench) -> None:
-    """Prompts in several chunks, alone and together, between decode steps."""
-    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
-    runner = bench.engine.runner
-    with torch.inference_mode():
-        runner.loaded.state.page_table.zero_()
-    texts = []
-    for chunks in (EagerChunks(runner.loaded), bench.runner):
-        bench.use(chunks)
-        texts.append(serve(bench.engine, prompts, wanted)[0])
-    assert texts[0] == texts[1]
-    assert all(texts[0])
-    bench.use(EagerChunks(runner.loaded))
+    check_texts(bench)
 
 
 @pytest.fixture(scope="module")
@@ -245,13 +231,11 @@ def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
     loaded, launch = alone.engine.runner.loaded, alone.eager.launch
 
     def equal(change: Callable[[Tensor], Tensor], rounding: float) -> bool:
+        def changed(batch: Batch) -> Forward:
+            return Forward(change(launch(batch).hidden), "changed")
+
         found = check_chunk_bucket(
-            loaded,
-            16,
-            launch,
-            lambda batch: Forward(change(launch(batch).hidden), "changed"),
-            fixed_shape=False,
-            rounding=rounding,
+            loaded, 16, (launch, changed), fixed_shape=False, rounding=rounding
         )
         assert found is not None
         return found.equal

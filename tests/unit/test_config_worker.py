@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from worker.cache.pages import PageAllocator
 from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
 from worker.transfer.lease import MARGIN_S, Lease
@@ -201,11 +200,6 @@ def test_the_tree_survives_json() -> None:
 def test_the_worker_has_few_leaves() -> None:
     """The cap of 140 is for the whole tree; the worker's share of it is bounded here."""
     assert len(leaves(config())) <= 60
-
-
-def test_a_pool_of_only_the_sink_is_our_own_mistake() -> None:
-    with pytest.raises(AssertionError):
-        PageAllocator(1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ The model is a table: the logits of a token depend on the one before it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -38,38 +38,25 @@ CASES = {
 }
 
 
+@dataclass
 class Rows:
     """Requests of which each step verifies a window.
 
-    Args:
-        case: sampling parameters of all.
-        drafter: logits of the target ids `ids` by the token before, [VOCAB, num].
-        noise_at: where the target takes its noise for a draw at a position.
-        drafted_at: where the drafter does.
-        keyed_by: the target's ids, as far as the drafter's noise is concerned.
-        accepts_all: no draw is compared with its draft.
-        how: "chain": each draft is drawn behind the one before it; "block": all behind the last
-            token, each from what the model says so far behind it; "lookup": the likeliest tokens,
-            as a text that repeats would have them.
+    how: "chain": each draft is drawn behind the one before it; "block": all behind the last token,
+    each from what the model says so far behind it; "lookup": the likeliest tokens, as a text that
+    repeats would have them.
     """
 
-    def __init__(
-        self,
-        case: Case,
-        drafter: Tensor = NEAR,
-        ids: Tensor = IDS,
-        *,
-        noise_at: Callable[[Tensor], Tensor] = lambda position: position,
-        drafted_at: Callable[[Tensor], Tensor] | None = None,
-        keyed_by: Tensor | None = None,
-        accepts_all: bool = False,
-        how: str = "chain",
-    ) -> None:
-        self.how = how
-        self.case, self.drafter, self.ids = case, drafter, ids
-        self.noise_at, self.drafted_at = noise_at, drafted_at or noise_at
-        self.keyed_by = ids if keyed_by is None else keyed_by
-        self.accepts_all = accepts_all
+    case: Case  # sampling parameters of all
+    drafter: Tensor = NEAR  # logits of the target ids `ids` by the token before, [VOCAB, num]
+    ids: Tensor = IDS
+    noise_at: Callable[[Tensor], Tensor] = lambda position: position  # the target's, for a draw
+    drafted_at: Callable[[Tensor], Tensor] | None = None  # the drafter's; None: the target's
+    keyed_by: Tensor = IDS  # the target's ids, as far as the drafter's noise is concerned
+    accepts_all: bool = False  # no draw is compared with its draft
+    how: str = "chain"
+
+    def __post_init__(self) -> None:
         self.rows = torch.arange(1, ROWS + 1)
         self.seed = self.rows * 7919 + (3 << 33)
         self.columns = RowColumns(
@@ -88,7 +75,7 @@ class Rows:
         last, position = self.columns.last_token[1:], self.columns.seq_len[1:] + 1
         token, far = last, torch.eye(VOCAB)
         for place in range(WIDTH - 1):
-            at = self.drafted_at(position + place)
+            at = (self.drafted_at or self.noise_at)(position + place)
             far = far @ TARGET.softmax(-1)
             if self.how == "lookup":
                 token = TARGET.argmax(-1)[token]
@@ -166,9 +153,10 @@ def test_noise_that_is_used_at_two_positions_fails_it(name: str) -> None:
 def test_a_drafter_with_the_target_s_logits_is_always_right() -> None:
     """At any temperature, if nothing filters the target's; a filter costs a part of it."""
     every = torch.arange(VOCAB)
+    right: Any = {"drafter": TARGET, "ids": every, "keyed_by": every}
     for name in ("plain", "cold", "hot"):
-        assert Rows(CASES[name], TARGET, every).run().num_accepted() == WIDTH
-    assert WIDTH - 1 < Rows(CASES["top_p"], TARGET, every).run().num_accepted() < WIDTH
+        assert Rows(CASES[name], **right).run().num_accepted() == WIDTH
+    assert WIDTH - 1 < Rows(CASES["top_p"], **right).run().num_accepted() < WIDTH
 
 
 def test_noise_at_another_position_or_id_costs_acceptance() -> None:

@@ -107,9 +107,6 @@ else:
         collective = collective_of(rank, 2, folder)
         check_promises(collective, torch.device("cpu"))
 
-    def test_custom_keeps_the_promises_of_collectives(tmp_path: Path) -> None:
-        run_ranks(keep_promises, str(tmp_path), num_ranks=2)
-
     def choose_by_bytes(rank: int, folder: str) -> None:
         collective = collective_of(rank, 2, folder)
         collective.table = ((4 * KIB, ONE_SHOT), (32 * KIB, TWO_SHOT))
@@ -137,9 +134,6 @@ else:
             collective.check()
         collective.close()
         collective.close()
-
-    def test_the_algorithm_is_a_function_of_bytes(tmp_path: Path) -> None:
-        run_ranks(choose_by_bytes, str(tmp_path), num_ranks=2)
 
     def sum_where_parts_lie(rank: int, folder: str) -> None:
         """Products, with a bias and without, and embeddings; of one shot as of two."""
@@ -176,9 +170,6 @@ else:
         collective.check()
         collective.close()
 
-    def test_what_layers_sum_is_copied_nowhere(tmp_path: Path) -> None:
-        run_ranks(sum_where_parts_lie, str(tmp_path), num_ranks=2)
-
     def lose_the_peer(rank: int, folder: str) -> None:
         collective = collective_of(rank, 2, folder)
         collective.all_reduce(torch.ones(1, 64))
@@ -190,5 +181,13 @@ else:
                 collective.check()
         collective.close()
 
-    def test_a_peer_that_does_not_come_is_a_typed_error(tmp_path: Path) -> None:
-        run_ranks(lose_the_peer, str(tmp_path), num_ranks=2)
+    LAWS = {
+        "keeps the promises of collectives": keep_promises,
+        "the algorithm is a function of bytes": choose_by_bytes,
+        "what layers sum is copied nowhere": sum_where_parts_lie,
+        "a peer that does not come is a typed error": lose_the_peer,
+    }
+
+    @pytest.mark.parametrize("law", LAWS)
+    def test_of_two_ranks(law: str, tmp_path: Path) -> None:
+        run_ranks(LAWS[law], str(tmp_path), num_ranks=2)

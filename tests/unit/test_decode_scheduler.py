@@ -216,7 +216,8 @@ class Simulation:
         )  # fmt: skip
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
         widths = AnyWidth(load.widths, self.random)
-        self.scheduler = DecodeScheduler(self.book, engine, EOS, self.preempted, widths=widths)
+        self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
+        self.scheduler.on_preempt = self.preempted
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
@@ -327,7 +328,7 @@ class Simulation:
         self.check()
 
     def may_decode(self, req: Req) -> bool:
-        leaving = req in self.scheduler._leaving
+        leaving = req in self.scheduler.leaving
         return not leaving and len(req.tokens) + req.num_in_flight < req.max_len
 
     def maybe_end_early(self) -> None:
@@ -598,12 +599,7 @@ class Simulation:
 
 
 def scheduler_rest(scheduler: DecodeScheduler) -> list[Req]:
-    return [
-        *scheduler.local,
-        *scheduler.ready,
-        *scheduler.running.values(),
-        *scheduler.preempted,
-    ]
+    return [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
 
 
 NUM_STEPS = 4_000 if pairwise.whole else 1_600

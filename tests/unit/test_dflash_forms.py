@@ -7,18 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from tests.support.chain_checkpoints import ABSENT, write_chain
-from tests.support.dflash_checkpoints import (
-    FORMS,
-    TAPS,
-    TARGET,
-    Written,
-    small_spec_config,
-    write_dflash,
-)
+from tests.support.chain_checkpoints import ABSENT, change_config, write_chain
+from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, config_of, write_dflash
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
@@ -32,11 +24,8 @@ BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
 
 
 def read(path: Path, form: str = "zlab", target: ModelShape = TARGET, **flags: Any) -> DFlashShape:
-    write_dflash(path, small_spec_config(target, form, **flags), target)
+    write_dflash(path, target, form, **flags)
     return read_dflash_shape(path, target)
-
-
-# What all forms mean
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -62,87 +51,39 @@ def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
         target_vocab_size=97,
         target_hidden_size=32,
         taps=TAPS,
-        names={
-            "layers": "layers",
-            "fc": "fc",
-            "hidden_norm": "hidden_norm",
-            "final_norm": "norm",
-        },
+        names={"layers": "layers", "fc": "fc", "hidden_norm": "hidden_norm", "final_norm": "norm"},
         dtype="float32",
     )
 
 
-CASES: dict[str, dict[str, Any]] = {
-    "shape": {"num_layers": 3, "num_heads": 8, "num_kv_heads": 1, "head_dim": 16, "block_size": 8},
-    "bias": {"bias": True},
-    "prefixed": {"prefix": "model.", "own": ("embed_tokens", "mask_embedding")},
-    "aliases": {"aliases": True},
-    "aliases-prefixed": {"aliases": True, "prefix": "model."},
-    "reduced": {"draft_vocab_size": 40, "own": ("embed_tokens", "t2d"), "prefix": "model."},
-    "own-head": {"own": ("lm_head",)},
-    "mask-embedding": {"own": ("mask_embedding",), "mask_token_id": ABSENT},
-    "one-tap": {"taps": (5,)},
-    "rope": {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
-    "dtype": {"dtype": "bfloat16"},
-}
-
-
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES)
-def test_names_lead_to_every_tensor(case: str, form: str, tmp_path: Path) -> None:
-    """By what DFlashShape says of names, the parts of the file are found, and no tensor is left."""
-    flags = CASES[case]
-    written = write_dflash(tmp_path, small_spec_config(TARGET, form, **flags))
-    spec = read_dflash_shape(tmp_path, TARGET)
-    held = load_file(tmp_path / "model.safetensors")
-    found = {part: held.pop(renamed(part, spec)) for part in written.parts}
-    assert not held
-    for part, tensor in written.parts.items():
-        assert torch.equal(found[part], tensor), part
-    assert set(spec.names) == {part.split(".")[0] for part in written.parts}
-    check_shapes(spec, written)
-
-
-def renamed(part: str, spec: DFlashShape) -> str:
-    first, *rest = part.split(".")
-    return ".".join([spec.names[first], *rest])
-
-
-def check_shapes(spec: DFlashShape, written: Written) -> None:
-    """The record's sizes are those of the tensors."""
-    sizes = {part: tuple(tensor.shape) for part, tensor in written.parts.items()}
-    attention = "layers.0.self_attn"
-    assert sizes["fc.weight"] == (spec.hidden_size, spec.num_features * spec.target_hidden_size)
-    assert sizes[f"{attention}.q_proj.weight"][0] == spec.num_heads * spec.head_dim
-    assert sizes[f"{attention}.k_proj.weight"][0] == spec.num_kv_heads * spec.head_dim
-    assert sizes[f"{attention}.q_norm.weight"] == (spec.head_dim,)
-    assert sizes["layers.0.mlp.up_proj.weight"][0] == spec.intermediate_size
-    assert (f"{attention}.q_proj.bias" in sizes) == spec.qkv_bias
-    assert (f"{attention}.o_proj.bias" in sizes) == spec.output_bias
-    assert f"layers.{spec.num_layers - 1}.input_layernorm.weight" in sizes
-    assert f"layers.{spec.num_layers}.input_layernorm.weight" not in sizes
-    assert sizes.get("head.weight", (spec.vocab_size,))[0] == spec.vocab_size
-    assert ("d2t" in sizes) == (spec.vocab_size != spec.target_vocab_size)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_rest_of_a_case_is_read_too(form: str, tmp_path: Path) -> None:
-    specs = {case: read(tmp_path, form, **flags) for case, flags in CASES.items()}
-    assert specs["shape"].block_size == 8
-    assert specs["shape"].masks == (BLOCK,) * 3
-    assert specs["reduced"].vocab_size == 40
-    assert specs["rope"].rope_scaling == RopeScaling("linear", 2.0)
-    assert specs["dtype"].dtype == "bfloat16"
-    assert specs["mask-embedding"].mask_token_id is None
-    assert specs["prefixed"].mask_token_id is None  # the tensor stands in the id's place
-    assert specs["aliases-prefixed"].names["hidden_norm"] == "model.encoder.output_norm_enc"
+@pytest.mark.parametrize(
+    ("flags", "field", "expected"),
+    [
+        ({"num_layers": 3}, "masks", (BLOCK,) * 3),
+        ({"draft_vocab_size": 40}, "vocab_size", 40),
+        ({"dtype": "bfloat16"}, "dtype", "bfloat16"),
+        (
+            {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_scaling",
+            RopeScaling("linear", 2.0),
+        ),
+        ({"own": ("mask_embedding",), "mask_token_id": ABSENT}, "mask_token_id", None),
+        # The tensor stands in the id's place.
+        ({"own": ("mask_embedding",)}, "mask_token_id", None),
+    ],
+)
+def test_what_varies_is_read(
+    flags: dict[str, Any], field: str, expected: object, form: str, tmp_path: Path
+) -> None:
+    assert getattr(read(tmp_path, form, **flags), field) == expected
 
 
 def test_a_mask_embedding_is_found_with_and_without_weight(tmp_path: Path) -> None:
-    written = write_dflash(tmp_path, small_spec_config(own=("mask_embedding",)))
+    written = write_dflash(tmp_path, own=("mask_embedding",))
     assert read_dflash_shape(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
-    written.tensors["model.mask_embedding.weight"] = written.tensors.pop("mask_embedding")
-    save_file(written.tensors, tmp_path / "model.safetensors")
+    written["model.mask_embedding.weight"] = written.pop("mask_embedding")
+    save_file(written, tmp_path / "model.safetensors")
     spec = read_dflash_shape(tmp_path, TARGET)
     assert spec.names["mask_embedding"] == "model.mask_embedding.weight"
 
@@ -161,9 +102,6 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
         read_dflash_shape(tmp_path, TARGET)
     with pytest.raises(UserError, match=r"none/config\.json: no such file"):
         read_dflash_shape(tmp_path / "none", TARGET)
-
-
-# Fields
 
 
 ZLAB = {"mask_token_id": 96, "target_layer_ids": list(TAPS)}
@@ -186,9 +124,8 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
     assert read(tmp_path, mask_token_id=0).mask_token_id == 0
     assert read(tmp_path, "speculators", mask_token_id=0).mask_token_id == 0
     outer = {"target_layer_ids": [1], "mask_token": "<|MASK|>"}
-    small = small_spec_config(taps=(1,), dflash_config=outer)
-    small.config["mask_token_id"] = 7
-    write_dflash(tmp_path, small)
+    write_dflash(tmp_path, taps=(1,), dflash_config=outer)
+    change_config(tmp_path, {"mask_token_id": 7})
     assert read_dflash_shape(tmp_path, TARGET).mask_token_id == 7
 
 
@@ -214,15 +151,12 @@ def test_taps_are_spread_evenly_unless_said(
 
 
 def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
-    zlab = small_spec_config(taps=(0, 5, 8))
-    other = small_spec_config(form="speculators", taps=(0, 5, 8))
-    assert zlab.config["dflash_config"]["target_layer_ids"] == [0, 5, 8]
-    assert other.config["aux_hidden_state_layer_ids"] == [1, 6, 9]
+    zlab, other = (config_of(form=form, taps=(0, 5, 8)) for form in FORMS)
+    assert zlab["dflash_config"]["target_layer_ids"] == [0, 5, 8]
+    assert other["aux_hidden_state_layer_ids"] == [1, 6, 9]
     for form in FORMS:
         assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
 
-
-# Masks: what is said of causality and windows, and what follows by layer
 
 SWA = {**ZLAB, "use_swa": True}
 
@@ -270,8 +204,6 @@ def test_masks_by_layer_of_speculators(
 ) -> None:
     assert read(tmp_path, "speculators", **flags).masks == expected
 
-
-# Files as they are published, with what does not matter
 
 PUBLISHED = {
     "attention_dropout": 0.0,

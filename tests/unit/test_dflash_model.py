@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.dflash_checkpoints import ABSENT, Written, small_spec_config, write_dflash
+from tests.support.chain_checkpoints import change_config
+from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
 from worker.attention.base import AttentionShape, build_attentions
@@ -33,6 +34,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "zlab": {},
     "prefix": {"prefix": "model."},
     "aliases": {"aliases": True},
+    "aliases and prefix": {"aliases": True, "prefix": "model."},
     "mask of its own": {"own": ("mask_embedding",), "mask_token_id": ABSENT},
     "one layer": {"num_layers": 1, "taps": (2,)},
     "biases": {"bias": True},
@@ -40,7 +42,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "windows that see ahead": {"sliding": (0, 1), "window": 5, "causal": False},
     "causal": {"causal": True},
     "draft vocabulary": {"draft_vocab_size": 300, "own": ("t2d",)},
+    "head of its own": {"own": ("lm_head",)},
+    "rope": {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
     "speculators": {"form": "speculators", "own": ("embed_tokens", "lm_head")},
+    "speculators, draft vocabulary": {
+        "form": "speculators", "draft_vocab_size": 300, "own": ("embed_tokens", "t2d"),
+        "prefix": "model.",
+    },
     "speculators, windows": {
         "form": "speculators", "sliding": (0,), "own": ("embed_tokens", "lm_head"),
     },
@@ -48,10 +56,9 @@ FORMS: dict[str, dict[str, Any]] = {
 NUM_TEXT, BLOCK = 21, 4
 
 
-def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, Written]:
-    """The drafter and what was written."""
+def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
     target = read_model_shape(TARGET)
-    written = write_dflash(directory, small_spec_config(target, **TAPS | options), target)
+    written = write_dflash(directory, target, **TAPS | options)
     model = load_model(TARGET, target, SingleCollective(), **KIND)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
     drafter.fill(directory)
@@ -77,8 +84,8 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
     drafter, written = load(tmp_path, FORMS[form])
     spec, reference = drafter.spec, DFlashReference(TARGET, tmp_path)
     held = {name: shard.dest for name, shard in drafter.shards().items()}
-    assert held.keys() == written.tensors.keys()
-    for name, tensor in written.tensors.items():
+    assert held.keys() == written.keys()
+    for name, tensor in written.items():
         assert torch.equal(held[name], tensor), name
     pool = KVPool(KVLayout(regions(spec, 16, "float32")), 4, CPU)
     tokens = torch.randint(2, 1000, (NUM_TEXT,), generator=torch.Generator().manual_seed(4))
@@ -112,10 +119,8 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
 
 def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     target = read_model_shape(TARGET)
-    write_dflash(tmp_path, small_spec_config(target, num_layers=3, **TAPS), target)
-    config = small_spec_config(target, num_layers=2, **TAPS)
-    write_dflash(tmp_path / "two", config, target)
-    (tmp_path / "two" / "config.json").rename(tmp_path / "config.json")
+    write_dflash(tmp_path, target, num_layers=3, **TAPS)
+    change_config(tmp_path, {"num_hidden_layers": 2})
     model = load_model(TARGET, target, SingleCollective(), **KIND)
     drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):

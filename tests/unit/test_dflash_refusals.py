@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.chain_checkpoints import ABSENT, check_refused
-from tests.support.dflash_checkpoints import TARGET, small_spec_config, write_dflash
+from tests.support.dflash_checkpoints import TARGET, write_dflash
 from worker.drafts.dflash_config import read_dflash_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -132,5 +132,5 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
     form: str, fields: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    write_dflash(tmp_path, small_spec_config(form=form))
+    write_dflash(tmp_path, form=form)
     check_refused(tmp_path, lambda path: read_dflash_shape(path, TARGET), fields, message)

@@ -79,7 +79,7 @@ class Device:
         if self.flight.launch_due(num_arriving) and len(self.launched) < self.limit:
             step: Any = self.launch()
             self.flight.launched(step, LAUNCH_S)
-        ended: Any = self.flight.ended()
+        ended: Any = self.flight.take_ended()
         if ended is not None:
             self.settle(ended)
         return self.flight.idle_s(num_arriving)

@@ -26,7 +26,7 @@ from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
 from worker.config.spec import MAX_WIDTH
-from worker.draw.tail import Draws, Result
+from worker.draw.sampler import Draws, Result
 from worker.plan import Plan, max_rows
 from worker.run import eager as eager_module
 from worker.run import full as full_module
@@ -96,9 +96,8 @@ def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
     full: tuple[Lockstep, FullDecode],
 ) -> None:
     _, graphs = full
-    decoded = graphs.launch(
-        Plan(0, decode=(1, 2, 3), max_seq_len_ub=16, masked=True)
-    )  # rows without a request
+    no_requests = Plan(0, decode=(1, 2, 3), max_seq_len_ub=16)
+    decoded = graphs.launch(no_requests, "none")
     assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
 
 

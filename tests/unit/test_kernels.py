@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-from worker.attention.qk_rope_store import store_kv_ref
+from worker.attention.qk_rope_store import rope_ref, store_kv_ref
 from worker.errors import Unsupported
-from worker.ops.rms_norm import add_rms_norm, rms_norm
-from worker.ops.rope import rope_inv_freq, rope_ref, rope_table
+from worker.ops.norms import add_rms_norm, rms_norm, swiglu
+from worker.ops.rope import rope_inv_freq, rope_table
 from worker.ops.scaling import RopeScaling
-from worker.ops.swiglu import swiglu
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:

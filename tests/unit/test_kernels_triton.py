@@ -21,16 +21,7 @@ from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.draw import draw_rows_triton as draw_rows
 from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows, draw_ref
-from worker.ops import (
-    pair_norm,
-    pair_norm_triton,
-    philox,
-    philox_triton,
-    rms_norm,
-    rms_norm_triton,
-    swiglu,
-    swiglu_triton,
-)
+from worker.ops import norms, norms_triton, pair_norm, pair_norm_triton, philox, philox_triton
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step import rows as step_rows
 from worker.step import rows_triton as step_rows_triton
@@ -212,17 +203,17 @@ if not INTERPRETED:
         def empty(*shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype)
 
-        with compiling(rms_norm_triton):
-            rms_norm_triton.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
+        with compiling(norms_triton, "_rms_norm_kernel"):
+            norms_triton.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
         ids, weight = torch.zeros(2, dtype=torch.int64), empty(4096)
         for given in (ids, weight, weight), (None, None, None):
             with compiling(pair_norm_triton):
                 pair_norm_triton.pair_norm_triton(
                     given[0], empty(9, 4096), empty(2, 4096), *given[1:], 1e-6, False
                 )
-        for rows in (2, swiglu_triton.MANY_ROWS):
-            with compiling(swiglu_triton):
-                swiglu_triton.swiglu_triton(empty(rows, 24576))
+        for rows in (2, norms_triton.MANY_ROWS):
+            with compiling(norms_triton, "_swiglu_kernel"):
+                norms_triton.swiglu_triton(empty(rows, 24576))
         cache = empty(2, 8, 16, 128)
         with compiling(qk_rope_store_triton) as found:
             rotation = Rotation(torch.empty(64, 128), ids)
@@ -282,11 +273,9 @@ else:
         x, residual = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
         weight = noise(shape[-1], dtype=dtype, seed=2)
         kept = x.clone(), residual.clone()
-        close(
-            rms_norm_triton.rms_norm_triton(x, weight, 1e-5), rms_norm.rms_norm_ref(x, weight, 1e-5)
-        )
-        got = rms_norm_triton.add_rms_norm_triton(x, residual, weight, 1e-5)
-        wanted = rms_norm.add_rms_norm_ref(x, residual, weight, 1e-5)
+        close(norms_triton.rms_norm_triton(x, weight, 1e-5), norms.rms_norm_ref(x, weight, 1e-5))
+        got = norms_triton.add_rms_norm_triton(x, residual, weight, 1e-5)
+        wanted = norms.add_rms_norm_ref(x, residual, weight, 1e-5)
         close(got[0], wanted[0])
         close(got[1], wanted[1])
         assert torch.equal(x, kept[0])
@@ -314,21 +303,21 @@ else:
     def test_a_norm_of_rows_within_wider_ones() -> None:
         wide, weight = noise(4, 100), noise(60, seed=1)
         close(
-            rms_norm_triton.rms_norm_triton(wide[:, :60], weight, 1e-6),
-            rms_norm.rms_norm_ref(wide[:, :60], weight, 1e-6),
+            norms_triton.rms_norm_triton(wide[:, :60], weight, 1e-6),
+            norms.rms_norm_ref(wide[:, :60], weight, 1e-6),
         )
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(1, 8), (3, 2 * 1030), (2, 2, 34)])
     def test_swiglu_matches_its_twin(shape: tuple[int, ...], dtype: torch.dtype) -> None:
         gate_up = noise(*shape, dtype=dtype) * 3
-        close(swiglu_triton.swiglu_triton(gate_up), swiglu.swiglu_ref(gate_up))
+        close(norms_triton.swiglu_triton(gate_up), norms.swiglu_ref(gate_up))
 
     def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
         gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
-        few = swiglu_triton.swiglu_triton(gate_up)
-        with mock.patch.object(swiglu_triton, "MANY_ROWS", 3):
-            assert torch.equal(swiglu_triton.swiglu_triton(gate_up), few)
+        few = norms_triton.swiglu_triton(gate_up)
+        with mock.patch.object(norms_triton, "MANY_ROWS", 3):
+            assert torch.equal(norms_triton.swiglu_triton(gate_up), few)
 
     @pytest.mark.parametrize(
         ("shape", "dtype", "normed"),

@@ -19,7 +19,7 @@ from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold
-from worker.model.attention import SelfAttention
+from worker.model.layers import SelfAttention
 from worker.prefill import PrefillLoop
 from worker.start.build import build_engine
 from worker.transfer.fetch import Fetch, bit_runs
@@ -41,14 +41,11 @@ class PrefillAlone:
     def __init__(self) -> None:
         sections: dict[str, dict[str, object]] = {
             "engine": {
-                "device": "cpu",
-                "threads": 1,
-                "num_pages": 200,
-                "max_prefill_tokens": CHUNK,
+                "device": "cpu", "threads": 1, "num_pages": 200, "max_prefill_tokens": CHUNK,
             },
             "kv": {"page_size": PAGE_SIZE, "num_groups": NUM_GROUPS},
             "lease": {"prefill_window_s": 1000.0},  # nobody renews
-        }
+        }  # fmt: skip
         config = worker_config("prefill", sections)
         self.engine = build_engine(config, name="prefill-0", host="127.0.0.1")
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []

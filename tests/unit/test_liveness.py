@@ -16,17 +16,7 @@ import pytest
 
 from tests.support.engines import worker_config
 from tests.support.patience import HANG_S
-from worker.api import (
-    Abort,
-    Generate,
-    Lost,
-    Pong,
-    Prefill,
-    Release,
-    Sampling,
-    WorkerStats,
-    Xfer,
-)
+from worker.api import Abort, Generate, Lost, Pong, Prefill, Release, Sampling, WorkerStats, Xfer
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
 from worker.loop import EngineThread
@@ -38,9 +28,7 @@ from worker.wire import Wire
 
 STALL_S = 1.5
 PING = PingConfig(interval_s=0.1, max_misses=10, stall_s=STALL_S)
-LONG = PingConfig(
-    interval_s=0.1, max_misses=60, stall_s=6.0
-)  # no slow machine holds up for so long
+LONG = PingConfig(interval_s=0.1, max_misses=60, stall_s=6.0)  # longer than a slow machine holds up
 
 Turn = Callable[[EngineThread], float]
 

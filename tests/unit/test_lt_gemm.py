@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from benchmarks import gemm
 from tests.support.products import noise
 from worker.ops.lt_gemm import TUNED, WORDS, CublasLt, Table, table_of
+from worker.ops.norms import swiglu
 from worker.ops.product import OWN_ROWS, gated_product, product
-from worker.ops.swiglu import swiglu
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(TUNED.glob("*.json"))

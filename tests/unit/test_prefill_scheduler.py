@@ -248,7 +248,7 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
     assert not prompts.scheduler.waiting
     assert (book.num_holds, book.num_reserved, book.num_private) == (0, 0, 0)
     assert book.num_available == book.num_pages
-    assert prompts.scheduler._rows.num_free == rows
+    assert prompts.scheduler.rows.num_free == rows
 
 
 def test_a_prompt_that_is_all_cached_is_never_planned() -> None:

@@ -12,7 +12,7 @@ from worker.errors import PeerLost
 from worker.plan import Drawn, Ended, Launch, Launched, Plan
 from worker.rank import RankLoop
 from worker.run.base import PaddedShape
-from worker.run.ranks import FromLeader, Ranks, between, from_rank
+from worker.run.ranks import FromLeader, Ranks, from_rank, wrapped
 from worker.transfer.ranked import CancelPull, PullPages
 
 LEADER = "decode-0/1"
@@ -62,7 +62,7 @@ class Rank:
         return self.steps[-1]
 
     def told(self, *messages: FromLeader) -> float:
-        return self.loop.turn([(LEADER, between(each)) for each in messages])
+        return self.loop.turn([(LEADER, wrapped(each)) for each in messages])
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_lost_leader_is_the_end_unless_it_has_said_so(rank: Rank) -> None:
     rank.told(launch(1))
     with pytest.raises(PeerLost, match="the leader of this rank is lost: silent"):
         rank.loop.turn([(LEADER, Lost("silent"))])
-    rank.loop.turn([(LEADER, between(Ended())), (LEADER, Lost("it has closed the link"))])
+    rank.loop.turn([(LEADER, wrapped(Ended())), (LEADER, Lost("it has closed the link"))])
     assert rank.loop.over.is_set()
 
 
@@ -111,9 +111,9 @@ def test_ranks_whose_steps_come_to_something_else_are_noticed(rank: Rank) -> Non
     (found,) = rank.sent
     leader = Ranks(("decode-0.1/1", "decode-0.2/1"), lambda *_: None, compared=True)
     own: Any = SimpleNamespace(plan=Plan(5))
-    leader.found(found)
+    leader.reported(found)
     leader.settled(own, [Drawn((5,), finished=False)])
-    leader.found(found)
+    leader.reported(found)
     leader.settled(own, [Drawn((5,), finished=False)])  # all three have told: it is forgotten
     with pytest.raises(AssertionError, match="ranks differ"):
-        leader.found(Launched(5, found.drawn + 1))
+        leader.reported(Launched(5, found.drawn + 1))

@@ -64,8 +64,6 @@ class Gate:
 
 
 class GatedPeer(WrappedPeer):
-    """A peer behind a gate."""
-
     def __init__(self, gate: Gate, peer: Peer) -> None:
         super().__init__(peer, lambda pull: GatedPull(gate, pull))
         self._gate, self._open = gate, True
@@ -155,15 +153,20 @@ class Team:
                     self.failures.append(failed)
 
     def until(self, happened: Callable[[], bool], ranks: Iterable[int] | None = None) -> None:
-        """Turns until something has happened."""
         until(happened, act=lambda: (self.turn(ranks), time.sleep(1e-4)))
 
     def link(self) -> Link:
-        """A new link."""
         num_links = len(self.links)
         self.leader.dial(self.prefill.member)
         self.until(lambda: len(self.links) > num_links)
         return self.links[-1]
+
+    def held(self, *ranks: int) -> tuple[Link, Pull]:
+        """A new link, and a pull that does not end at these ranks."""
+        link = self.link()
+        for rank in ranks:
+            self.gates[rank].holds = True
+        return link, link.source.pull(PAIRS, GROUPS)
 
     def runs_on(self, pull: Pull, ranks: Iterable[int] | None = None) -> None:
         """The pull does not end in some turns of these ranks."""
@@ -173,7 +176,6 @@ class Team:
             assert pull.error is None
 
     def ended(self, pull: Pull) -> PullState:
-        """Turns until a pull is over."""
         self.until(lambda: pull.poll() is not RUNNING)
         return pull.poll()
 
@@ -274,22 +276,12 @@ def test_a_link_is_as_fast_as_its_slowest_rank(
 @pytest.mark.parametrize("late", range(4))
 def test_a_pull_is_ok_when_it_is_at_all_ranks(late: int, make: Make) -> None:
     team = make()
-    link = team.link()
-    team.gates[late].holds = True
-    pull = link.source.pull(PAIRS, GROUPS)
+    _, pull = team.held(late)
     team.runs_on(pull)
     assert sum(each.poll_after_s(0.0) < math.inf for each in team.others) == (late > 0)
     team.gates[late].holds = False
     assert team.ended(pull) is OK
     assert team.landed(PAIRS)
-
-
-def test_a_pull_waits_for_ranks_that_do_not_turn(make: Make) -> None:
-    team = make()
-    pull = team.link().source.pull(PAIRS, GROUPS)
-    for ranks in ((), (1,), (1, 3)):
-        team.runs_on(pull, ranks)
-    assert team.ended(pull) is OK
 
 
 @pytest.mark.parametrize("broken", range(4))
@@ -299,10 +291,7 @@ def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(
 ) -> None:
     """Until then a rank that is late may write into its pages: they must not be given away."""
     team = make()
-    link = team.link()
-    for gate in team.gates:
-        gate.holds = True  # so that the cancellation finds all of them running
-    pull = link.source.pull(PAIRS, GROUPS)
+    link, pull = team.held(*range(4))  # so that the cancellation finds all of them running
     team.turn()
     assert pull.poll() is RUNNING
     team.gates[broken].breaks, team.gates[broken].holds = "the card is gone", False
@@ -325,9 +314,7 @@ def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(
 @pytest.mark.parametrize("late", range(3))
 def test_a_cancelled_pull_ends_with_its_last_part(late: int, make: Make) -> None:
     team = make()
-    link = team.link()
-    team.gates[late].holds = True
-    pull = link.source.pull(PAIRS, GROUPS)
+    _, pull = team.held(late)
     team.turn()
     if late == 0:  # on a busy machine a pull takes several turns
         team.until(lambda: all(each.poll_after_s(0.0) == math.inf for each in team.others))
@@ -393,10 +380,8 @@ def test_a_peer_whose_ranks_cannot_share_the_heads_is_incompatible_at_all(make: 
 def test_hanging_up_cancels_pulls_and_closes_when_they_are_over(late: int, make: Make) -> None:
     """Meanwhile the same peer may be dialled again, and pulled from."""
     team = make()
-    first = team.link()
     gate = team.gates[late]
-    gate.holds = True
-    pull = first.source.pull(PAIRS, GROUPS)
+    first, pull = team.held(late)
     team.turn()
     num_open = [each.num_open for each in team.gates]
     first.source.close()

@@ -11,6 +11,7 @@ from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from tests.support.products import computed, error, noise
 from worker.ops.jit import HAS_TRITON
+from worker.ops.norms_triton import swiglu_triton
 from worker.ops.skinny_triton import (
     MAX_ROWS,
     SkinnyTile,
@@ -20,7 +21,6 @@ from worker.ops.skinny_triton import (
     skinny_gemm,
     skinny_gemm_ref,
 )
-from worker.ops.swiglu_triton import swiglu_triton
 
 # The interpreter cuts f32 to bf16 where a GPU rounds, hence twice the usual bound.
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import random
 
-import numpy as np
 import pytest
 
 from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, RemoteRegion, Run
+from worker.transfer.base import Endpoint, RemoteRegion
 from worker.transfer.layout import (
     HeadRange,
     PageRun,
@@ -38,24 +36,6 @@ def like(local: KVLayout) -> RankPair:
     return RankPair(local, local, OURS, THEIRS, rank_plan(whole, 1, 0, 1)[0])
 
 
-def labels(region: KVRegion) -> np.ndarray:
-    """Each remote byte's meaning as one number: [group, page, the group's bytes]."""
-    return np.arange(THEIRS * region.page_bytes).reshape(region.num_groups, THEIRS, -1)
-
-
-def pulled(runs: list[Run], number: int, region: KVRegion) -> np.ndarray:
-    """Local memory of a region after the pull, -1 where nothing was copied; as `labels`."""
-    memory, source = np.full(OURS * region.page_bytes, -1), labels(region).reshape(-1)
-    for run in runs:
-        if run.region == number:
-            there = source[run.remote_offset : run.remote_offset + run.num_bytes]
-            here = memory[run.local_offset : run.local_offset + run.num_bytes]
-            assert len(here) == len(there) == run.num_bytes
-            assert (here == -1).all(), "a byte is copied twice"
-            here[:] = there
-    return memory.reshape(region.num_groups, OURS, -1)
-
-
 def test_merge_pages_joins_what_is_contiguous_on_both_sides() -> None:
     assert merge_pages(PAIRS) == [
         PageRun(3, 1, 3),
@@ -64,15 +44,6 @@ def test_merge_pages_joins_what_is_contiguous_on_both_sides() -> None:
         PageRun(6, 4, 1),
     ]
     assert merge_pages([]) == []
-
-
-def test_merged_pages_are_the_same_pairs_in_the_same_order() -> None:
-    rng = random.Random(0)
-    for _ in range(200):
-        n = rng.randrange(12)
-        pairs = list(zip(rng.sample(range(14), n), rng.sample(range(14), n), strict=True))
-        flat = [(a + i, b + i) for a, b, k in merge_pages(pairs) for i in range(k)]
-        assert flat == pairs
 
 
 def test_pages_become_one_run_for_each_group_and_contiguous_stretch() -> None:
@@ -109,22 +80,6 @@ def test_pages_are_counted_by_the_bytes_of_every_region(
         return
     with pytest.raises(Incompatible, match="not the same number of pages"):
         num_pool_pages(one, endpoint)
-
-
-@pytest.mark.parametrize("num_groups", [1, 2, 4])
-def test_any_range_of_groups_copies_exactly_its_bytes(num_groups: int) -> None:
-    one = layout(num_heads=2, num_groups=num_groups, draft_heads=2)
-    for first in range(num_groups):
-        for last in range(first, num_groups + 1):
-            groups = range(first, last)
-            runs = like(one).runs(PAIRS, groups)
-            draft_groups = range(1) if num_groups - 1 in groups else range(0)
-            for number, of_region in enumerate((groups, draft_groups, draft_groups)):
-                region = one.regions[number]
-                expected = np.full((region.num_groups, OURS, region.group_bytes), -1)
-                for group, (local, remote) in itertools.product(of_region, PAIRS):
-                    expected[group, local] = labels(region)[group, remote]
-                assert (pulled(runs, number, region) == expected).all()
 
 
 def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -34,22 +35,31 @@ def drawn(width: int, share: float, rng: random.Random, *, finished: bool = Fals
 
 
 def run(
-    policy: WidthPolicy, rows: int, share: float, steps: int = 2000, seed: int = 1
+    policy: WidthPolicy,
+    rows: int,
+    share: float,
+    steps: int = 2000,
+    seed: int = 1,
+    slower: Callable[[int, random.Random], float] = lambda step, rng: 1.0,
 ) -> list[int]:
+    """The widths of steps that take `slower` times as long as on an H200."""
     rng, widths = random.Random(seed), []
-    for _ in range(steps):
+    for step in range(steps):
         width = policy.choose(rows)
         widths.append(width)
         policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
-        policy.took(rows, width, STEP_S[min(r for r in STEP_MS if r >= rows), width])
+        step_s = STEP_S[min(r for r in STEP_MS if r >= rows), width]
+        policy.took(rows, width, slower(step, rng) * step_s)
     return widths
 
 
-def best(rows: int, share: float) -> int:
-    def rate(width: int) -> float:
-        return sum(share**place for place in range(width)) / STEP_S[rows, width]
+def rate(rows: int, share: float, width: int) -> float:
+    """Tokens a second of a row."""
+    return sum(share**place for place in range(width)) / STEP_S[rows, width]
 
-    return max(WIDTHS, key=rate)
+
+def best(rows: int, share: float) -> int:
+    return max(WIDTHS, key=lambda width: rate(rows, share, width))
 
 
 @pytest.mark.product(rows=(1, 64, 8, 32), share=(0.0, 0.1, 0.5, 0.79, 0.95), measured=(True, False))
@@ -59,11 +69,7 @@ def test_it_finds_the_width_of_most_tokens_a_second(
     policy = WidthPolicy(WIDTHS, STEP_S if measured else None)
     widths = run(policy, rows, share)[1500:]
     chosen = max(set(widths), key=widths.count)
-
-    def rate(width: int) -> float:
-        return sum(share**place for place in range(width)) / STEP_S[rows, width]
-
-    assert rate(chosen) >= 0.95 * rate(best(rows, share))
+    assert rate(rows, share, chosen) >= 0.95 * rate(rows, share, best(rows, share))
     assert widths.count(chosen) > 0.9 * len(widths), "it wavers"
 
 
@@ -146,17 +152,12 @@ def test_one_slow_step_rules_nothing_out() -> None:
 @pytest.mark.parametrize("share", [0.1, 0.79])
 def test_longer_contexts_and_slow_steps_do_not_change_the_choice(share: float) -> None:
     """Both make steps of all widths longer, not only of the one that is used."""
-    rows, rng = 64, random.Random(5)
-    policy, widths = WidthPolicy(WIDTHS, STEP_S), []
-    for step in range(8 * PROBE):
-        width = policy.choose(rows)
-        policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
-        longer = 1 + step / (8 * PROBE)
-        held_up = 10 if rng.random() < 0.02 else 1
-        policy.took(rows, width, longer * held_up * STEP_S[rows, width])
-        widths.append(width)
-    settled = widths[64:]
-    assert settled.count(best(rows, share)) >= len(settled) * (1 - 2.5 / PROBE)
+
+    def slower(step: int, rng: random.Random) -> float:
+        return (1 + step / (8 * PROBE)) * (10 if rng.random() < 0.02 else 1)
+
+    settled = run(WidthPolicy(WIDTHS, STEP_S), 64, share, 8 * PROBE, 5, slower)[64:]
+    assert settled.count(best(64, share)) >= len(settled) * (1 - 2.5 / PROBE)
 
 
 def test_rows_times_width_have_a_limit() -> None:

@@ -19,7 +19,6 @@ from worker.api import (
     Abort,
     Ack,
     AnyMessage,
-    Between,
     Bye,
     Candidate,
     Chunks,
@@ -32,6 +31,7 @@ from worker.api import (
     Pong,
     Prefill,
     PrefillRefused,
+    RankMessage,
     Refused,
     Release,
     Renew,
@@ -65,7 +65,7 @@ MESSAGES: list[AnyMessage] = [
     )),
     Prefill(XFER, tuple(range(1000)), 16),
     PrefillRefused(XFER, Error("busy", "")),
-    Between(b"body"),
+    RankMessage(b"body"),
     KVReady(XFER, 3, (9, 8, 7), 0, 4, True, 48),
     Renew(3, (XFER, XFER)),
     RenewAck(3, ()),
@@ -81,6 +81,7 @@ class End:
         self.stats: WorkerStats | None = None
         self.wire = Wire(name, ping, self._deliver, lambda: self.stats)
         self.pongs: list[Pong] = []
+        self.address = ""
 
     def _deliver(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -95,9 +96,30 @@ class End:
                 return peer, event
             self.pongs.append(event)
 
+    def lost(self, peer: str) -> Lost:
+        """The next event, which is the loss of `peer`."""
+        found, event = self.next()
+        assert found == peer
+        assert isinstance(event, Lost)
+        return event
+
     def nothing(self, for_s: float) -> None:
         with pytest.raises(queue.Empty):
             pytest.fail(f"got {self.next(for_s)}")
+
+
+def linked(worker: End, client: End, to: str = "") -> tuple[End, End]:
+    """A worker that listens, and a client that is connected to it, or looks for `to` there."""
+    client.wire.start()
+    worker.address = worker.wire.start("127.0.0.1")
+    client.wire.connect(to or worker.wire.me, worker.address)
+    return worker, client
+
+
+def greet(client: End, worker: End) -> None:
+    """One message, so that the worker knows the client."""
+    client.wire.send("w/1", MESSAGES[1])
+    assert worker.next() == ("c/1", MESSAGES[1])
 
 
 @pytest.fixture
@@ -116,10 +138,7 @@ def end() -> Iterator[Callable[..., End]]:
 @pytest.fixture
 def pair(end: Callable[..., End]) -> tuple[End, End]:
     """A listening worker `w/1` and a client `c/1` that is connected to it."""
-    worker, client = end("w/1"), end("c/1")
-    address = worker.wire.start("127.0.0.1")
-    client.wire.start()
-    client.wire.connect("w/1", address)
+    worker, client = linked(end("w/1"), end("c/1"))
     return worker, client
 
 
@@ -176,25 +195,15 @@ def test_pongs_carry_the_stats_of_the_moment(pair: tuple[End, End]) -> None:
     worker.nothing(0.2)  # pings are the wire's own business
 
 
-def test_a_peer_that_closes_is_lost_once(pair: tuple[End, End]) -> None:
+@pytest.mark.parametrize("closes", ["worker", "client"])
+def test_a_peer_that_closes_is_lost_once(pair: tuple[End, End], closes: str) -> None:
     worker, client = pair
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
-    worker.wire.close()
-    peer, event = client.next()
-    assert (peer, type(event)) == ("w/1", Lost)
-    client.wire.send("w/1", MESSAGES[1])
-    client.nothing(0.6)
-
-
-def test_a_client_that_closes_is_lost_once_to_the_worker(pair: tuple[End, End]) -> None:
-    worker, client = pair
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
-    client.wire.close()
-    peer, event = worker.next()
-    assert (peer, type(event)) == ("c/1", Lost)
-    worker.nothing(0.4)
+    greet(client, worker)
+    gone, left = pair if closes == "worker" else pair[::-1]
+    gone.wire.close()
+    left.lost(gone.wire.me)
+    left.wire.send(gone.wire.me, MESSAGES[1])
+    left.nothing(0.6)
 
 
 def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
@@ -209,8 +218,7 @@ def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
         client.wire.send("w/1", MESSAGES[1])
         assert worker.next() == ("c/1", MESSAGES[1])
         client.wire.disconnect("w/1")
-        peer, event = worker.next()
-        assert (peer, type(event)) == ("c/1", Lost)
+        worker.lost("c/1")
     assert caplog.records == []
 
 
@@ -219,11 +227,8 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(
 ) -> None:
     monkeypatch.setattr(_Links, "part", _Links.forget)  # it says nothing, as if it was killed
     slow = PingConfig(interval_s=5.0)
-    worker, client = end("w/1", slow), end("c/1", slow)
-    client.wire.start()
-    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
+    worker, client = linked(end("w/1", slow), end("c/1", slow))
+    greet(client, worker)
     client.wire.close()
     limit = time.monotonic() + LIMIT_S
     while time.monotonic() < limit:
@@ -242,9 +247,7 @@ def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
     patient = PingConfig(interval_s=0.05, max_misses=10)
     stalling = PingConfig(interval_s=0.05, max_misses=10, stall_s=0.8)
     for beats in (True, False):
-        worker, client = end(f"w{beats}/1", stalling), end(f"c{beats}/1", patient)
-        client.wire.start()
-        client.wire.connect(worker.wire.me, worker.wire.start("127.0.0.1"))
+        worker, client = linked(end(f"w{beats}/1", stalling), end(f"c{beats}/1", patient))
         limit = time.monotonic() + (1.6 if beats else LIMIT_S)
         lost = []
         while time.monotonic() < limit and not lost:
@@ -264,12 +267,10 @@ def test_a_client_whose_loop_stalls_is_lost_too(end: Callable[..., End]) -> None
     """To the others a hung loop and a dead process are the same, whichever side connected."""
     worker = end("w/1")
     client = end("c/1", PingConfig(interval_s=0.05, max_misses=4, stall_s=0.3))
-    client.wire.start()
-    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+    linked(worker, client)
     client.wire.send("w/1", MESSAGES[1])
     assert worker.next()[0] == "c/1"
-    peer, event = worker.next()
-    assert (peer, type(event)) == ("c/1", Lost)
+    worker.lost("c/1")
 
 
 def test_nobody_at_the_address_is_lost_after_the_grace(
@@ -282,16 +283,14 @@ def test_nobody_at_the_address_is_lost_after_the_grace(
         unused.bind(("127.0.0.1", 0))
         began = time.monotonic()
         client.wire.connect("w/1", f"tcp://127.0.0.1:{unused.getsockname()[1]}")
-        peer, event = client.next()
-    assert (peer, type(event)) == ("w/1", Lost)
+        client.lost("w/1")
     assert time.monotonic() - began >= 0.4
 
 
 def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
     worker, client = pair
     client.wire.connect("x/1", "nonsense")
-    peer, event = client.next()
-    assert (peer, type(event)) == ("x/1", Lost)
+    client.lost("x/1")
     client.wire.send("w/1", MESSAGES[1])
     assert worker.next() == ("c/1", MESSAGES[1])
 
@@ -300,21 +299,14 @@ def test_another_incarnation_at_the_address_is_not_mistaken_for_the_peer(
     end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
-    successor, client = end("w/2"), end("c/1")
-    address = successor.wire.start("127.0.0.1")
-    client.wire.start()
-    client.wire.connect("w/1", address)
-    peer, event = client.next()
-    assert (peer, type(event)) == ("w/1", Lost)
+    _, client = linked(end("w/2"), end("c/1"), "w/1")
+    client.lost("w/1")
     assert not client.pongs
 
 
 def test_a_message_never_reaches_a_successor(end: Callable[..., End]) -> None:
     """worker.api promises it; a restarted worker may get the address of the old one."""
-    successor, client = end("w/2"), end("c/1")
-    address = successor.wire.start("127.0.0.1")
-    client.wire.start()
-    client.wire.connect("w/1", address)
+    successor, client = linked(end("w/2"), end("c/1"), "w/1")
     client.wire.send("w/1", MESSAGES[0])
     successor.nothing(0.5)
 
@@ -340,15 +332,14 @@ def test_a_client_that_comes_back_starts_afresh(end: Callable[..., End]) -> None
 def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first: str) -> None:
     """However it came to that: no side goes on waiting for what the other has given up."""
     worker, client = pair
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
+    greet(client, worker)
     loser, other, peer = (worker, client, "c/1") if first == "worker" else (client, worker, "w/1")
-    loser.wire._post(lambda: loser.wire._links._lose(peer, "a test"))
+    loser.wire.lose(peer, "a test")
     assert isinstance(loser.next()[1], Lost)
     assert isinstance(other.next()[1], Lost)
     client.wire.send("w/1", MESSAGES[2])
     worker.nothing(0.3)
-    client.wire.connect("w/1", f"tcp://127.0.0.1:{_port(worker)}")
+    client.wire.connect("w/1", worker.address)
     client.wire.send("w/1", MESSAGES[3])
     assert worker.next() == ("c/1", MESSAGES[3])
 
@@ -434,8 +425,7 @@ class Relay:
 
 def test_disconnect_says_nothing_here_and_lost_there(pair: tuple[End, End]) -> None:
     worker, client = pair
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
+    greet(client, worker)
     client.wire.disconnect("w/1")
     client.wire.disconnect("unknown/1")
     client.wire.send("w/1", MESSAGES[1])
@@ -452,9 +442,7 @@ def test_a_full_queue_loses_the_peer_and_does_not_block(end: Callable[..., End])
         for i in range(SEND_QUEUE_FRAMES + 100):
             client.wire.send("w/1", Stop("r", 1, i))
         took_s = time.monotonic() - began
-        peer, event = client.next()
-        assert (peer, type(event)) == ("w/1", Lost)
-        assert "full" in event.reason
+        assert "full" in client.lost("w/1").reason
         client.nothing(0.1)
     assert took_s < LIMIT_S
 
@@ -463,12 +451,11 @@ def test_frames_that_are_not_ours_are_dropped(pair: tuple[End, End]) -> None:
     import zmq
 
     worker, client = pair
-    client.wire.send("w/1", MESSAGES[1])
-    worker.next()
+    greet(client, worker)
     context = zmq.Context()
     stranger = context.socket(zmq.DEALER)
     stranger.setsockopt(zmq.LINGER, 0)
-    stranger.connect(f"tcp://127.0.0.1:{_port(worker)}")
+    stranger.connect(worker.address)
     for frame in (b"", b"\0", b"\xff\xfe\0abc", b"x/1\0" + b"\xc1", b"x/1\0" + b"\x91\xa4Lost"):
         stranger.send(frame)
     time.sleep(0.2)
@@ -478,18 +465,8 @@ def test_frames_that_are_not_ours_are_dropped(pair: tuple[End, End]) -> None:
     assert worker.next() == ("c/1", MESSAGES[2])
 
 
-def _port(worker: End) -> int:
-    import zmq
-
-    listener = worker.wire._links._listener
-    assert listener is not None
-    return int(listener.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-
-
 def test_close_sends_what_is_queued(end: Callable[..., End]) -> None:
-    worker, client = end("w/1"), end("c/1")
-    client.wire.start()
-    client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+    worker, client = linked(end("w/1"), end("c/1"))
     for i in range(200):
         client.wire.send("w/1", Stop("r", 1, i))
     client.wire.close()
@@ -498,9 +475,7 @@ def test_close_sends_what_is_queued(end: Callable[..., End]) -> None:
 
 def test_close_leaks_no_thread_and_no_descriptor() -> None:
     def once() -> None:
-        worker, client = End("w/1"), End("c/1")
-        client.wire.start()
-        client.wire.connect("w/1", worker.wire.start("127.0.0.1"))
+        worker, client = linked(End("w/1"), End("c/1"))
         client.wire.connect("gone/1", "tcp://127.0.0.1:9")
         client.wire.send("w/1", MESSAGES[0])
         worker.next()
@@ -519,17 +494,13 @@ def test_close_leaks_no_thread_and_no_descriptor() -> None:
 
 
 def open_here() -> tuple[int, int, int]:
-    """Descriptors, threads of Python and all threads of this process.
+    """Descriptors, threads of Python and all threads of this process, libzmq's included.
 
     What tests before this have left is collected first; its threads may end a little later.
     """
     gc.collect()
-    return len(os.listdir("/proc/self/fd")), threading.active_count(), num_tasks()
-
-
-def num_tasks() -> int:
-    """Threads of this process, those of libzmq included."""
-    return len(os.listdir("/proc/self/task"))
+    fds, tasks = (len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task"))
+    return fds, threading.active_count(), tasks
 
 
 def test_close_while_others_send_raises_nowhere() -> None:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.paged_tiles import PagedTiles, choose
 from worker.attention.paged_triton import (
     PagedPlan,
@@ -17,6 +17,7 @@ from worker.attention.paged_triton import (
     paged_attention,
     plan_items,
 )
+from worker.attention.pool import PoolAttention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,

@@ -40,7 +40,7 @@ class PageBook:
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
-        self._tree = PrefixTree(page_size)
+        self.tree = PrefixTree(page_size)  # changed by the book alone
 
     @property
     def num_pages(self) -> int:
@@ -50,12 +50,12 @@ class PageBook:
     @property
     def num_available(self) -> int:
         """Pages that can still be promised."""
-        return self._allocator.num_free + self._tree.num_evictable - self.num_reserved
+        return self._allocator.num_free + self.tree.num_evictable - self.num_reserved
 
     @property
     def num_private(self) -> int:
         """Pages bound to requests and not in the tree."""
-        return self.num_pages - self._allocator.num_free - self._tree.num_pages
+        return self.num_pages - self._allocator.num_free - self.tree.num_pages
 
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens fill."""
@@ -80,12 +80,12 @@ class PageBook:
         Returns:
             The hold, or None when there is no room; then nothing has changed.
         """
-        node = self._tree.match(tokens, max_matched) if self._prefix_cache else self._tree.root
-        self._tree.lock(node)
-        pages = [each.page for each in node.path()]
+        node = self.tree.match(tokens, max_matched) if self._prefix_cache else self.tree.root
+        self.tree.lock(node)
+        pages = [ancestor.page for ancestor in node.path()]
         wanted = max(0, self.num_pages_for(num_slots) - len(pages))
         if wanted > self.num_available:
-            self._tree.unlock(node)
+            self.tree.unlock(node)
             return None
         self.num_reserved += wanted
         self.num_holds += 1
@@ -109,7 +109,7 @@ class PageBook:
             raise OutOfPages(f"{count - reserved} pages beyond the reservation")
         short = count - self._allocator.num_free
         if short > 0:
-            self._allocator.free(self._tree.evict(short))
+            self._allocator.free(self.tree.evict(short))
         pages = self._allocator.take(count, for_pull=for_pull)
         hold.num_reserved -= reserved
         self.num_reserved -= reserved
@@ -126,20 +126,20 @@ class PageBook:
         if not self._prefix_cache:
             return
         pages = hold.pages[: len(tokens) // self.page_size]
-        node, refused, displaced = self._tree.insert(tokens, pages)
+        node, refused, displaced = self.tree.insert(tokens, pages)
         self._allocator.free(displaced)
-        self._tree.lock(node)
-        self._tree.unlock(hold.node)
+        self.tree.lock(node)
+        self.tree.unlock(hold.node)
         hold.node = node
         hold.private -= set(pages) - set(refused)
 
     def close(self, hold: Hold) -> None:
         """Give everything back. No pull into its pages may be running."""
-        self._tree.unlock(hold.node)
+        self.tree.unlock(hold.node)
         self._allocator.free(hold.private)
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
-        hold.node, hold.num_reserved = self._tree.root, 0
+        hold.node, hold.num_reserved = self.tree.root, 0
         hold.pages, hold.num_slots, hold.private = [], 0, set()
 
     def check(self, holds: Iterable[Hold]) -> None:
@@ -148,5 +148,5 @@ class PageBook:
         private = [page for hold in holds for page in hold.private]
         assert len(private) == len(set(private)) == self.num_private
         assert self.num_reserved == sum(hold.num_reserved for hold in holds)
-        assert 0 <= self.num_reserved <= self._allocator.num_free + self._tree.num_evictable
+        assert 0 <= self.num_reserved <= self._allocator.num_free + self.tree.num_evictable
         assert self.num_holds == len(holds)

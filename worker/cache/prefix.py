@@ -96,17 +96,17 @@ class PrefixTree:
 
     def lock(self, node: Node) -> None:
         """Keep `node` and all above it until `unlock`."""
-        for each in node.path():
-            if each.num_locks == 0:
+        for locked in node.path():
+            if locked.num_locks == 0:
                 self.num_evictable -= 1
-            each.num_locks += 1
+            locked.num_locks += 1
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock`."""
-        for each in node.path():
-            each.num_locks -= 1
-            assert each.num_locks >= 0
-            if each.num_locks == 0:
+        for locked in node.path():
+            locked.num_locks -= 1
+            assert locked.num_locks >= 0
+            if locked.num_locks == 0:
                 self.num_evictable += 1
         self._offer(node)
 

@@ -15,45 +15,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from worker.config.engine import (
-    PLANNED_ON_HOST,
-    AttentionConfig,
-    Auto,
-    EngineConfig,
-    Fraction,
-    GraphConfig,
-    Section,
-)
+from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, GraphConfig, Section
+from worker.config.engine import AttentionConfig as AttentionConfig
+from worker.config.engine import Fraction as Fraction
 from worker.config.spec import SpecConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.config")
 
-__all__ = [
-    "MAX_AUTO_REQS",
-    "MEMORY_FRACTION",
-    "MIN_AUTO_REQS",
-    "AttentionConfig",
-    "Auto",
-    "DisaggregationConfig",
-    "EngineConfig",
-    "Fraction",
-    "GraphConfig",
-    "KVConfig",
-    "LeaseConfig",
-    "Machine",
-    "ModelConfig",
-    "Note",
-    "PingConfig",
-    "Section",
-    "SpecConfig",
-    "TracingConfig",
-    "TransportConfig",
-    "WorkerConfig",
-    "log_choice",
-]
-
 Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, why
+Choice = tuple[Any, str]  # what auto becomes, why
 MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
 MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
 
@@ -125,7 +96,7 @@ class TransportConfig(Section):
 
 
 class LeaseConfig(Section):
-    """Lease windows (ARCHITECTURE section 4). Decode's window must end before prefill's."""
+    """Lease windows. Decode's window must end before prefill's."""
 
     decode_window_s: float = Field(default=9.0, gt=0)
     """How long decode trusts pulled KV, from its last renewal."""
@@ -197,7 +168,7 @@ class TracingConfig(Section):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The machine of this process; `worker.start.machine.probe()` fills it."""
+    """The machine of this process; `worker.start.build.probe()` fills it."""
 
     device: Literal["cpu", "cuda"]
     num_cpus: int
@@ -235,23 +206,12 @@ class WorkerConfig(Section):
         return drafter_directory(self.model, self.spec)
 
     def resolved(
-        self,
-        machine: Machine,
-        *,
-        model_max_len: int,
-        model_dtype: str,
-        note: Note = log_choice,
+        self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> WorkerConfig:
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
-        num_groups, penalty_rows, and on CUDA max_num_reqs.
+        num_groups, penalty_rows, and on CUDA max_num_reqs. Idempotent.
 
-        Idempotent.
-
-        Args:
-            machine: what this process runs on.
-            model_max_len: positions the checkpoint was made for.
-            model_dtype: dtype its weights are stored in.
-            note: is told every choice.
+        model_max_len and model_dtype are the checkpoint's; note is called with every choice.
 
         Raises:
             UserError: max_model_len is beyond what the model was made for, or the collective needs
@@ -259,7 +219,7 @@ class WorkerConfig(Section):
         """
         cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
         attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
-        choices: dict[tuple[str, ...], tuple[Any, str]] = {
+        choices: dict[tuple[str, ...], Choice] = {
             ("model", "dtype"): ("float32", "CPU") if cpu else (model_dtype, "as stored"),
             ("model", "max_model_len"): (model_max_len, "the model's own limit"),
             ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
@@ -313,8 +273,8 @@ def check_collective(
         raise UserError(f"{path}: {name}, but {who} on {devices}; {remedy}", path)
 
 
-def _widths(asked: SpecConfig) -> tuple[list[int], str]:
-    """Widths that `auto` means, and why."""
+def _widths(asked: SpecConfig) -> Choice:
+    """Widths of windows."""
     if asked.drafter == "dflash":
         return [1, 2, 4, 8, 16], "drafts of dflash; those within a block of the drafter stay"
     if asked.drafter != "none":
@@ -324,24 +284,22 @@ def _widths(asked: SpecConfig) -> tuple[list[int], str]:
     return [1], "nothing proposes drafts"
 
 
-def _spec(decode: str, auto: tuple[str, str]) -> tuple[str, str]:
+def _spec(decode: str, auto: Choice) -> Choice:
     """The attention backend of windows beside a `decode` that is configured, maybe "auto"."""
     return auto if decode == "auto" or decode in PLANNED_ON_HOST else (decode, "that of decode")
 
 
-def _chunk(role: str, cpu: bool) -> tuple[int, str]:
-    """Tokens of a prefill step at most, and why."""
+def _chunk(role: str, cpu: bool) -> Choice:
+    """Tokens of a prefill step at most."""
     if cpu or role == "decode":
         return 512, "CPU" if cpu else "decode steps wait meanwhile"
     return 2048, "CUDA; beyond, products are no faster"
 
 
-def _graphs(role: str, cpu: bool) -> dict[str, tuple[str, str]]:
-    """The graphs that `auto` means for each kind of step, and why."""
+def _graphs(role: str, cpu: bool) -> dict[str, Choice]:
+    """The graphs of each kind of step."""
     if cpu:
         return dict.fromkeys(GraphConfig.model_fields, ("eager", "the CPU has no graphs"))
-    if role == "prefill":
-        decode = "eager", "a prefill worker decodes nothing"
-    else:
-        decode = "full", "CUDA"
+    nothing = "eager", "a prefill worker decodes nothing"
+    decode = nothing if role == "prefill" else ("full", "CUDA")
     return {"prefill": ("piecewise", "CUDA"), "decode": decode}

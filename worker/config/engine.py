@@ -95,8 +95,8 @@ class EngineConfig(Section):
     growth_tokens: int = Field(default=64, ge=1)
     """Output tokens for which a request reserves KV pages at admission."""
     penalty_rows: Auto | PositiveInt = "auto"
-    """Requests with penalties or logit bias at a time; auto: 16, or max_num_reqs if the model's
-    generation_config.json has a repetition penalty, be it that routers ignore that file."""
+    """Requests with penalties or logit bias at a time. auto: 16; max_num_reqs if the model's
+    generation_config.json has a repetition penalty, which routers may be told to ignore."""
     prefix_cache: bool = True
     """Keep the KV of finished requests for prompts that begin alike."""
     attention: AttentionConfig = AttentionConfig()

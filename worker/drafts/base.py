@@ -14,7 +14,7 @@ class Drafter(Protocol):
     """Fills `RowColumns.drafts` for the next step of each row. Enqueues device work only.
 
     A draft is accepted iff the target draws the same token, so drafts change how many tokens a step
-    yields, never which. Whatever a drafter keeps of a text lies in regions of the KV layout: it
+    yields, never which. What a drafter's model keeps of a text lies in regions of the KV layout: it
     travels with the page, and a page is never without it.
     """
 
@@ -23,7 +23,7 @@ class Drafter(Protocol):
         ...
 
     def seed(self, rows: Tensor) -> None:
-        """Rows begin to decode: they have a last token, and KV of all text before it. Not captured.
+        """Rows begin to decode: they have a last token, and KV of all before it. Never in a graph.
 
         Nothing is proposed, so the first window of each yields one token. Rows that are not active
         are left alone. rows: [n] i64, of the step state.

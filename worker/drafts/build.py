@@ -40,7 +40,7 @@ def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | Non
 
 
 def within_block(config: WorkerConfig, shape: DrafterShape | None) -> WorkerConfig:
-    """Cut the widths that `auto` gave, in a resolved `config`, to a block of the drafter."""
+    """Drop the widths that `auto` gave a resolved `config` and that exceed the drafter's block."""
     if not isinstance(shape, DFlashShape):
         return config
     widths = [width for width in config.spec.chosen if width <= shape.block_size]
@@ -81,7 +81,7 @@ def build_drafter(
 ) -> Drafter | None:
     """Put the drafter that is configured beside `target`, whose taps are set.
 
-    model: loaded; None: it has no weights. Of those, prefill workers have nothing to do.
+    model: loaded; None: a drafter without weights, of which prefill workers build nothing.
 
     Raises:
         UserError: the attention backend of windows cannot serve the drafter's heads or masks.

@@ -7,8 +7,8 @@ values of its only layer depend on that input alone, so text is taken in without
 has no row. Two regions of the KV layout hold all state:
 
     draft   keys and values of these rows
-    tail    for each page the feature of its last token with KV in the target's region: what the
-            first row behind the page is made of, whoever computes it
+    tail    for each page, the feature of the last token whose KV the target has stored there: the
+            row of the next token is made of it, on whichever worker
 """
 
 from __future__ import annotations
@@ -56,7 +56,10 @@ class Chain(Drafter):
         self._tails.index_copy_(0, draft.tail_pages, features)
 
     def seed(self, rows: Tensor) -> None:
-        """Make the row of the last token, whose feature is in the tail before it."""
+        """Make the row of the last token.
+
+        The feature of the token before it is the tail of that earlier token's page.
+        """
         columns = self._state.columns
         active = columns.active.index_select(0, rows)
         position = columns.seq_len.index_select(0, rows)
@@ -77,7 +80,7 @@ class Chain(Drafter):
     def _propose(
         self, sampled: SampledRows, steps: DraftSteps, features: Tensor, *, greedy: bool
     ) -> None:
-        # The row in slot L' is computed again, as it attends now; it stays what it was.
+        # The row in slot L' is stored already. The first pass stores the same again, and attends.
         token = steps.tokens.index_select(0, steps.last)
         feature = features.index_select(0, steps.last)
         state, model, columns = self._state, self._model, self._state.columns

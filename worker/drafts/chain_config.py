@@ -58,8 +58,8 @@ def _norm_output(fields: Fields) -> bool:
         if fields.get(fed_back) is None:
             raise fields.unsupported(
                 name,
-                "means what the head takes in early SpecForge, what is fed back elsewhere; say "
-                f"which by {fed_back}: is the output after the norm fed back?",
+                "has two meanings: the head takes the normed output (early SpecForge), or the "
+                f"normed output is fed back; set {fed_back} to say whether it is fed back",
             )
         if fields.flag(fed_back) and not fields.flag(name):
             raise fields.error(name, f"false, but {fed_back} true")
@@ -102,5 +102,5 @@ def _taps(file: DrafterFile) -> tuple[int, ...]:
     name = f"eagle_config.{IDS}" if outputs else IDS
     file.check_taps(fields, name, taps, last=not inputs)
     if fields.integer("num_aux_hidden_states", default=len(taps)) != len(taps):
-        raise fields.error("num_aux_hidden_states", f"must be {len(taps)}, as there are layer ids")
+        raise fields.error("num_aux_hidden_states", f"must be {len(taps)}: one a layer id")
     return taps

@@ -3,8 +3,8 @@
 Slot t of the drafter's region has keys and values of all its layers, made of the target's feature
 of token t alone: text is taken in by one product of features, without attention. A block is the
 last drawn token, at position L, and mask tokens behind it. It attends to slots 0 to L - 1 and to
-itself; its own keys and values lie in the slots from L on until the next step's replace them, and
-pages are never shared as far as that.
+itself. Its own keys and values lie in the slots from L on until the next step's replace them. No
+page that has such slots is shared.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def _types(layer: Fields, num_layers: int) -> list[str]:
     types = [FULL] * num_layers if types is None else types
     if not isinstance(types, list) or len(types) != num_layers:
         raise layer.error(
-            "layer_types", f"must be a list of {num_layers}, as there are layers, not {types!r}"
+            "layer_types", f"must be a list of {num_layers}, one a layer, not {types!r}"
         )
     for kind in types:
         if kind not in (SLIDING, FULL):
@@ -64,8 +64,8 @@ def _windows(file: DrafterFile, types: list[str]) -> list[int | None]:
         if any(slides) and not all(slides):
             raise fields.unsupported(
                 "dflash_config.use_swa",
-                "true, but layer_types has full attention too: whose windows are meant? Leave it "
-                "out if it is only those that layer_types calls sliding",
+                "true, but layer_types has full attention too. Leave it out if only those layers "
+                "have windows that layer_types calls sliding",
             )
         slides = [True] * len(types)
     elif layer.get("layer_types") is None:
@@ -130,7 +130,7 @@ def _taps(file: DrafterFile, num_layers: int) -> tuple[int, ...]:
 
 
 def _mask_token_id(file: DrafterFile) -> int:
-    """The row of the embedding for what is not known, of a drafter without a tensor for it.
+    """The mask token's id, of a drafter without a mask embedding of its own.
 
     Files that have such a tensor may name an id too, for readers that put the tensor in its place.
     """

@@ -25,7 +25,7 @@ from worker.ops.product import product
 @dataclass(frozen=True, slots=True)
 class Stacked:
     """The key and value projections of all layers, one below the other, so that one product serves
-    them all. A copy: blocks need each layer's beside its queries'."""
+    them all. They are copies: each layer's own QKV matrix serves the blocks."""
 
     weight: Tensor  # [num_layers · 2 · num_kv_heads · head_dim, hidden_size]
     bias: Tensor | None

@@ -2,8 +2,8 @@
 
 The target draws argmax(logits / T + noise(seed, position, id)). A drafter that perturbs its own
 logits with the same noise proposes the same token whenever the two distributions are close, for
-seeded requests as for greedy ones. Filters, penalties and masks are left out: they decide what is
-accepted, not what is right.
+seeded requests as for greedy ones. Filters, penalties and masks are left out. So fewer drafts may
+be accepted, and the answers stay the same.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def draw_drafts_ref(
     drafts: Tensor,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw the next m drafts of each row, and write them to `drafts`; token 0 where there is none.
+    """Draw the next m drafts of each row into `drafts`; returns them, 0 where there is none.
 
     Args:
-        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: its
-            columns of them.
+        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: the
+            columns of that part only.
         rows: [n] i64, of the step state.
         position: [n * m] i64, of the token before each draft.
         slots: [n * m] i64; 0: there is no draft.
         seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
         temperature: [num_rows + 1] f32, another; 0 = greedy.
-        ids: [num_ids] i64, ascending: the target's id of each of the drafter's; None: its own.
+        ids: [num_ids] i64, ascending: the target's id for each of the drafter's; None: both equal.
         drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
         part: which of the drafter's ids the columns are, if other ranks have others. All ranks
             call, and draw the same.

@@ -38,8 +38,8 @@ def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
     return dict.fromkeys(names)
 
 
-# No draft depends on these: how it was trained and stored, how long it was trained for, where a
-# text ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
+# No draft depends on these: how the drafter was trained and stored, for what length, where a text
+# ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
 # products are cut.
 _UNREAD = _any(
     "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "auto_map",

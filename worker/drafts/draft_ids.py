@@ -32,7 +32,7 @@ class DraftIds(nn.Module):
         return {names[part]: whole(table) for part, table in tables.items() if part in names}
 
     def spread(self) -> None:
-        """Fill the tables of a drafter without a checkpoint: every so-manieth id of the target."""
+        """Fill the tables of a drafter without a checkpoint: evenly spaced ids of the target."""
         own = torch.arange(self.spec.vocab_size, device=self.offsets.device)
         targets = own * self.spec.target_vocab_size // self.spec.vocab_size
         self.offsets.copy_(targets - own)

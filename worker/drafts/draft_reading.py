@@ -35,7 +35,7 @@ class DrafterFile:
 
     @classmethod
     def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
-        """The file of directory `path`, without unknown fields and values we do not compute.
+        """Read the file of directory `path`; refuse unknown fields, and values we do not compute.
 
         Raises:
             UserError: it is broken. Unsupported: it is none of a `drafter`, or has such a field.
@@ -139,8 +139,8 @@ class DrafterFile:
         if self.form.ties_head and not reduced and self.fields.flag("tie_word_embeddings") and own:
             raise self.fields.unsupported(
                 "tie_word_embeddings",
-                "a head that is the drafter's embedding; leave the field false, and of lm_head and "
-                "embed_tokens what the drafter has of its own",
+                "a head that is the drafter's embedding; set the field to false, and store lm_head "
+                "and embed_tokens only if they are the drafter's own",
             )
         return names
 

@@ -1,7 +1,7 @@
 """Where a chain drafter's rows of a decode step go: those it keeps, and those it proposes with.
 
 A draft row of slot t is made of token t and the feature of token t - 1. A row that had KV of L
-tokens and keeps a of its draws has now KV of L' = L + a, and its draft rows are:
+tokens and keeps `a` draws has KV of L' = L + a now. Its draft rows are:
 
     slot        L + 1     ...     L' - 1         L'              L' + 1      L' + 2   ...
     token       draw 0    ...     draw a - 2     draw a - 1      draft 1     draft 2
@@ -40,11 +40,11 @@ class DraftSteps(NamedTuple):
 def draft_rows_ref(
     sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
 ) -> DraftSteps:
-    """Place the draft rows of a step, whose `sampled` accept_rows had and `drawn` it returned.
+    """Place the draft rows of a step; sampled: what accept_rows took; drawn: what it returned.
 
-    Rows are kept of those that were live when the step began, whether it ended them or not: their
+    Each row that was live when the step began keeps its draft rows, even if the step ended it: its
     pages may serve others. Nothing is proposed for rows that ended, nor for positions at or beyond
-    a row's maximum; what would be goes to the sink. Position 0 has no row.
+    a row's maximum; such draft rows go to the sink. Position 0 has no draft row.
     """
     rows, width, n = sampled.rows, sampled.width, len(sampled.rows)
     place = torch.arange(width, device=rows.device)

@@ -22,7 +22,7 @@ class DrafterShape(LayerShape):
     qk_norm: bool
     target_vocab_size: int
     target_hidden_size: int
-    # "After layer k" of the target, from 0 on: the residual sum. Its number of layers means the
+    # k: the residual sum after layer k of the target, from 0 on. The target's num_layers as k: the
     # output after the final norm.
     taps: tuple[int, ...]
     # Part -> name in the checkpoint, without ".weight" (mask_embedding, d2t and t2d: the tensor's
@@ -37,7 +37,7 @@ class DrafterShape(LayerShape):
 
     @property
     def num_features(self) -> int:
-        """Hidden states of the target that one feature is made of."""
+        """How many hidden states of the target one feature is made of."""
         return len(self.taps)
 
 
@@ -63,5 +63,5 @@ class DFlashShape(DrafterShape):
     num_layers: int
     block_size: int  # tokens of a block as it was trained, the first of which is no draft
     masks: tuple[KeyMask, ...]  # which keys the rows of a block see, by layer
-    # Row of the embedding that stands for what is not known; None: "mask_embedding" in `names`.
+    # Id of the mask token; None: the drafter has a "mask_embedding" of its own, see `names`.
     mask_token_id: int | None

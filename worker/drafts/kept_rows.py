@@ -1,7 +1,7 @@
 """Which tokens of a step's windows the rows keep: those whose KV is in the text from now on.
 
-A row that had KV of L tokens and keeps a of its draws has now KV of its window's first a tokens,
-at positions L to L + a - 1. What lies behind them in the window is of drafts that were refused.
+A row that had KV of L tokens and keeps `a` draws has KV of the first `a` tokens of its window now,
+at positions L to L + a - 1. KV behind them in the window belongs to refused drafts.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def kept_rows_ref(
 ) -> tuple[Tensor, Tensor]:
     """Place the tokens of a step's windows; those that are not kept go to the sink.
 
-    Tokens are kept of rows that were live when the step began, whether it ended them or not: their
-    pages may serve others. sampled: as accept_rows had them; drawn: what it returned.
+    Rows that were live when the step began keep their accepted tokens, even if the step ended them:
+    their pages may serve others. sampled: what accept_rows took; drawn: what it returned.
 
     Returns position and slot of each token, [n * width] i64 both, 0 for those not kept.
     """

@@ -3,8 +3,8 @@
 It needs no weights and keeps nothing in pages: the text of each row is on the device
 (`StepState.text`), from the row's start and from what its steps draw.
 
-The longest run of last tokens counts that is found again, and of several places the last one. Where
-the text ends before all drafts are found, what follows is taken for periodic. After Saxena, "Prompt
+The longest run of last tokens that occurs earlier in the text counts, at its latest place. Where
+the text ends before there are enough drafts, it is continued periodically. After Saxena, "Prompt
 lookup decoding" (2023).
 """
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from worker.model.attention import SelfAttention
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
     RMSNorm,
     RowParallelLinear,
+    SelfAttention,
     VocabParallelEmbedding,
     gate_up_rows,
     selected,
@@ -113,11 +113,11 @@ class Decoder(nn.Module):
         self.head = self.embedding if tied else VocabParallelEmbedding(*vocabulary)
 
     def tap(self, layers: Sequence[int], max_tokens: int) -> Taps:
-        """Keep the residual after each of `layers` of every later step, of at most so many tokens.
+        """Keep the residual after each of `layers` in later steps of up to `max_tokens` tokens.
 
         The norm behind a tapped layer writes the sum that it makes anyway into the buffer, so a tap
-        costs no kernel, and graphs write it when they are replayed. The taps before are gone;
-        without `layers` there are none.
+        costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped; with
+        empty `layers` none are left.
         """
         taps = Taps(layers, max_tokens, self.spec.hidden_size, self.placement)
         for number, layer in enumerate(self.layers):

@@ -64,8 +64,7 @@ class Fields:
             raise self.unsupported(field, f"{value!r}; supported: {names}")
 
     def place(self, *places: str) -> tuple[Fields, str]:
-        """Where the first of `places` that has a value stands, or the last if none has: the object
-        and the field.
+        """(object, field) of the first of `places` that has a value; of the last if none has.
 
         Raises:
             UserError: two of them differ.

@@ -14,10 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.shard import HeadSplit, Part, Shard, all_of, split_even, stacked, whole
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
+from worker.forward.context import current
+from worker.model.rotary import RotaryEmbedding
+from worker.model.shape import LayerShape
+from worker.model.shard import (
+    HeadSplit,
+    Part,
+    Shard,
+    all_of,
+    split_even,
+    split_heads,
+    stacked,
+    whole,
+)
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
+from worker.ops.norms import add_rms_norm, rms_norm
 from worker.ops.product import gated_product, product
-from worker.ops.rms_norm import rms_norm
 from worker.peers.base import Collective
 
 
@@ -148,7 +161,7 @@ class RowParallelLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features], to be summed.
 
-        Of several ranks it lies in a Collective.buffer.
+        With several ranks the result lies in a Collective.buffer.
         """
         if self._collective.size == 1:
             return self.weight.product(x, self._local_bias)
@@ -202,12 +215,14 @@ class RMSNorm(nn.Module):
     def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(normed, new residual), new residual being residual + the sum of all ranks' `part`.
 
-        part, residual: [num_tokens, size]; the content of `part` is lost. Without a residual
-        `part` is whole, as the embedded tokens, and becomes the residual itself.
+        part, residual: [num_tokens, size]. With a residual, the content of `part` is lost. Without
+        one, `part` is whole, as the embedded tokens, and becomes the residual.
         """
         if residual is None:
             return self(part), part
         total = None if self.tap is None else self.tap[: len(part)]
+        if self._collective.size == 1:
+            return add_rms_norm(part, residual, self.weight, self.eps, total)
         return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
@@ -216,9 +231,9 @@ class RMSNorm(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Each rank holds as many rows, whole ALIGNMENTs of them; surplus rows of the last are zero.
+    """Each rank holds the same number of rows; rows beyond the vocabulary are zero.
 
-    A small vocabulary may leave ranks without any.
+    With several ranks the number is a multiple of ALIGNMENT, so some may hold no token's row.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
@@ -232,7 +247,7 @@ class VocabParallelEmbedding(nn.Module):
         self.stop = min(self.start + rows, vocab_size)
         self.weight = placement.empty(rows, hidden_size)
         self.weight.zero_()
-        # Of which ids logits are, as long as they are not gathered; None: of all.
+        # The ids whose logits this rank computes, before any gather; None: all ids.
         self.part: VocabPart | None = None
         if collective.size > 1:
             self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
@@ -240,7 +255,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
 
-        Of several ranks it lies in a Collective.buffer.
+        With several ranks the result lies in a Collective.buffer.
         """
         if self._collective.size == 1:
             return F.embedding(input_ids, self.weight)
@@ -257,7 +272,7 @@ class VocabParallelEmbedding(nn.Module):
         whole: gathered from all ranks; else [n, ids of `part`].
         """
         part = product(hidden, self.weight)
-        if not whole:
+        if not whole or self._collective.size == 1:
             return part[:, : self.stop - self.start]
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
 
@@ -269,3 +284,102 @@ class VocabParallelEmbedding(nn.Module):
 
 def _gather(collective: Collective, pairs: Tensor) -> Tensor:
     return collective.all_gather(pairs, dim=0).view(collective.size, -1)
+
+
+class SelfAttention(nn.Module):
+    """Projections, optional norms, rope and attention of one layer."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        placement: Placement,
+        in_features: int | None = None,
+    ) -> None:
+        """in_features: of q, k and v; None: the hidden size."""
+        super().__init__()
+        num_heads, head_dim, features = shape.num_heads, shape.head_dim, shape.features
+        collective, eps = placement.collective, shape.rms_norm_eps
+        heads = split_heads(num_heads, shape.num_kv_heads, collective.rank, collective.size)
+        self.qkv = ColumnParallelLinear(
+            in_features or shape.hidden_size,
+            qkv_rows(heads, num_heads, shape.num_kv_heads, head_dim),
+            placement,
+            bias=features.qkv_bias,
+        )
+        self.output = RowParallelLinear(
+            "o_proj", num_heads * head_dim, shape.hidden_size, placement, bias=features.output_bias
+        )
+        self.q_norm = self.k_norm = self._norms = None
+        if features.qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps, placement)
+            self.k_norm = RMSNorm(head_dim, eps, placement)
+            self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
+        self.rotary, self.layer_id = rotary, layer_id  # of the pool
+        self._num_heads = heads.num_heads
+
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
+
+        The tokens attend to all stored keys, their own included. positions: [num_tokens] i64.
+        rows: see DecoderLayer.forward.
+        """
+        qkv, table = self.qkv(hidden), self.rotary.table
+        attended = qkv.new_empty(qkv.shape[0], self._num_heads, table.shape[1])
+        norms = self._norms or (None, None, 0.0)
+        attend(qkv, positions, table, *norms, self.layer_id, attended)
+        return self.output(selected(attended.flatten(1), rows))
+
+    def store(self, hidden: Tensor, positions: Tensor) -> None:
+        """Only the keys and values of forward(), into the tokens' slots."""
+        context, kv = current(), self.qkv.last(hidden, 2)
+        caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
+        qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Checkpoint name -> Shard."""
+        shards = self.qkv.shards(prefix) | self.output.shards(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            shards |= self.q_norm.shards(f"{prefix}.q_norm")
+            shards |= self.k_norm.shards(f"{prefix}.k_norm")
+        return shards
+
+
+def attend(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    layer_id: int,
+    out: Tensor,
+) -> None:
+    """The part of a layer that reads the forward context; fills `out` and the tokens' KV slots.
+
+    In a captured pass the store belongs to the graph before the break, because it reads only
+    positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
+    run.
+
+    qkv: see qk_rope_store_ref; positions, table: see Rotation; q_weight, k_weight, eps: see
+    HeadNorms; out: [num_tokens, num_heads, head_dim], contiguous.
+    """
+    context = current()
+    caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
+    norms = None
+    if q_weight is not None and k_weight is not None:
+        norms = HeadNorms(q_weight, k_weight, eps)
+    q = qk_rope_store(qkv, Rotation(table, positions), caches, slots, norms)
+    if context.breaks is None:
+        _attend(layer_id, q, out)
+    else:
+        context.breaks.at(partial(_attend, layer_id), q, out)
+
+
+def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
+    """The break of captured passes: only from here on does code depend on the batch's requests."""
+    context = current()
+    if context.on_layer is not None:
+        context.on_layer(layer_id)
+    context.attention.forward(q, layer_id, out)

@@ -17,7 +17,7 @@ from worker.model.files import listed, weight_files
 from worker.model.layers import Placement
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.peers.base import Collective
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -49,7 +49,7 @@ def load_model(
     dtype: torch.dtype,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
-    progress: Progress = untold,
+    progress: Progress = no_progress,
 ) -> Decoder:
     """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
 
@@ -76,7 +76,7 @@ def check_format(load_format: str) -> None:
         raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
 
 
-def read_weights(model: Loadable, path: Path, progress: Progress = untold) -> None:
+def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
     """Fill `model` from the safetensors files of directory `path`.
 
     Raises:
@@ -124,7 +124,9 @@ def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
 
-def fill_with_noise(shards: Mapping[str, Shard], seed: int, progress: Progress = untold) -> None:
+def fill_with_noise(
+    shards: Mapping[str, Shard], seed: int, progress: Progress = no_progress
+) -> None:
     """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
     for i, (name, shard) in enumerate(shards.items()):
         progress("load", i, len(shards))

@@ -162,8 +162,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
     if rope_type not in ROPE_TYPES:
         raise fields.unsupported(
             name,
-            f"config.rope_scaling: rope type {rope_type!r} is not supported; "
-            f"supported: {', '.join(ROPE_TYPES)}",
+            f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}",
         )
     if rope_type == "default":
         return theta, None

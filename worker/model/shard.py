@@ -64,7 +64,7 @@ def whole(dest: Tensor) -> Shard:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """This rank's attention heads. With more ranks than kv heads, ranks hold copies of one."""
+    """This rank's attention heads. With more ranks than kv heads, a kv head is on several ranks."""
 
     num_heads: int
     num_kv_heads: int

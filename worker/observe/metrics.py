@@ -51,8 +51,8 @@ Progress = Callable[[str, int, int], None]
 Kind = Literal["counter", "reading", "gauge", "histogram"]
 
 
-def untold(stage: str, done: int, total: int) -> None:
-    """Nobody wants to know."""
+def no_progress(stage: str, done: int, total: int) -> None:
+    """The Progress of a start that nobody watches."""
 
 
 class Family(NamedTuple):

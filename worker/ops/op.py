@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 P = ParamSpec("P")
@@ -18,7 +19,12 @@ R = TypeVar("R")
 
 
 def op(definition: Callable[P, R]) -> Callable[P, R]:
-    """`definition`, called NAME_ref, computed by its kernel where its tensors are on a GPU."""
+    """`definition`, called NAME_ref, computed by its kernel where its tensors are on a GPU.
+
+    With a torch that knows no GPU it is `definition` itself.
+    """
+    if not torch.backends.cuda.is_built():
+        return definition
     name = definition.__name__.removesuffix("_ref")
     kernel: Callable[P, R] | None = None
 

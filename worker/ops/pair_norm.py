@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.ops.norms import rms_norm_ref
 from worker.ops.op import op
-from worker.ops.rms_norm import rms_norm_ref
 
 
 def pair_norm_ref(

@@ -11,8 +11,8 @@ from torch import Tensor
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import has_dependent_launch
 from worker.ops.lt_gemm import tuned_gemm
+from worker.ops.norms import swiglu
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
-from worker.ops.swiglu import swiglu
 
 # Up to so many rows a product takes the time of reading its weights.
 MAX_STREAMED_ROWS = 64

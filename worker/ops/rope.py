@@ -37,20 +37,3 @@ def rope_table(inv_freq: Tensor, max_positions: int, device: torch.device) -> Te
     positions = torch.arange(max_positions, dtype=torch.float32, device=device)
     angles = torch.outer(positions, inv_freq)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def rope_ref(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with pairs (i, i + head_dim/2) rotated by their token's angles (the NeoX pairing).
-
-    q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim];
-    positions: [num_tokens] i64; table: see rope_table. Rotates in f32; returns new tensors of
-    the inputs' dtype.
-    """
-    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)

@@ -32,8 +32,8 @@ from worker.ops.jit import (
     tl,
     triton,
 )
-from worker.ops.swiglu import swiglu_ref
-from worker.ops.swiglu_triton import silu_and_mul
+from worker.ops.norms import swiglu_ref
+from worker.ops.norms_triton import silu_and_mul
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.errors import UserError
-from worker.ops.rms_norm import add_rms_norm
+from worker.ops.norms import add_rms_norm
 
 COLLECTIVES: Mapping[str, str] = {
     "single": "worker.peers.base:SingleCollective",

@@ -134,7 +134,7 @@ class Admission:
         if not -1 <= sampling.logprobs <= max_logprobs:
             raise UserError(f"at most {max_logprobs} alternatives", "top_logprobs")
         if not _fits(sampling):
-            raise UserError("sampling parameters that no row can hold", "temperature")
+            raise UserError("a sampling parameter is not finite or out of range", "temperature")
         if not _known(message.tokens, vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
         if len(sampling.stop_ids) > max_stops or not _known(sampling.stop_ids, vocab_size):

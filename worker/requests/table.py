@@ -118,7 +118,7 @@ class Requests:
             self.leave(req, FinishReason.ABORT, ABORTED)
 
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
-        """End `req` without a reply. Its pages are freed once no pull writes to them.
+        """End `req` without a reply; at once, or once no pull writes to its pages.
 
         cut_off: the error that its trace records; None: it was not cut off.
         """

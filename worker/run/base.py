@@ -12,13 +12,13 @@ from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
-from worker.observe.metrics import Progress, untold
-from worker.plan import Plan
+from worker.observe.metrics import Progress, no_progress
+from worker.plan import Plan, Tail
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState, Windows
 
@@ -77,9 +77,9 @@ class Forward(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """One launched decode step; the next step may overwrite the tensors."""
+    """What a launched forward left; the next step may overwrite the tensors."""
 
-    hidden: Tensor  # [len(rows) * width, hidden]
+    hidden: Tensor  # [len(rows) * width, hidden]; of a prefill step: [rows that sample, hidden]
     sampled: SampledRows | None  # the rows to draw for; None: drawn already, or nothing to draw
     result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
@@ -97,7 +97,7 @@ class StepGraphs(Protocol):
         """Capture the largest bucket, to measure its memory. The pool may be tiny."""
         ...
 
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Prepare and check every bucket; called once, before the first launch."""
         ...
 
@@ -116,11 +116,9 @@ class ChunkGraphs(StepGraphs, Protocol):
         ...
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """Enqueue one forward.
+        """Enqueue one forward over the batch that `BatchBuffers.chunks` built last.
 
-        Args:
-            batch: the last that `BatchBuffers.chunks` built, in the shape that `padded` chose.
-            on_layer: see ForwardContext; a replay calls it as well.
+        Its shape is what `padded` chose. on_layer: see ForwardContext; a replay calls it as well.
         """
         ...
 
@@ -128,20 +126,17 @@ class ChunkGraphs(StepGraphs, Protocol):
 class DecodeGraphs(StepGraphs, Protocol):
     """Launches decode steps."""
 
-    def launch(self, plan: Plan) -> Decoded:
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
         """Enqueue one decode step; its row changes are applied already.
 
-        With `plan.draws_apart` this is the forward only, and `draw` follows.
+        tail: of its draws; "none": the forward alone, and `draw` follows.
         """
         ...
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
-        """Enqueue the draws of the step launched last, if they are launched apart.
+        """Enqueue the draws behind what `launch` returned last, if they are launched apart.
 
-        Args:
-            forwarded: what `launch` returned.
-            plan: of the step.
-            masks: of its rows, on the host; None: no row has a grammar.
+        masks: of the plan's rows, on the host; None: no row has a grammar.
         """
         ...
 
@@ -151,7 +146,4 @@ CHUNK_GRAPHS = {
     "piecewise": "worker.run.piecewise:PiecewiseChunks",
     "compiled": "worker.run.compiled:compiled_chunks",
 }
-DECODE_GRAPHS = {
-    "eager": "worker.run.eager:EagerDecode",
-    "full": "worker.run.full:FullDecode",
-}
+DECODE_GRAPHS = {"eager": "worker.run.eager:EagerDecode", "full": "worker.run.full:FullDecode"}

@@ -2,8 +2,8 @@
 
 At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
 compiler fuses ops, they have to be close, because it rounds differently. The check also measures
-both times, which decide whether a bucket is used. It runs on an idle engine, and leaves the initial
-step state and zero pages.
+both times. Those of chunks decide which graphs are kept, those of decode steps feed the width
+policy. It runs on an idle engine, and leaves the initial step state and zero pages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from worker.api import Sampling
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.draws import Masks
 from worker.plan import TAILS, Chunk, Plan, RowPages, RowStart, Tail
@@ -46,16 +46,10 @@ class Launches(NamedTuple):
 def check_bucket(
     loaded: LoadedModel, bucket: int, width: int, eager: Launches, graph: Launches
 ) -> BucketCheck | None:
-    """Run one decode bucket both ways from the same state; None if the pool is too small for that.
+    """Run `bucket` rows with windows of `width` op by op and by replays, from the same state.
 
-    In windows the first draft of each row is right, and so are some of the others by chance.
-
-    Args:
-        loaded: its state and pages must be unused; they are reset afterwards.
-        bucket: rows.
-        width: tokens of their windows.
-        eager: op by op.
-        graph: replays.
+    In windows the first draft of each row is right, and so are some of the others by chance. State
+    and pages of `loaded` must be unused, and are reset. None: the pool is too small.
 
     Raises:
         AssertionError: the results differ, and engine.strict is set.
@@ -63,7 +57,7 @@ def check_bucket(
     scene = DecodeScene(loaded, bucket, width)
     if scene.num_slots < width + 2:
         return None
-    # Then the two tails for penalties and masks, without logprobs and with them.
+    # `changed`: the draws behind a forward, with penalties and masks; without logprobs, with them.
     tails = TAILS_CHECKED if width == 1 else ("greedy",)
     plain = [Plan(0, tail=tail, width=width) for tail in tails]
     changed = [
@@ -76,67 +70,62 @@ def check_bucket(
         result = eager.step(scene.rows, "greedy", width).result
         assert result is not None
         scene.drafts = result.drawn[:, : width - 1].clone()
-    what = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
+    name = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
     for plan in plain + changed:
-        (a, b) = (scene.outcome(launches, plan) for launches in (eager, graph))
-        same = [torch.equal(x, y) for x, y in zip(a, b, strict=True)]
+        outcomes = (scene.outcome(launches, plan) for launches in (eager, graph))
+        same = [torch.equal(a, b) for a, b in zip(*outcomes, strict=True)]
         if not all(same):
             equal = False
-            log.error("%s, %s: equal hidden, KV, state, counts, tokens, …: %s", what, plan, same)
+            log.error("%s, %s: equal hidden, KV, state, counts, tokens, …: %s", name, plan, same)
     scene.set()
-    calls = [partial(each.step, scene.rows, "greedy", width) for each in (graph, eager)]
+    calls = [partial(kind.step, scene.rows, "greedy", width) for kind in (graph, eager)]
     graph_ms, eager_ms = scene.times_ms(calls, NUM_ROUNDS if width == 1 else 1)
     scene.reset()
     check = BucketCheck("decode", bucket, equal, graph_ms, eager_ms, width=width)
-    return _reported(check, what, loaded)
+    return _reported(check, name, loaded)
 
 
 def check_chunk_bucket(
     loaded: LoadedModel,
     num_tokens: int,
-    eager: LaunchChunks,
-    graph: LaunchChunks,
+    ways: tuple[LaunchChunks, LaunchChunks],
     *,
     fixed_shape: bool,
     rounding: float = 0.0,
 ) -> BucketCheck | None:
-    """Run one batch of chunks, padded to `num_tokens`, both ways; None if the pool is too small.
+    """Run one batch of chunks, padded to `num_tokens`, op by op and by replays: the two `ways`.
 
     Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`.
-
-    Args:
-        rounding: 0 demands equal bits. Otherwise a row of hidden states may differ by this share of
-            its norm, and KV is not compared: wrong KV shows in the hidden states that attend to it.
+    `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
+    this share of its norm, and KV is not compared: wrong KV shows in the hidden states that attend
+    to it. Returns None if the pool is too small.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
-    what = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
+    name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
     if not scene.fits:
-        log.info("%s: not compared, the KV pool is too small", what)
+        log.info("%s: not compared, the KV pool is too small", name)
         return None
-    found = []
-    for launch in (eager, graph):
-        batch = scene.set()
-        found.append((launch(batch).hidden[: scene.num_tokens].clone(), scene.written()))
-    same = [torch.equal(a, b) for a, b in zip(*found, strict=True)]
+    (by_eager, eager_kv), (by_graph, graph_kv) = map(scene.outcome, ways)
     if rounding:
-        same = [_is_near(found[1][0], found[0][0], rounding)]
+        same = [_is_near(by_graph, by_eager, rounding)]
+    else:
+        same = [torch.equal(by_eager, by_graph), torch.equal(eager_kv, graph_kv)]
     if not all(same):
-        log.error("%s: equal hidden, KV: %s", what, same)
+        log.error("%s: equal hidden, KV: %s", name, same)
     batch = scene.set()
-    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in (graph, eager)])
+    graph_ms, eager_ms = scene.times_ms([partial(launch, batch) for launch in ways[::-1]])
     scene.reset()
     kind = "prefill_full" if fixed_shape else "prefill"
-    return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), what, loaded)
+    return _reported(BucketCheck(kind, num_tokens, all(same), graph_ms, eager_ms), name, loaded)
 
 
-def _reported(check: BucketCheck, what: str, loaded: LoadedModel) -> BucketCheck:
-    """Log `check`, the comparison of `what`; fail if it differs and engine.strict is set."""
+def _reported(check: BucketCheck, name: str, loaded: LoadedModel) -> BucketCheck:
+    """Log `check` under `name`; fail if it differs and engine.strict is set."""
     log.info(
         "%s: graph %.3f ms, eager %.3f ms, %s",
-        what, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
+        name, check.graph_ms, check.eager_ms, "equal" if check.equal else "DIFFERENT",
     )  # fmt: skip
-    assert check.equal or not loaded.config.strict, f"the graph of {what} differs from eager"
+    assert check.equal or not loaded.config.strict, f"the graph of {name} differs from eager"
     return check
 
 
@@ -155,9 +144,9 @@ class _Scene:
 
     def written(self) -> Tensor:
         """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
-        words = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-        bits = [cache[1:].view(words[cache.element_size()]) for cache in self._caches]
-        return torch.stack([each.sum(dtype=torch.int64) for each in bits])
+        types = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        bits = [cache[1:].view(types[cache.element_size()]) for cache in self._caches]
+        return torch.stack([words.sum(dtype=torch.int64) for words in bits])
 
     def times_ms(
         self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
@@ -179,7 +168,7 @@ class _Scene:
                     launch()
                 _synchronize(device)
                 best[i] = min(best[i], time.perf_counter() - began)
-        return [1e3 * each / NUM_TIMED for each in best]
+        return [1e3 * seconds / NUM_TIMED for seconds in best]
 
     def reset(self) -> None:
         """Restore the initial step state, and zero the pages."""
@@ -226,7 +215,7 @@ class DecodeScene(_Scene):
         )
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
-        """What one step from the scene's history leaves: hidden states, KV, counts, what it drew.
+        """One step from the scene's history: hidden states, KV, counts and the draws.
 
         A plan with penalties is drawn with masks, in a launch of its own.
         """
@@ -237,11 +226,8 @@ class DecodeScene(_Scene):
         drawn = [result.drawn, result.values, result.ids] if result is not None else []
         state = self._loaded.state
         left = *state.columns.of_rows(), state.penalties.counts[1 : NUM_PENALIZED + 1]
-        return [
-            each.clone()
-            for each in (step.hidden, self.written(), *left, *drawn)
-            if each is not None
-        ]
+        made = step.hidden, self.written(), *left, *drawn
+        return [tensor.clone() for tensor in made if tensor is not None]
 
     def set(self) -> None:
         """Set rows, pages and KV to the same history as before every launch."""
@@ -288,6 +274,11 @@ class ChunkScene(_Scene):
         buffers = self._loaded.buffers
         return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
 
+    def outcome(self, launch: LaunchChunks) -> tuple[Tensor, Tensor]:
+        """Hidden states of all tokens but padding, and `written`, after one launch."""
+        batch = self.set()
+        return launch(batch).hidden[: self.num_tokens].clone(), self.written()
+
 
 def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
     """Give rows 1 to num_rows `num_pages` pages each, from page 1 on."""
@@ -298,9 +289,9 @@ def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
     )
 
 
-def _is_near(found: Tensor, expected: Tensor, rounding: float) -> bool:
+def _is_near(actual: Tensor, expected: Tensor, rounding: float) -> bool:
     """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
-    error = torch.linalg.vector_norm(found.float() - expected.float(), dim=-1)
+    error = torch.linalg.vector_norm(actual.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
 
 

@@ -4,8 +4,8 @@
     hidden = forward(embedded, positions)  # piece, attend, piece, attend, ..., piece
 
 Dynamo traces the layers once into one FX graph, for any number of tokens. Our backend splits it at
-the attention op, compiles equal pieces once, and calls `attend` itself between them, so its graph
-breaks work as in eager. `graph.piecewise` captures and replays the result like the model's forward.
+the attention op, compiles equal pieces once, and calls `attend` itself between them, so a capture
+breaks there as in the model's own forward. `run/piecewise.py` captures and replays the result.
 See ADR 0014.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
 
 from worker.errors import Unsupported
-from worker.model.attention import attend
 from worker.model.decoder import Decoder
+from worker.model.layers import attend
+from worker.ops.norms import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from worker.ops.product import gated_product, product
 from worker.run.base import LoadedModel
-from worker.run.opaque import ATTEND, TWINS, substitute
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
 
@@ -38,12 +40,78 @@ PieceCompiler = Callable[[GraphModule, Sequence[Any]], Compiled]
 ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
 
 
+_OPS: list[tuple[Callable[..., Any], Any]] = []  # our function, the op in its place
+
+
+def _custom_op(
+    function: Callable[..., Any],
+    schema: str,
+    fake: Callable[..., Any],
+    mutates: tuple[str, ...] = (),
+) -> Any:
+    """Register `function` as a custom op: traces hold the op, and the op calls `function`.
+
+    fake: the op's fake (meta) implementation: output shapes and dtypes only.
+    """
+    name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # op() keeps the name NAME_ref
+    torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
+    op = getattr(torch.ops.kvlane, name.rpartition(":")[2]).default
+    _OPS.append((function, op))
+    return op
+
+
+@cache
+def substitute() -> None:
+    """Let Dynamo put the ops into its traces. This imports it, which takes a second."""
+    for function, op in _OPS:
+        put = torch.compiler.substitute_in_graph(function, skip_signature_check=True)
+        put(lambda *args, op=op: op(*args))
+
+
+PRODUCT = _custom_op(
+    product,
+    "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
+    lambda x, w, bias=None: x.new_empty(x.shape[0], w.shape[0]),
+)
+GATED_PRODUCT = _custom_op(
+    gated_product,
+    "(Tensor x, Tensor w) -> Tensor",
+    lambda x, w: x.new_empty(x.shape[0], w.shape[0] // 2),
+)
+RMS_NORM = _custom_op(
+    rms_norm,
+    "(Tensor x, Tensor weight, float eps) -> Tensor",
+    lambda x, weight, eps: torch.empty_like(x),
+)
+ADD_RMS_NORM = _custom_op(
+    add_rms_norm,
+    # `total` is None: compiled graphs have no taps.
+    "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) -> (Tensor, Tensor)",
+    lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)
+# The KV pool that `attend` writes comes from the forward context and is not an argument. Mutating
+# `out` is what keeps the op in the trace, and in order.
+ATTEND = _custom_op(
+    attend,
+    "(Tensor qkv, Tensor positions, Tensor table, Tensor? q_weight, Tensor? k_weight, float eps, "
+    "int layer_id, Tensor(a!) out) -> ()",
+    lambda *_: None,
+    mutates=("out",),
+)
+
+# In plain torch, so that Inductor fuses them.
+DEFINITIONS: dict[Any, Callable[..., Any]] = {
+    RMS_NORM: rms_norm_ref,
+    ADD_RMS_NORM: add_rms_norm_ref,
+}
+
+
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
     """Compile `piece` by Inductor: norms as plain torch, so that they fuse; GEMMs stay ours."""
     from torch._inductor.compile_fx import compile_fx  # both take seconds to import
     from torch._inductor.decomposition import select_decomp_table
 
-    decompositions = {**select_decomp_table(), **TWINS}
+    decompositions = {**select_decomp_table(), **DEFINITIONS}
     options = {"compile_threads": 1}  # few kernels; a pool of processes would never be ended
     made: Any = compile_fx(piece, examples, config_patches=options, decompositions=decompositions)
     return made
@@ -103,7 +171,7 @@ def fingerprint(piece: GraphModule) -> Hashable:
 
     def ops() -> Any:
         for node in piece.graph.nodes:
-            arguments = map_arg((node.args, node.kwargs), lambda each: f"%{number[each]}")
+            arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
             if node.op == "placeholder":
                 yield _type_of(node.meta["example_value"])
             else:
@@ -123,13 +191,10 @@ def _inputs(piece: GraphModule) -> list[Node]:
 
 
 class TracedForward:
-    """A Decoder's forward that its first call traces and compiles, for at most that many tokens.
+    """A Decoder's forward. The first call traces and compiles it, for up to its own token count.
 
-    Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew.
-
-    Args:
-        model: its weight tensors are captured; their content may change, their storage may not.
-        compile_piece: for the pieces.
+    Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew. The
+    storage of the model's weights is captured and must stay; its content may change.
     """
 
     def __init__(self, model: Decoder, compile_piece: PieceCompiler) -> None:
@@ -151,8 +216,8 @@ class TracedForward:
             self._max_tokens = num_tokens
         assert self._split is not None
         assert 2 <= num_tokens <= self._max_tokens, "outside the range of token counts traced"
-        given = {"hidden": hidden, "positions": positions, "num_tokens": num_tokens}
-        inputs = [given[each] if isinstance(each, str) else each for each in self._inputs]
+        arguments = {"hidden": hidden, "positions": positions, "num_tokens": num_tokens}
+        inputs = [arguments[x] if isinstance(x, str) else x for x in self._inputs]
         return self._split(*inputs)[0]
 
     def _trace(self, hidden: Tensor, positions: Tensor) -> None:
@@ -164,11 +229,11 @@ class TracedForward:
 
         def called(*inputs: Any) -> tuple[Tensor]:
             if not self._inputs:
-                self._inputs += (_name(each, hidden, positions) for each in inputs)
+                self._inputs += (_name(x, hidden, positions) for x in inputs)
             return (hidden,)  # not used
 
-        for each in (hidden, positions):
-            torch._dynamo.mark_dynamic(each, 0)
+        for argument in (hidden, positions):
+            torch._dynamo.mark_dynamic(argument, 0)
         traced = torch.compile(self._model.forward, backend=backend, fullgraph=True)
         traced(hidden, positions)
         # Check now that the trace holds for every number of tokens that can come.
@@ -178,11 +243,11 @@ class TracedForward:
         torch.compiler.reset()  # free what Dynamo keeps of the trace
 
 
-def _name(given: object, hidden: Tensor, positions: Tensor) -> object:
+def _name(value: object, hidden: Tensor, positions: Tensor) -> object:
     """The name of an input that differs by call; any other input itself."""
-    if isinstance(given, int):
+    if isinstance(value, int):
         return "num_tokens"
-    return "hidden" if given is hidden else "positions" if given is positions else given
+    return "hidden" if value is hidden else "positions" if value is positions else value
 
 
 def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
@@ -192,22 +257,21 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
         Unsupported: there is a drafter, the worker has several ranks, or engine.max_prefill_tokens
             is 1, which Dynamo cannot make a dynamic size.
     """
-    if int(loaded.config.max_prefill_tokens) < 2:
-        raise Unsupported(
-            "engine.graph.prefill=compiled needs engine.max_prefill_tokens of 2 or more",
-            "engine.graph.prefill",
-        )
-    if loaded.model.collective.size > 1:
-        raise Unsupported(
-            "engine.graph.prefill=compiled cannot serve a worker of several ranks: Dynamo traces "
-            "no sums among them; set engine.graph.prefill=piecewise, or tp to 1",
-            "engine.graph.prefill",
-        )
-    if loaded.drafter is not None:
-        raise Unsupported(
-            "engine.graph.prefill=compiled cannot serve with spec.drafter: what it "
-            "traces has no taps; set engine.graph.prefill=piecewise",
-            "engine.graph.prefill",
-        )
+    refusals = (
+        (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),
+        (
+            loaded.model.collective.size > 1,
+            "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
+            "engine.graph.prefill=piecewise, or tp to 1",
+        ),
+        (
+            loaded.drafter is not None,
+            "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
+            "engine.graph.prefill=piecewise",
+        ),
+    )
+    for refused, why in refusals:
+        if refused:
+            raise Unsupported(f"engine.graph.prefill=compiled {why}", "engine.graph.prefill")
     rounding = ROUNDING[loaded.model.placement.dtype]
     return PiecewiseChunks(loaded, memory, TracedForward(loaded.model, by_inductor), rounding)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBackend
-from worker.draw.tail import Draws, Result, draw
+from worker.draw.sampler import Draws, Result, draw
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail
 from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
 from worker.run.segments import GraphMemory
@@ -90,7 +90,7 @@ class _Eager:
     def capture_largest(self) -> None:
         """Nothing to capture."""
 
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Nothing to prepare."""
         return ()
 
@@ -116,11 +116,11 @@ class EagerChunks(_Eager):
 class EagerDecode(_Eager):
     """DecodeGraphs without graphs."""
 
-    def launch(self, plan: Plan) -> Decoded:
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
         rows = self._loaded.state.upload(plan.decode, torch.int64)
         host = self._loaded.windows.lengths(plan.decode) if plan.width == 1 else None
         window = WindowShape(plan.width, plan.max_seq_len_ub, host)
-        return self.step(rows, window, "none" if plan.draws_apart else plan.tail)
+        return self.step(rows, window, tail)
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
         return draw_eagerly(self._loaded, forwarded, plan, masks)

@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 from worker.model.shape import ModelShape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.run.base import BucketCheck
 from worker.run.groups import LayerGroups
 from worker.run.ranks import FromLeader
@@ -46,11 +46,11 @@ class Engine:
     meter: StepMeter
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
     tracer: Tracer | None
-    meeting: Meeting
+    rank_group: RankGroup
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
         """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
-        return LayerGroups(self.layout, self.runner.stream, while_launching, self.meeting.size)
+        return LayerGroups(self.layout, self.runner.stream, while_launching, self.rank_group.size)
 
     @property
     def step_s(self) -> dict[tuple[int, int], float]:
@@ -80,7 +80,7 @@ class Engine:
         """This rank, as the destination of its pulls."""
         return LocalRank(
             self.transport, self.model_layout, self.identity, self.pool.num_pages,
-            self.config.transport.connect_timeout_s, self.meeting.size, self.meeting.rank,
+            self.config.transport.connect_timeout_s, self.rank_group.size, self.rank_group.rank,
         )  # fmt: skip
 
     def endpoint(self) -> bytes:
@@ -123,7 +123,7 @@ class Engine:
         self.transport.close()
         self.pool.close()
         self.runner.loaded.model.collective.close()
-        self.meeting.close()
+        self.rank_group.close()
         self.metrics.close()
         if self.tracer is not None:
             self.tracer.close()

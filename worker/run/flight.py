@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.observe.meter import StepMeter
 from worker.plan import Drawn, Plan
 from worker.run.base import PaddedShape
@@ -50,7 +50,7 @@ class Step:
         # included. Both are known once `wait` has returned.
         self.path, self.num_tokens = "", 0
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
-        self.verifies: Handle | None = None  # the drafts of a masked step; None: the width is 1
+        self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
@@ -80,7 +80,8 @@ class Step:
 class Flight:
     """`running`, the step that the device computes, and the one that was launched behind it.
 
-    A turn asks, in this order: `launch_due` (then `launched`), `ended`, `tail_due`, `idle_s`.
+    A turn asks, in this order: `launch_due` (then `launched`), `take_ended`,
+    `take_tail_due`, `idle_s`.
 
     Args:
         meter: predicts the ends of steps.
@@ -124,7 +125,7 @@ class Flight:
         if step.plan.decode:
             self._launches_s.append(took_s)
 
-    def ended(self) -> Step | None:
+    def take_ended(self) -> Step | None:
         """The running step, if it is to be settled now; the next one takes its place.
 
         A step that was launched behind no other becomes `running` here, and is not settled in
@@ -140,7 +141,7 @@ class Flight:
         self._has_settled = step is not None
         return step
 
-    def tail_due(self) -> Step | None:
+    def take_tail_due(self) -> Step | None:
         """The running step if its tail waits for masks; once, when the step before has settled."""
         due, self._tail_due = self._tail_due, False
         return self.running if due else None

@@ -7,10 +7,10 @@ A bucket is a padded number of rows. For each width of windows, a bucket has the
     forward                  one                          one
     draws behind a forward   with logprobs, without       with logprobs, without
 
-Draws behind a forward filter, penalise and mask; rows without any of it draw the same tokens.
-Two replays, forward and draws, serve steps with grammars, penalties or logprobs, and tails without
-a graph of their own. A graph's inputs are row numbers and masks. Padding is row 0, the sink, which
-writes to page 0 and draws nothing.
+The draws behind a forward can filter, penalise and mask. A row that needs none of that draws the
+same token there. Two replays, forward and draws, serve steps with grammars, penalties or logprobs,
+and tails without a graph of their own. A graph's inputs are row numbers and masks. Padding is row
+0, the sink, which writes to page 0 and draws nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_LOGPROBS
-from worker.draw.tail import Draws, Result
+from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
 from worker.run.base import BucketCheck, Decoded, LoadedModel
 from worker.run.check import Launches, check_bucket
@@ -103,7 +103,7 @@ class FullDecode:
         self._capture_shape(*self._shapes[0])
 
     @torch.inference_mode()
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Capture every bucket at every width.
 
         Raises:
@@ -122,11 +122,10 @@ class FullDecode:
         ]
         return [check for check in found if check is not None]
 
-    def launch(self, plan: Plan) -> Decoded:
+    def launch(self, plan: Plan, tail: Tail) -> Decoded:
         num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
         padded = torch.zeros(bucket, dtype=torch.int64)
         padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
-        tail = "none" if plan.draws_apart else plan.tail
         replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
         hidden, sampled, result, path, num_tokens = replayed
         return Decoded(
@@ -208,7 +207,7 @@ def _tails(width: int) -> tuple[Tail, ...]:
 
 @cache
 def buckets_of(buckets: tuple[int, ...], width: int) -> tuple[int, ...]:
-    """The buckets that have graphs for windows of `width`: beyond 64 rows every second one."""
+    """Buckets with graphs for windows of `width`: beyond 64 rows multiples of 32 or the last."""
     if width == 1:
         return buckets
     most = max_rows(width, buckets[-1])

@@ -18,13 +18,8 @@ class LayerGroups:
     With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows
     that after the layer's all-reduce, so a group counts as final from the next layer on.
 
-    Args:
-        layout: its first region's layers are grouped.
-        stream: runs the step.
-        while_launching: called at each layer, once the store of its KV is enqueued, if the stream
-            launches in the engine thread. It lets that thread announce the groups of the previous
-            step while it launches this one.
-        num_ranks: of the worker.
+    If the stream launches in the engine thread, `while_launching` is called at each layer, once the
+    store of its KV is enqueued. Meanwhile that thread announces the groups of the previous step.
     """
 
     def __init__(
@@ -51,8 +46,7 @@ class LayerGroups:
     def num_final(self) -> int:
         """How many groups, counted from the first, are final; 0 if the step failed. Never waits."""
         pending = (i for i, event in enumerate(self._events) if not event.query())
-        num_final = next(pending, len(self._events))
-        return 0 if self._failed else num_final
+        return 0 if self._failed else next(pending, len(self._events))
 
     def wait(self, group: int) -> None:
         """Block until group number `group` is final, or the step has failed."""

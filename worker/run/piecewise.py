@@ -6,8 +6,8 @@ matter to attention only, which is planned and launched for the live batch. The 
 layers and the final norm, not embedding and head.
 
 Buckets of up to MAX_FULL tokens are also captured without breaks, for a few short requests: gaps
-between pieces cost time when a layer takes about 100 us. The attention backend has to read lengths
-on the device (static_plan). Steps with a layer hook never use these.
+between pieces cost time when a layer takes about 100 us. For these captures the attention backend
+has to read lengths on the device (static_plan). Steps with a layer hook never use them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerHook, forward_context
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan
@@ -72,12 +72,8 @@ class CapturedChunks:
 class PiecewiseChunks:
     """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
-    Args:
-        loaded: on a CUDA device.
-        memory: of all captures.
-        traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states;
-            None: the model's own, see Decoder.forward.
-        rounding: see `check_chunk_bucket`.
+    traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states; None:
+    the model's own, see Decoder.forward. rounding: see `check_chunk_bucket`.
     """
 
     def __init__(
@@ -89,30 +85,30 @@ class PiecewiseChunks:
     ) -> None:
         max_tokens = int(loaded.config.max_prefill_tokens)
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
-        self._loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
-        self._traced, self._rounding = traced, rounding
-        self._piecewise: dict[int, CapturedChunks] = {}
-        self._full: dict[int, CapturedChunks] = {}
+        self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
+        self.traced, self.rounding = traced, rounding
+        self.piecewise: dict[int, CapturedChunks] = {}
+        self.full: dict[int, CapturedChunks] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         placement = loaded.model.placement
         shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
-        self._embedded = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+        self.embedded = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
         """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
         for bucket in reversed(self.buckets):
             self._launch_variants(bucket.num_tokens)
-            if self._traced is None:
+            if self.traced is None:
                 for full in self._kinds(bucket):
                     self._body(bucket.num_tokens, full=full)(None)
 
     @torch.inference_mode()
     def capture_largest(self) -> None:
-        self._capture_bucket(self.buckets[-1])
+        self.capture_bucket(self.buckets[-1])
 
     @torch.inference_mode()
-    def capture(self, progress: Progress = untold) -> Sequence[BucketCheck]:
+    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Capture every bucket, the largest first, so that smaller ones reuse its memory.
 
         Raises:
@@ -121,24 +117,24 @@ class PiecewiseChunks:
         began, free = time.monotonic(), self._memory.free_bytes()
         for i, bucket in enumerate(reversed(self.buckets)):
             progress("capture", i, len(self.buckets))
-            self._capture_bucket(bucket)
+            self.capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)
-        captured = *self._piecewise.values(), *self._full.values()
+        captured = *self.piecewise.values(), *self.full.values()
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
-            sum(each.capture.num_segments for each in captured),
+            sum(graph.capture.num_segments for graph in captured),
             time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
         )  # fmt: skip
         began = time.monotonic()
-        checks = [check for bucket in self.buckets for check in self._check(bucket)]
+        checks = [check for bucket in self.buckets for check in self.check(bucket)]
         log.info("compared them with eager in %.1f s", time.monotonic() - began)
         return checks
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
-        buffers = self._loaded.buffers
+        buffers = self.loaded.buffers
         fits = num_reqs <= buffers.fixed_reqs and max_seq_len_ub <= buffers.max_fixed_len
         shape = choose_shape(num_tokens, self.buckets, full=fits and not hooked)
         if shape.num_tokens and num_reqs > buffers.max_reqs(shape.num_tokens):
@@ -148,13 +144,13 @@ class PiecewiseChunks:
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
         fixed = batch.host is None
-        captured = (self._full if fixed else self._piecewise).get(batch.num_tokens)
+        captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
         if captured is None or len(captured.hidden) != num_hidden:
             return self._eager.launch(batch, on_layer)
-        attention, model = self._loaded.attention.prefill, self._loaded.model
-        self._embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
+        attention, model = self.loaded.attention.prefill, self.loaded.model
+        self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
         if fixed:
             assert on_layer is None, "a graph without breaks calls no hook"
             captured.capture.replay()
@@ -165,27 +161,28 @@ class PiecewiseChunks:
         return Forward(captured.hidden, "piecewise")
 
     def close(self) -> None:
-        self._piecewise.clear()
-        self._full.clear()
+        self.piecewise.clear()
+        self.full.clear()
 
-    def _capture_bucket(self, bucket: Bucket) -> None:
+    def capture_bucket(self, bucket: Bucket) -> None:
+        """Capture the graphs of one bucket."""
         for full in self._kinds(bucket):
-            captured, capture = self._full if full else self._piecewise, Capture(self._memory)
+            captured, capture = self.full if full else self.piecewise, Capture(self._memory)
             body = self._body(bucket.num_tokens, full=full)
             hidden = self._memory.alias(capture.record(body))
             captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
-        bucket.full = bucket.num_tokens in self._full
+        bucket.full = bucket.num_tokens in self.full
 
     def _kinds(self, bucket: Bucket) -> Sequence[bool]:
         """Its graphs; True is the one without breaks."""
-        static = self._loaded.attention.prefill.static_plan
-        unbroken = static and not self._loaded.always_hooked and bucket.num_tokens <= MAX_FULL
+        static = self.loaded.attention.prefill.static_plan
+        unbroken = static and not self.loaded.always_hooked and bucket.num_tokens <= MAX_FULL
         return (False, True) if unbroken else (False,)
 
     def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
         """What is captured: the forward of a batch of padding."""
-        attention, buffers = self._loaded.attention.prefill, self._loaded.buffers
-        longest = min(num_tokens, self._loaded.max_len)
+        attention, buffers = self.loaded.attention.prefill, self.loaded.buffers
+        longest = min(num_tokens, self.loaded.max_len)
         if full:
             batch = buffers.chunks(_sink_plan([longest], longest), num_tokens, fixed_shape=True)
         else:
@@ -196,23 +193,24 @@ class PiecewiseChunks:
             runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
             attn_plan = attention.plan(batch) if runs_attention else None
             with forward_context(batch, attention, attn_plan, breaks=breaks):
-                return self._forward(batch)
+                return self.forward(batch)
 
         return body
 
-    def _forward(self, batch: Batch) -> Tensor:
-        embedded, rows = self._embedded[: batch.num_tokens], batch.last_token_rows
-        if self._traced is None:
-            hidden = self._loaded.model.forward(embedded, batch.positions, rows)
-            if self._loaded.drafter is not None:  # depends on the number of tokens alone
-                self._loaded.drafter.observe(batch, hidden)
+    def forward(self, batch: Batch) -> Tensor:
+        """What is captured: hidden states of a batch whose embedded tokens are in `embedded`."""
+        embedded, rows = self.embedded[: batch.num_tokens], batch.last_token_rows
+        if self.traced is None:
+            hidden = self.loaded.model.forward(embedded, batch.positions, rows)
+            if self.loaded.drafter is not None:  # depends on the number of tokens alone
+                self.loaded.drafter.observe(batch, hidden)
             return hidden
-        hidden = self._traced(embedded, batch.positions)
+        hidden = self.traced(embedded, batch.positions)
         return hidden if rows is None else hidden.index_select(0, rows)
 
     def _launch_variants(self, num_tokens: int) -> None:
         """Launch each attention variant that batches of this bucket can need, to compile it now."""
-        loaded, attention = self._loaded, self._loaded.attention.prefill
+        loaded, attention = self.loaded, self.loaded.attention.prefill
         longest = min(num_tokens, loaded.max_len)
         # Lengths in powers of two, the lowest and the highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
@@ -225,23 +223,21 @@ class PiecewiseChunks:
             self._launched_variants.add(variant)
             plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
             shape = num_tokens, loaded.model.heads.num_heads, loaded.model.spec.head_dim
-            q = torch.zeros(shape, dtype=self._embedded.dtype, device=self._embedded.device)
+            q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
                 attention.forward(q, 0)
 
-    def _check(self, bucket: Bucket) -> Sequence[BucketCheck]:
+    def check(self, bucket: Bucket) -> Sequence[BucketCheck]:
         """Compare results and times of a bucket with eager's; drop the graphs that do not win.
 
-        Ranks of a worker keep them: each has measured other times.
+        Several ranks of a worker keep all: the leader chooses, by its own times.
         """
         num_tokens = bucket.num_tokens
-        launches = self._eager.launch, self.launch
-        compare = partial(
-            check_chunk_bucket, self._loaded, num_tokens, *launches, rounding=self._rounding
-        )
+        ways = self._eager.launch, self.launch
+        compare = partial(check_chunk_bucket, self.loaded, num_tokens, ways, rounding=self.rounding)
         piecewise = compare(fixed_shape=False)
-        full = compare(fixed_shape=True) if num_tokens in self._full else None
+        full = compare(fixed_shape=True) if num_tokens in self.full else None
         if piecewise is not None:
             bucket.eager_ms, bucket.piecewise_ms = piecewise.eager_ms, piecewise.graph_ms
             bucket.piecewise = piecewise.graph_ms < TIE * piecewise.eager_ms
@@ -249,15 +245,14 @@ class PiecewiseChunks:
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
-        if self._loaded.model.collective.size > 1:  # the leader chooses, by its own times
-            return [check for check in (piecewise, full) if check is not None]
-        for kept, captured, what in (
-            (bucket.piecewise, self._piecewise, "piecewise"),
-            (bucket.full, self._full, "unbroken"),
-        ):
+        graphs = (
+            (bucket.piecewise, self.piecewise, "piecewise"),
+            (bucket.full, self.full, "unbroken"),
+        )
+        for kept, captured, kind in graphs if self.loaded.model.collective.size == 1 else ():
             if not kept and captured.pop(num_tokens, None) is not None:
                 why = "not faster, or not compared"
-                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, what, why)
+                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
         return [check for check in (piecewise, full) if check is not None]
 
 

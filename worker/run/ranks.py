@@ -1,9 +1,9 @@
-"""Between the ranks of one worker: the leader's side, and how messages travel.
+"""Messages between the ranks of one worker, and the leader's side of them.
 
-The leader (rank 0) schedules. It tells the other ranks each step just before it launches the step
-itself, over one ordered link a rank; they launch what they are told, in that order, so all ranks
-enter the same collectives. No tokens come back: every rank draws the same itself. (With
-`engine.strict` it reports a digest of them.)
+The leader (rank 0) schedules. It sends each step to the other ranks just before it launches the
+step itself, over one ordered link a rank; they launch in that order, so all ranks enter the same
+collectives. No tokens come back: every rank draws the same itself. (With `engine.strict` each
+reports a digest of them.)
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from worker.api import AnyMessage, Between, PeerId
+from worker.api import AnyMessage, PeerId, RankMessage
 from worker.forward.draws import Masks
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, Plan
 from worker.run.base import PaddedShape
 from worker.run.flight import Step
@@ -30,13 +30,13 @@ from_leader = msgspec.msgpack.Decoder(FromLeader).decode
 from_rank = msgspec.msgpack.Decoder(FromRank).decode
 
 
-def between(message: FromLeader | FromRank) -> Between:
+def wrapped(message: FromLeader | FromRank) -> RankMessage:
     """Wrap a message for the wire; `from_leader` and `from_rank` read its body."""
-    return Between(_encode(message))
+    return RankMessage(_encode(message))
 
 
 class Ranks:
-    """The other ranks of a worker, as its leader tells them what to do.
+    """The ranks beside the leader, to which it sends every step.
 
     Args:
         peers: of ranks 1, 2, …, in that order.
@@ -45,23 +45,18 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        peers: Sequence[PeerId],
-        send: Callable[[PeerId, AnyMessage], None],
-        *,
-        compared: bool,
+        self, peers: Sequence[PeerId], send: Callable[[PeerId, AnyMessage], None], *, compared: bool
     ) -> None:
         self.peers = tuple(peers)
         self._send = send
         self._compared = compared
-        # By step: what the leader and ranks have reported, until all have.
-        self._found: dict[int, list[Launched]] = {}
+        self._reports: dict[int, list[Launched]] = {}  # by step, until all ranks have reported
 
     def tell(self, message: FromLeader) -> None:
         """Send to all of them."""
-        wrapped = between(message)
+        body = wrapped(message)
         for peer in self.peers:
-            self._send(peer, wrapped)
+            self._send(peer, body)
 
     def launch(self, plan: Plan, shape: PaddedShape) -> None:
         """Have a step launched; the leader launches it next."""
@@ -75,25 +70,28 @@ class Ranks:
     def settled(self, step: Step, drawn: Sequence[Drawn]) -> None:
         """The leader's own step has ended."""
         if self._compared:
-            self.found(launched(step, drawn))
+            self.reported(launched(step, drawn))
 
-    def found(self, what: Launched) -> None:
-        """Take one rank's report of a step; asserts that it equals those of the others."""
-        found = self._found.setdefault(what.step, [])
-        found.append(what)
-        assert found[0] == what, f"ranks differ: {found}"
-        if len(found) > len(self.peers):
-            del self._found[what.step]
+    def reported(self, report: Launched) -> None:
+        """Take one rank's report of a step; asserts that it equals those of the other ranks."""
+        reports = self._reports.setdefault(report.step, [])
+        reports.append(report)
+        assert reports[0] == report, f"ranks differ: {reports}"
+        if len(reports) > len(self.peers):
+            del self._reports[report.step]
 
 
-def others(meeting: Meeting, name: str, incarnation: str) -> dict[PeerId, str]:
-    """Where the ranks beside the leader listen, as they tell it; in their order.
+def rank_addresses(rank_group: RankGroup, name: str, incarnation: str) -> dict[PeerId, str]:
+    """Where the ranks beside the leader listen, in their order.
 
     Raises:
         PeerLost: one of them is gone.
     """
-    addresses = enumerate(meeting.tell(b""))
-    return {rank_peer(name, incarnation, i): told.decode() for i, told in addresses if i}
+    _, *addresses = rank_group.gather(b"")
+    return {
+        rank_peer(name, incarnation, rank): address.decode()
+        for rank, address in enumerate(addresses, 1)
+    }
 
 
 def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
@@ -103,11 +101,11 @@ def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
 
 def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
     """Digest what a finished step drew, to compare it among ranks."""
-    tokens = [(each.tokens, each.finished, each.drafts) for each in drawn]
+    tokens = [(row.tokens, row.finished, row.drafts) for row in drawn]
     return Launched(step.plan.step, zlib.crc32(_encode(tokens)))
 
 
-def masks_of(told: LaunchTail) -> Masks:
-    """On the host, as the leader made them."""
-    words = torch.frombuffer(bytearray(told.words), dtype=torch.int32)
-    return Masks(words.view(told.num_masks, -1), torch.tensor(told.line, dtype=torch.int64))
+def masks_of(message: LaunchTail) -> Masks:
+    """The masks that the leader made, on the host."""
+    words = torch.frombuffer(bytearray(message.words), dtype=torch.int32)
+    return Masks(words.view(message.num_masks, -1), torch.tensor(message.line, dtype=torch.int64))

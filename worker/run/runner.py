@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.draw.tail import Result
+from worker.draw.sampler import Result
 from worker.forward.draws import Masks
 from worker.observe.meter import StepMeter
 from worker.observe.step_log import StepLog
@@ -98,7 +98,7 @@ class ModelRunner:
     def settle(self, step: Step) -> list[Drawn]:
         """Wait for a step and read its tokens.
 
-        A turn waits for the device only here, in `LayerGroups.wait` and in `Step.drafts`.
+        A turn waits for the device in three places: here, `LayerGroups.wait` and `Step.drafts`.
 
         Raises:
             PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
@@ -118,7 +118,8 @@ class ModelRunner:
 
     def check_ranks(self) -> None:
         """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
-        self.loaded.model.collective.check()
+        if self.loaded.model.collective.size > 1:
+            self.loaded.model.collective.check()
 
     def close(self) -> None:
         """Wait for launched steps and free captured graphs."""
@@ -130,15 +131,17 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Result | None:
         """Run a plan without masks, from its row changes to its tokens."""
-        if step.plan.decode:
-            self.begin(step.plan)
-            forwarded = self.graphs.decode.launch(step.plan)
+        plan = step.plan
+        if plan.decode:
+            self.begin(plan)
+            apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
+            forwarded = self.graphs.decode.launch(plan, "none" if apart else plan.tail)
         else:
             forwarded = self.run_chunks(step)
         step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
         if forwarded.sampled is None:
             return forwarded.result
-        return self.draw(step.plan, forwarded)
+        return self.draw(plan, forwarded)
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> _Drafts | None:
@@ -153,8 +156,10 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> None:
         """The forward of a masked step; its tail is launched once the masks are made."""
-        decode = step.plan.decode
-        forwarded = self.graphs.decode.launch(step.plan) if decode else self.run_chunks(step)
+        if step.plan.decode:
+            forwarded = self.graphs.decode.launch(step.plan, "none")
+        else:
+            forwarded = self.run_chunks(step)
         step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
         self._forwarded = forwarded
 

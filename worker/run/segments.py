@@ -154,10 +154,7 @@ class Cuts:
 
     Launch time grows with the length of a graph, and the device starts only when the whole graph is
     submitted. So the first segment is short: the device works on it while the next is submitted.
-
-    Args:
-        capture: under way.
-        after: which breaks end a segment, counted from 1.
+    The breaks `after`, counted from 1, end a segment.
     """
 
     def __init__(self, capture: Capture, after: Collection[int]) -> None:

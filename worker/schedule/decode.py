@@ -12,9 +12,9 @@ its width at most. So KV on the device is n - 1 + num_slots_in_flight tokens at 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import attrgetter
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from worker.api import FinishReason
 from worker.cache.book import PageBook
@@ -28,10 +28,17 @@ from worker.schedule.width import WidthPolicy
 ARRIVAL = attrgetter("arrival")
 DISAGREE = "device and host disagree"
 
-
 # What a step did for one request: what was drawn, how many of its tokens count (the last ones of
 # req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
 Settled: TypeAlias = tuple[Req, Drawn, int, FinishReason | None]
+
+
+class InFlight(NamedTuple):
+    """The requests of a step in flight."""
+
+    sampled: list[Req]  # it draws for them
+    computed: list[Req]  # of its chunks, if it has any
+    width: int = 1
 
 
 class DecodeScheduler:
@@ -47,10 +54,8 @@ class DecodeScheduler:
         book: PageBook,
         engine: EngineConfig,
         eos_ids: frozenset[int],
-        on_preempt: Callable[[Req], None] = lambda req: None,
-        on_row: Callable[[Req, float], None] = lambda req, now: None,
-        widths: WidthPolicy | None = None,
         *,
+        widths: WidthPolicy | None = None,
         spec: SpecConfig | None = None,
     ) -> None:
         spec = spec or SpecConfig()
@@ -61,19 +66,19 @@ class DecodeScheduler:
         self.preempted: list[Req] = []
         self._engine = engine
         self._eos_ids = eos_ids
-        self._on_preempt = on_preempt
-        self._on_row = on_row  # called just before a request whose KV is here gets a row
+        # Called as a request loses its row, and just before one whose KV is here gets one.
+        self.on_preempt: Callable[[Req], None] = lambda req: None
+        self.on_row: Callable[[Req, float], None] = lambda req, now: None
         self.widths = widths or WidthPolicy((1,))
         self._block = spec.block
         self._rows = RowTable(
             int(engine.max_num_reqs), int(engine.penalty_rows), with_text=spec.reads_text
         )
-        self._step = 0
+        self.step = 0  # number of the step planned last
         self._arrivals = 0
         self._last_was_prefill = False  # prefill and decode alternate while both have work
-        # Step number -> the requests it samples, those of its chunks if it has any, its width.
-        self._launched: dict[int, tuple[list[Req], list[Req], int]] = {}
-        self._leaving: set[Req] = set()  # preempted as soon as their step in flight settles
+        self.launched: dict[int, InFlight] = {}  # by step number, until it settles
+        self.leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
@@ -124,7 +129,7 @@ class DecodeScheduler:
             if not self._rows.can_take(req.sampling):
                 continue  # no penalty slot is free: requests that need none may go first
             self.ready.remove(req)
-            self._on_row(req, now)
+            self.on_row(req, now)
             assert req.hold is not None
             # Binds the last token's slot, too: a drafter stores its KV there before the first
             # decode step is planned. Reserved at admission, so `bind` cannot fail.
@@ -138,10 +143,6 @@ class DecodeScheduler:
             plan = self._plan_chunks(now)
         return plan or self._plan_decode()
 
-    def reqs_of(self, step: int) -> tuple[Sequence[Req], Sequence[Req]]:
-        """Return the requests that unsettled step `step` samples, and those of its chunks."""
-        return self._launched[step][:2]
-
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
 
@@ -150,7 +151,7 @@ class DecodeScheduler:
         """
         self.book.settled(step)
         results: list[Settled] = []
-        sampled, from_chunk, width = self._launched.pop(step)
+        sampled, from_chunk, width = self.launched.pop(step)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             req.num_slots_in_flight -= width
@@ -169,8 +170,8 @@ class DecodeScheduler:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
             results.append((req, result, num, reason))
-            if self._leaving and req in self._leaving:
-                self._leaving.discard(req)
+            if self.leaving and req in self.leaving:
+                self.leaving.discard(req)
                 if reason is None:
                     self._preempt(req)
         return results
@@ -188,7 +189,7 @@ class DecodeScheduler:
             self.ready.remove(req)
         elif req.phase is Phase.PREEMPTED:
             self.preempted.remove(req)
-        self._leaving.discard(req)
+        self.leaving.discard(req)
         self._release(req)
         req.phase = Phase.FINISHED
 
@@ -224,25 +225,26 @@ class DecodeScheduler:
             return None
         self._last_was_prefill = True
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(sampled, ends, computed, chunks=tuple(chunks))
+        return self._launch(InFlight(sampled, computed), ends, chunks=tuple(chunks))
 
     def _plan_decode(self) -> Plan | None:
         self._last_was_prefill = False
         width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
-        found = self._with_slots(width) if width > 1 else None
-        if found is None:
-            width, found = 1, self._with_slots(1)
-        assert found is not None
-        chosen, lengths = found
+        batch = self._with_slots(width) if width > 1 else None
+        if batch is None:
+            width, batch = 1, self._with_slots(1)
+        assert batch is not None
+        chosen, lengths = batch
         if not chosen:
             return None
         rows = tuple(req.row for req in chosen)
-        return self._launch(chosen, lengths, [], decode=rows, width=width)
+        return self._launch(InFlight(chosen, [], width), lengths, decode=rows)
 
     def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
         """Choose the requests of a step with windows of `width` and bind their pages.
 
-        The slots of the next step, and of its drafts, are bound one step early. Also returns upper
+        The slots of the next step, and of its drafts, are bound one step early (`ahead`: more than
+        the width where the drafter's block is longer). Also returns upper
         bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
         requests and wider ones return None.
         """
@@ -250,15 +252,14 @@ class DecodeScheduler:
         lengths: list[int] = []
         ahead = max(width, self._block) if width > 1 else 1
         for req in sorted(self.running.values(), key=ARRIVAL):
-            if len(req.tokens) + req.num_in_flight >= req.max_len or req in self._leaving:
+            if len(req.tokens) + req.num_in_flight >= req.max_len or req in self.leaving:
                 continue  # its last token is in flight, or it is being preempted
             # Making room for an older request may just have preempted this one.
             if req.hold is None:
                 continue
             bound = len(req.tokens) - 1 + req.num_slots_in_flight
-            if bound + width + ahead > req.hold.num_slots and not self._bind(
-                req, bound, width, ahead
-            ):
+            fits = bound + width + ahead <= req.hold.num_slots
+            if not fits and not self._bind(req, bound, width, ahead):
                 if width > 1:
                     return None
                 continue
@@ -269,23 +270,22 @@ class DecodeScheduler:
 
     def _launch(
         self,
-        sampled: list[Req],
+        launched: InFlight,
         lengths: list[int],
-        computed: list[Req],
         *,
         chunks: tuple[Chunk, ...] = (),
         decode: tuple[int, ...] = (),
-        width: int = 1,
     ) -> Plan:
-        self._step += 1
-        for req in sampled:
+        """The plan of the next step; lengths: its rows' bounds of KV."""
+        self.step += 1
+        for req in launched.sampled:
             req.num_in_flight += 1
-            req.num_slots_in_flight += width
-        self._launched[self._step] = sampled, computed, width
-        self.book.launched(self._step)
-        draws = {req.draw for req in sampled}
+            req.num_slots_in_flight += launched.width
+        self.launched[self.step] = launched
+        self.book.launched(self.step)
+        draws = {req.draw for req in launched.sampled}
         return Plan(
-            self._step,
+            self.step,
             *self._rows.drain(),
             chunks,
             decode,
@@ -294,7 +294,7 @@ class DecodeScheduler:
             penalized=any(draw.penalized for draw in draws),
             num_logprobs=max((draw.num_logprobs for draw in draws), default=-1),
             masked=any(draw.masked for draw in draws),
-            width=width,
+            width=launched.width,
             num_keys=sum(lengths),
         )
 
@@ -306,31 +306,35 @@ class DecodeScheduler:
         windows of `width` are too wide.
         """
         assert req.hold is not None
-        num_slots = _num_slots(bound, width, ahead, req.max_len)
+        slots = window_slots(bound, width, ahead, req.max_len)
         while True:
             try:
-                self.book.bind(req.hold, num_slots)
+                self.book.bind(req.hold, slots)
             except OutOfPages:
-                if width > 1 or self._leaving:
+                if width > 1 or self.leaving:
                     return False
-                victim = max(self.running.values(), key=lambda r: r.arrival)
-                self._on_preempt(victim)
-                if victim.num_in_flight:
-                    self._leaving.add(victim)
-                    return False
-                self._preempt(victim)
-                if victim is req:
+                victim = max(self.running.values(), key=ARRIVAL)
+                if not self.preempt(victim) or victim is req:
                     return False
             else:
                 self._rows.queue_pages(req)
                 return True
+
+    def preempt(self, req: Req) -> bool:
+        """Take its row and pages from `req`, at once or when its step in flight settles: False."""
+        self.on_preempt(req)
+        if req.num_in_flight:
+            self.leaving.add(req)
+            return False
+        self._preempt(req)
+        return True
 
     def _preempt(self, req: Req) -> None:
         """Free the row and pages of `req`, which has no step in flight, and queue it again."""
         self._release(req)
         req.phase = Phase.PREEMPTED
         self.preempted.append(req)
-        self.preempted.sort(key=lambda r: r.arrival)
+        self.preempted.sort(key=ARRIVAL)
 
     def _release(self, req: Req) -> None:
         """Give back row and pages; full pages of computed tokens stay in the prefix tree."""
@@ -373,11 +377,10 @@ def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, Fini
     return num_after - num_before, reason
 
 
-def _num_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
+def window_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
     """Slots of a row with KV of up to `bound` tokens: for this window, and `ahead` for the next.
 
-    `ahead` is more than the next window's width where the drafter's block is longer. This window
-    and `ahead` may pass the end of the text; what lies there is computed and never used.
+    Both may pass the end of the text; what lies there is computed and never used.
     """
     return min(bound + width + ahead, max_len + ahead - 1)
 

@@ -31,16 +31,16 @@ def prefills_locally(
     if not candidates or config.mode == "never":
         return True
     # An unmeasured rate is borrowed: our own from the fastest candidate, a candidate's from us.
-    measured = [each.prefill_s_per_token for each in candidates if each.prefill_s_per_token]
+    measured = filter(None, (candidate.prefill_s_per_token for candidate in candidates))
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return False
     num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token
 
-    def remote_s(each: Candidate) -> float:
-        num_uncached = max(0, inputs.num_uncached_tokens - each.num_cached_tokens)
-        rate = each.prefill_s_per_token or s_per_token
-        compute_s = (each.num_queued_tokens + num_uncached) * rate
+    def remote_s(candidate: Candidate) -> float:
+        num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)
+        rate = candidate.prefill_s_per_token or s_per_token
+        compute_s = (candidate.num_queued_tokens + num_uncached) * rate
         return config.pull_overhead_s + compute_s + num_bytes / inputs.pull_bytes_per_s
 
     local_s = inputs.num_uncached_tokens * s_per_token * (1 + inputs.num_running)

@@ -57,18 +57,18 @@ class Pace:
         counts for every step, also if groups are announced. link_bytes_per_s: 0 = not known.
         """
         best, best_s = self.max_tokens, float("inf")
-        for each in self.times:
-            if not MIN_STEP_TOKENS <= each.num_tokens <= self.max_tokens:
+        for step in self.times:
+            if not MIN_STEP_TOKENS <= step.num_tokens <= self.max_tokens:
                 continue
-            num_full, rest = divmod(num_queued, each.num_tokens)
-            all_s = num_full * each.whole_s
+            num_full, rest = divmod(num_queued, step.num_tokens)
+            all_s, num_last = num_full * step.whole_s, rest or step.num_tokens
             if rest and (padded := self._padded(rest)) is not None:
                 all_s += padded.whole_s
-            last_s = self._pull_s(rest or each.num_tokens, link_bytes_per_s)
-            if self.announce_groups(rest or each.num_tokens, link_bytes_per_s):
+            last_s = self._pull_s(num_last, link_bytes_per_s)
+            if self.announce_groups(num_last, link_bytes_per_s):
                 last_s *= self.last_share
             if all_s + last_s < best_s:
-                best, best_s = each.num_tokens, all_s + last_s
+                best, best_s = step.num_tokens, all_s + last_s
         return best
 
     def announce_groups(self, num_tokens: int, link_bytes_per_s: float) -> bool:

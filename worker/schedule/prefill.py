@@ -33,7 +33,7 @@ class PrefillScheduler:
         self._engine = engine
         self._pace = pace
         self._max_len = max_len  # tokens of a prompt that a row's page table can hold
-        self._rows = RowTable(int(engine.max_num_reqs))
+        self.rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
         self._launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
 
@@ -82,14 +82,14 @@ class PrefillScheduler:
         budget = self._pace.step_tokens(self.num_queued_tokens, link_bytes_per_s)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in list(self.waiting):
-            if budget == 0 or (not req.row and not self._rows.num_free):
+            if budget == 0 or (not req.row and not self.rows.num_free):
                 break
             if not req.row:
-                req.row, req.started_at = self._rows.take(), now
+                req.row, req.started_at = self.rows.take(), now
             start = req.num_planned_tokens
             end = min(req.num_target_tokens, start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
-            self._rows.queue_pages(req)
+            self.rows.queue_pages(req)
             draws = req.sampling is not None and end == req.num_target_tokens
             launched.append((req, Chunk(req.row, start, req.tokens[start:end], draws)))
             req.num_planned_tokens = end
@@ -100,7 +100,7 @@ class PrefillScheduler:
         self._launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
         # The device needs no releases: a row that draws ends after its token, others never start.
-        _, _, pages = self._rows.drain()
+        _, _, pages = self.rows.drain()
         for req, _ in launched:
             if req.num_planned_tokens == req.num_target_tokens:
                 self._leave_row(req)
@@ -156,7 +156,7 @@ class PrefillScheduler:
 
     def _leave_row(self, req: PrefillReq) -> None:
         if req.row:
-            self._rows.release(req.row)
+            self.rows.release(req.row)
             req.row = 0
 
 

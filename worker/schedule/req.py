@@ -83,10 +83,7 @@ class Req:
         sampling = self.sampling
         self.max_len = self.num_prompt_tokens + sampling.max_tokens
         self.draw = Draw(
-            tail_index(sampling),
-            sampling.changes_logits,
-            sampling.logprobs,
-            bool(sampling.grammar),
+            tail_index(sampling), sampling.changes_logits, sampling.logprobs, bool(sampling.grammar)
         )
 
     @property

@@ -25,12 +25,10 @@ PROBE = 512
 
 
 class WidthPolicy:
-    """Chooses among `widths` by what has been observed.
+    """Chooses among `widths`, which ascend, by what has been observed.
 
-    Args:
-        widths: ascending.
-        step_s: measured seconds of a step by (rows, width); others are learnt.
-        may_miss: the drafter often has no draft; a missing one, if asked for, counts as rejected.
+    step_s has measured seconds of steps by (rows, width); the rest is learnt. may_miss: the drafter
+    often has no draft; a missing one, if asked for, counts as rejected.
     """
 
     def __init__(
@@ -81,12 +79,12 @@ class WidthPolicy:
         asked, self._last_width = self._last_width if self._may_miss else 1, width
         if width == 1:
             return
-        for each in drawn:
-            num = len(each.tokens)
+        for row in drawn:
+            num = len(row.tokens)
             for place in range(1, min(num + 1, width)):
-                if each.drafts[place - 1] < 0 and place >= asked:
+                if row.drafts[place - 1] < 0 and place >= asked:
                     break  # it is missing
-                if place == num and each.finished:
+                if place == num and row.finished:
                     break  # the request ended before it
                 self._tried[place] += 1
                 self._accepted[place] += place < num
@@ -113,9 +111,9 @@ class WidthPolicy:
             return
         seconds = min(seconds, OUTLIER * old)
         factor = 1 + max(TIME_WEIGHT, 1 / number) * (seconds / old - 1)
-        for each in self._widths if width == self._chosen.get(bucket) else (width,):
-            if (bucket, each) in self._step_s:
-                self._step_s[bucket, each] *= factor
+        for scaled in self._widths if width == self._chosen.get(bucket) else (width,):
+            if (bucket, scaled) in self._step_s:
+                self._step_s[bucket, scaled] *= factor
 
     def expected_tokens(self, width: int) -> float:
         """Tokens that a window of `width` is expected to keep."""
@@ -129,12 +127,10 @@ class WidthPolicy:
         rates = {
             width: self.expected_tokens(width) / self._step_s[bucket, width] for width in allowed
         }
-        best = max(allowed, key=lambda width: rates[width])
-        if now in allowed and rates[best] < GAIN * rates[now]:
-            return now
-        return best
+        best = max(rates, key=rates.__getitem__)
+        return now if now in rates and rates[best] < GAIN * rates[now] else best
 
     def _bucket(self, num_rows: int) -> int:
         """The measured number of rows that stands for this one, else the next power of two."""
-        found = next((rows for rows in self._known_rows if rows >= num_rows), None)
-        return found if found is not None else 1 << (num_rows - 1).bit_length()
+        larger = (rows for rows in self._known_rows if rows >= num_rows)
+        return next(larger, 1 << (num_rows - 1).bit_length())

@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from worker.api import PeerId
 from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout
-from worker.config import WorkerConfig
+from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
-from worker.observe.metrics import Progress, WorkerMetrics, untold
+from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
 from worker.run.runner import ModelRunner
 from worker.run.sums import Sums
-from worker.start.load import load
-from worker.start.machine import probe
+from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS
 
 log = logging.getLogger("kvlane.engine")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Of which worker a process is a part, and where it runs."""
+
+    name: str
+    incarnation: str
+    host: str  # its address
+    rendezvous: str = ""  # of the worker's ranks, "tcp://host:port"; "": it has one rank
+    progress: Progress = no_progress
+
+    @property
+    def peer(self) -> PeerId:
+        """The name under which the worker is addressed."""
+        return f"{self.name}/{self.incarnation}"
+
+    def join(self, rank: int, size: int) -> RankGroup:
+        """Join the worker's other ranks.
+
+        Raises:
+            PeerLost: they did not come.
+        """
+        return RankGroup(rank, size, self.rendezvous, self.peer)
 
 
 def build_engine(
@@ -36,61 +63,82 @@ def build_engine(
     *,
     name: str,
     host: str,
-    meeting: Meeting | None = None,
-    progress: Progress = untold,
+    rank_group: RankGroup | None = None,
+    progress: Progress = no_progress,
 ) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-
-    Args:
-        config: of the worker.
-        name: of the worker, for logs and metrics.
-        host: address for its transport.
-        meeting: of its ranks; None: the worker has a single rank.
-        progress: told how far it is.
+    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
     """
-    meeting = meeting or Meeting()
-    assert meeting.size == config.tp
-    leads = meeting.rank == 0  # and alone knows of requests
+    start = _begin(config, rank_group or RankGroup(), progress)
+    leads = start.rank_group.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
-    spec = read_model_shape(config.model.directory)
-    drafter = read_drafter(config, spec)
-    configured_len = config.model.max_model_len
-    config = config.resolved(
-        probe(), model_max_len=spec.max_position_embeddings, model_dtype=spec.dtype
-    )
-    config = within_block(config, drafter)
-    if config.engine.device == "cpu":
-        torch.set_num_threads(int(config.engine.threads))
-    whole = _model_layout(config, spec, drafter)
-    layout = whole.share(meeting.size, meeting.rank)
-    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
-    meeting.agree("configurations", config.model_dump_json(exclude=engine_threads).encode())
-    config, loaded, graphs, checks, digest = load(
-        config, spec, drafter, layout, configured_len, meeting, progress
-    )
-    identity = whole.identity(config.model.name, digest)
-    pool = loaded.pool
+    loaded = load(start)
+    config, pool = loaded.config, loaded.model.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
-    metrics = _metrics(config, name, f"{transport.name}/{transport.kind}", checks)
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
-    _watch(metrics, book)
+    metrics = _metrics(config, name, book)
+    metrics.transport(f"{transport.name}/{transport.kind}").set(1)
+    _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model, metrics) if meeting.size > 1 else None
-    runner = ModelRunner(loaded, graphs, meter, _step_log(config, name) if leads else None, sums)
+    sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
+    step_log = _step_log(config, name) if leads else None
     return Engine(
-        config, spec, whole, layout, identity, pool, book, runner, transport, metrics, meter,
-        checks, tracer, meeting,
-    )  # fmt: skip
+        config=config,
+        spec=start.shape,
+        model_layout=start.model_layout,
+        layout=start.layout,
+        identity=start.model_layout.identity(config.model.name, loaded.digest),
+        pool=pool,
+        book=book,
+        runner=ModelRunner(loaded.model, loaded.graphs, meter, step_log, sums),
+        transport=transport,
+        metrics=metrics,
+        meter=meter,
+        checks=loaded.checks,
+        tracer=tracer,
+        rank_group=start.rank_group,
+    )
+
+
+def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
+    """Read the models' shapes and resolve the configuration, equally on all ranks."""
+    assert rank_group.size == configured.tp
+    shape = read_model_shape(configured.model.directory)
+    drafter_shape = read_drafter(configured, shape)
+    config = configured.resolved(
+        probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
+    )
+    config = within_block(config, drafter_shape)
+    if config.engine.device == "cpu":
+        torch.set_num_threads(int(config.engine.threads))
+    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
+    text = config.model_dump_json(exclude=engine_threads)
+    rank_group.check_equal("configurations", text.encode())
+    layout = model_layout(config, shape, drafter_shape)
+    max_len = configured.model.max_model_len
+    return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
+
+
+def probe() -> Machine:
+    """Look at the device, its memory and the CPUs that this process may use."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the number of CPUs granted
+    num_cpus = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
+    return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
 
 
 def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
@@ -99,9 +147,10 @@ def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
     return StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
 
 
-def _model_layout(
+def model_layout(
     config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
+    """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,
@@ -126,24 +175,20 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     return chosen
 
 
-def _metrics(
-    config: WorkerConfig, name: str, transport: str, checks: Sequence[BucketCheck]
-) -> WorkerMetrics:
-    """Make the metrics, and set those that stay constant."""
+def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
+    """Make the metrics, with those that stay constant and the page gauges, read at each scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
-    metrics.transport(transport).set(1)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)
-    for check in checks:
-        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
-            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
-        metrics.bucket_differs(check.kind, check.name).set(not check.equal)
-    return metrics
-
-
-def _watch(metrics: WorkerMetrics, book: PageBook) -> None:
-    """Register the page gauges, which are read whenever they are scraped."""
     metrics.on_scrape(metrics.pages("available"), lambda: book.num_available)
     metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
     metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
     metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
+    return metrics
+
+
+def _count_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
+    for check in checks:
+        for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
+            metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
+        metrics.bucket_differs(check.kind, check.name).set(not check.equal)

@@ -44,7 +44,7 @@ def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
             name,
             str(shard.dest.dtype),
             shard.full_shape,
-            tuple((each.start, each.stop) for each in shard.index),
+            tuple((span.start, span.stop) for span in shard.index),
             number,
         )
         for (name, shard), number in zip(shards.items(), numbers, strict=True)
@@ -126,6 +126,6 @@ def _shifted(x: Tensor, by: int) -> Tensor:
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
-def _sha256(what: object) -> str:
+def _sha256(tree: object) -> str:
     """16 hex digits of what JSON makes of it."""
-    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

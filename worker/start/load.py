@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 import msgspec
 import torch
 
 from worker.attention.base import AttentionShape, build_attentions
-from worker.cache.layout import KVLayout
+from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.drafts.build import build_drafter, load_drafter, poison
@@ -21,15 +24,14 @@ from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.loader import load_model
 from worker.model.shape import ModelShape
-from worker.observe.metrics import Progress, untold
+from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
-from worker.peers.meeting import Meeting
+from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
 from worker.run.stream_cuda import on_step_stream
-from worker.start import memory
 from worker.start.digest import (
     PartSum,
     combined,
@@ -37,6 +39,14 @@ from worker.start.digest import (
     model_digest,
     part_sums,
     weights_digest,
+)
+from worker.start.memory import (
+    explain_shortage,
+    fit,
+    memory_of,
+    num_pages,
+    with_max_num_reqs,
+    with_penalty_rows,
 )
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StateShape, StepState, Windows
@@ -46,66 +56,82 @@ log = logging.getLogger("kvlane.start")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load(
-    config: WorkerConfig,
-    spec: ModelShape,
-    drafter_spec: DrafterShape | None,
-    layout: KVLayout,
-    configured_len: int | str,
-    meeting: Meeting,
-    progress: Progress = untold,
-) -> tuple[WorkerConfig, LoadedModel, Graphs, Sequence[BucketCheck], str]:
-    """Load everything that `config` names. Workers that share a GPU load one after the other.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What is known of a worker before its weights are loaded."""
 
-    Args:
-        config: after `WorkerConfig.resolved`, which replaces "auto" where the machine decides.
-        spec: the model's shape.
-        drafter_spec: its drafter's; None: it has none.
-        layout: how a KV page is laid out.
-        configured_len: model.max_model_len as configured, maybe "auto".
-        meeting: of the worker's ranks, which all load at once.
-        progress: told how far it is.
+    config: WorkerConfig  # resolved; "auto" is left where memory or weights decide
+    configured_len: int | str  # model.max_model_len as configured, maybe "auto"
+    shape: ModelShape
+    drafter_shape: DrafterShape | None  # None: no drafter has weights
+    model_layout: ModelLayout  # of all ranks together
+    rank_group: RankGroup
+    progress: Progress  # called as the start proceeds
 
-    Returns:
-        The config without "auto" (max_num_reqs and max_model_len are what the memory holds); the
-        model; its graphs; their checks; the digest of what makes its KV.
+    @property
+    def layout(self) -> KVLayout:
+        """Of this rank's pages."""
+        return self.model_layout.share(self.rank_group.size, self.rank_group.rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What `load` returns."""
+
+    config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
+    model: LoadedModel
+    graphs: Graphs
+    checks: Sequence[BucketCheck]
+    digest: str  # of all that a page's bytes depend on; equal for any number of ranks
+
+
+class Weights(NamedTuple):
+    """The models of a worker, loaded."""
+
+    model: Decoder
+    drafter: DrafterModel | None
+
+
+def load(start: Start) -> Loaded:
+    """Load everything that the configuration names, on all ranks at once.
+
+    Workers that share a GPU load one after the other.
 
     Raises:
         UserError: see `build_engine`.
     """
-    device = torch.device(config.engine.device)
+    config, layout, rank_group = start.config, start.layout, start.rank_group
+    device, memory = torch.device(config.engine.device), memory_of(config.engine)
     took = _Took()
-    with memory.turn(device), on_step_stream(device):
-        memory.wait_for_share(config, device)
+    with memory.exclusive(), on_step_stream(device):
+        memory.wait_for_share()
         took.ended("waiting for the device")
-        with memory.explain_shortage("loading the weights", device):
-            model, drafter = _load_models(config, spec, drafter_spec, meeting, device, progress)
-            digest = _digest(config, model, drafter, meeting)
+        with explain_shortage("loading the weights"):
+            weights = _load_weights(start)
+            digest = _digest(start, weights)
         took.ended("weights")
-        config = memory.with_max_num_reqs(config, layout, device, meeting.least)
-        config = memory.with_penalty_rows(config, all_requests=spec.penalizes)
-        with memory.explain_shortage("running the largest steps", device):
-            reserve_bytes = memory.peak_bytes(
-                lambda: run_largest_steps(config, layout, model, drafter), device
-            )
-            model.tap((), 0)  # those of that run go
+        config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
+        config = with_penalty_rows(config, all_requests=start.shape.penalizes)
+        with explain_shortage("running the largest steps"):
+            reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
+            weights.model.tap((), 0)  # those of that run go
         took.ended("largest steps")
-        num_pages = meeting.least(memory.num_pages(config, layout, device, reserve_bytes))
-        config = memory.fit(config, configured_len, num_pages)
-        with memory.explain_shortage("allocating the KV pool and the graphs", device):
-            pool = KVPool(layout, num_pages, device)
-            log.info("KV pool: %d pages, %s", num_pages, layout.describe())
+        pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
+        config = fit(config, start.configured_len, pages)
+        with explain_shortage("allocating the KV pool and the graphs"):
+            pool = KVPool(layout, pages, device)
+            log.info("KV pool: %d pages, %s", pages, layout.describe())
             took.ended("pool")
-            with memory.taking(reserve_bytes, device):
-                loaded = _assemble(config, pool, model, drafter)
-                graphs = build_graphs(loaded)
-                checks = graphs.capture(progress)
+            with memory.taking(reserve_bytes):
+                model = _assemble(config, pool, *weights)
+                graphs = build_graphs(model)
+                checks = graphs.capture(start.progress)
                 if config.engine.strict:
                     poison(pool)
                 took.ended("graphs and their checks")
-                model.collective.check()
-                log.info("%s worker loaded in %s", config.role, took)
-                return config, loaded, graphs, checks, digest
+                weights.model.collective.check()
+    log.info("%s worker loaded in %s", config.role, took)
+    return Loaded(config, model, graphs, checks, digest)
 
 
 class _Took:
@@ -125,60 +151,54 @@ class _Took:
         return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
 
 
-def _collective(config: WorkerConfig, device: torch.device, meeting: Meeting) -> Collective:
-    """What `engine.collective` names, over the ranks of `meeting`; "single" for one rank."""
-    if meeting.size == 1:
+def _collective(start: Start) -> Collective:
+    """What `engine.collective` names, over the group's ranks; "single" for one rank."""
+    engine, group = start.config.engine, start.rank_group
+    device = torch.device(engine.device)
+    if group.size == 1:
         return resolve("collective", "single", COLLECTIVES)(device=device)
     # Rank 0 picks the port: only it is sure to run on that host.
-    address = free_rendezvous(meeting.host) if meeting.rank == 0 else ""
-    address = meeting.first(address.encode()).decode()
-    cls = resolve("collective", config.engine.collective, COLLECTIVES)
-    collective = cls(meeting.rank, meeting.size, device, address)
+    address = free_rendezvous(group.host) if group.rank == 0 else ""
+    address = group.broadcast(address.encode()).decode()
+    cls = resolve("collective", engine.collective, COLLECTIVES)
+    collective = cls(group.rank, group.size, device, address)
     collective.calibrate()
     return collective
 
 
-def _load_models(
-    config: WorkerConfig,
-    spec: ModelShape,
-    drafter_spec: DrafterShape | None,
-    meeting: Meeting,
-    device: torch.device,
-    progress: Progress,
-) -> tuple[Decoder, DrafterModel | None]:
-    collective = _collective(config, device, meeting)
+def _load_weights(start: Start) -> Weights:
+    config = start.config
     model = load_model(
         config.model.directory,
-        spec,
-        collective,
-        device=device,
+        start.shape,
+        _collective(start),
+        device=torch.device(config.engine.device),
         dtype=DTYPES[config.model.dtype],
         load_format=config.model.load_format,
         seed=config.model.seed,
-        progress=progress,
+        progress=start.progress,
     )
-    if drafter_spec is None:
-        return model, None
-    return model, load_drafter(config, drafter_spec, model)
+    if start.drafter_shape is None:
+        return Weights(model, None)
+    return Weights(model, load_drafter(config, start.drafter_shape, model))
 
 
-def _digest(
-    config: WorkerConfig, model: Decoder, drafter: DrafterModel | None, meeting: Meeting
-) -> str:
-    """Digest all that a page's bytes depend on; equal for any number of ranks."""
+def _digest(start: Start, weights: Weights) -> str:
+    """See `Loaded.digest`."""
+    config = start.config
 
-    def weights(part: Decoder | DrafterModel) -> str:
+    def digest_of(part: Decoder | DrafterModel) -> str:
         if config.model.load_format == "dummy":
-            dtype, device = DTYPES[config.model.dtype], torch.device(config.engine.device)
-            return dummy_digest(config.model.seed, dtype, device)
-        told = meeting.tell(msgspec.msgpack.encode(part_sums(part.shards())))
-        return weights_digest(
-            each for ranks in told for each in msgspec.msgpack.decode(ranks, type=list[PartSum])
-        )
+            device = torch.device(config.engine.device)
+            noise = dummy_digest(config.model.seed, DTYPES[config.model.dtype], device)
+            return model_digest(part.spec, noise)
+        sums = start.rank_group.gather(msgspec.msgpack.encode(part_sums(part.shards())))
+        decode = msgspec.msgpack.Decoder(list[PartSum]).decode
+        return model_digest(part.spec, weights_digest(chain.from_iterable(map(decode, sums))))
 
-    digests = {"target": model_digest(model.spec, weights(model))}
-    if drafter is not None:
-        digests["draft"] = model_digest(drafter.spec, weights(drafter))
+    digests = {"target": digest_of(weights.model)}
+    if weights.drafter is not None:
+        digests["draft"] = digest_of(weights.drafter)
     return combined(digests)
 
 

@@ -1,8 +1,8 @@
 """How much memory the KV pool gets: what is left beside weights, activations and graphs.
 
 Free device memory is measured, and other processes change it. So workers that share a GPU load one
-after the other (`turn`), and each takes all memory that it will ever need before it ends its turn
-(`taking`).
+after the other (`DeviceMemory.exclusive`), and each takes all memory that it will ever need before
+the next begins (`DeviceMemory.taking`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from worker.cache.layout import KVLayout
-from worker.config import MAX_AUTO_REQS, MIN_AUTO_REQS, WorkerConfig
+from worker.config import MAX_AUTO_REQS, MIN_AUTO_REQS, EngineConfig, WorkerConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.memory")
@@ -31,103 +32,6 @@ LOG_EVERY_S = 10.0
 # Longest wait for a killed worker's memory. Its peers first have to notice (up to 3 s of missed
 # pings), to end the pulls under way (some seconds if reads stall), and to unmap it (1 s, ADR 0015).
 RETURN_S = 20.0
-
-
-@contextmanager
-def turn(device: torch.device) -> Iterator[None]:
-    """Exclude other processes that load on this CUDA device; does nothing on the CPU."""
-    if device.type == "cpu":
-        yield
-        return
-    uuid = torch.cuda.get_device_properties(device).uuid
-    with process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}"):
-        yield
-
-
-@contextmanager
-def process_lock(name: str, what: str) -> Iterator[None]:
-    """Hold a lock between the processes of a host; waiting for it is logged.
-
-    The lock is an abstract socket address: the kernel frees it however the process ends, and no
-    file is left. Processes in different network namespaces do not see each other's locks.
-    `cluster.start_timeout_s` bounds the wait.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
-        began_at, logged_at = time.monotonic(), float("-inf")
-        while not _bound(lock, name):
-            if (now := time.monotonic()) - logged_at > LOG_EVERY_S:
-                waited_s = now - began_at
-                log.info("waiting for another process to load on %s (%.0f s)", what, waited_s)
-                logged_at = now
-            time.sleep(POLL_S)
-        yield
-
-
-def _bound(lock: socket.socket, name: str) -> bool:
-    """Bind `lock` to the name, which one socket at a time can have; False if it is taken."""
-    try:
-        lock.bind(f"\0{name}")
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
-
-
-def free_bytes(device: torch.device) -> int:
-    """Measure free device memory, after emptying this process's allocator cache."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def wait_for_share(config: WorkerConfig, device: torch.device) -> None:
-    """Wait up to RETURN_S for this worker's memory share to be free; `num_pages` checks it after.
-
-    Peers may still map the memory of the worker that ran on this GPU before, which keeps it
-    allocated. Skipped when engine.num_pages is set: what is needed is not known then.
-    """
-    if device.type == "cpu" or config.engine.num_pages != "auto":
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    free_bytes(device)  # empties our allocator's cache, which mem_get_info counts as in use
-    wanted = int(float(config.engine.memory_fraction) * total)
-    wait_for_free(wanted, lambda: torch.cuda.mem_get_info(device)[0], RETURN_S)
-
-
-def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
-    """Wait until `wanted_bytes` are free, `timeout_s` at most; returns whether they are free."""
-    if (now := free()) >= wanted_bytes:
-        return True
-    log.info(
-        "%.2f GiB of device memory are free and %.2f are wanted: waiting up to %.0f s",
-        now / GIB, wanted_bytes / GIB, timeout_s,
-    )  # fmt: skip
-    ends_at = time.monotonic() + timeout_s
-    while time.monotonic() < ends_at:
-        time.sleep(POLL_S)
-        if free() >= wanted_bytes:
-            return True
-    log.warning("device memory did not come back: %.2f GiB are free", free() / GIB)
-    return False
-
-
-def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Measure the peak device memory that `work` needs; its result is freed. 0 on the CPU."""
-    if device.type == "cpu":
-        return 0
-    before, own = free_bytes(device), torch.cuda.memory_reserved(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    made = work()
-    torch.cuda.synchronize(device)
-    # mem_get_info also sees what torch's allocator does not count: captured graphs, workspaces. The
-    # allocator's cache has not been emptied since, so it still holds the peak.
-    free, _ = torch.cuda.mem_get_info(device)
-    # If another process ends meanwhile, `free` is too large: then torch's own count is used.
-    reserved = torch.cuda.max_memory_reserved(device) - own
-    del made
-    free_bytes(device)
-    return max(reserved, before - free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,28 +72,205 @@ class DeviceShare:
         return share - self.weights - self.reserve
 
 
-def _share(config: WorkerConfig, device: torch.device, reserve_bytes: int) -> DeviceShare:
-    """Measure it; the weights are loaded."""
-    return DeviceShare(
-        total=torch.cuda.get_device_properties(device).total_memory,
-        free=free_bytes(device),
-        weights=torch.cuda.memory_reserved(device),
-        reserve=reserve_bytes,
-        fraction=float(config.engine.memory_fraction),
-    )
+class DeviceMemory(Protocol):
+    """The memory of the device that a worker runs on. Built as `cls(engine)`."""
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Exclude other processes that load on this device."""
+        ...
+
+    def wait_for_share(self) -> None:
+        """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
+
+        Peers may still map the memory of the worker that ran on this GPU before, which keeps it
+        allocated. Skipped when engine.num_pages is set: what is needed is not known then.
+        """
+        ...
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Measure the peak memory that `work` needs; its result is freed."""
+        ...
+
+    def beside_weights(self) -> int:
+        """Bytes of the worker's share that its weights, which are loaded, leave."""
+        ...
+
+    def pool_pages(
+        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
+    ) -> tuple[int, str]:
+        """Pages of the pool, and the figures behind it; see `num_pages`."""
+        ...
+
+    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
+
+        Other processes on the device then see them as taken, and our first large step finds them.
+        """
+        ...
+
+
+class CpuMemory:
+    """DeviceMemory of a CPU: nothing is measured, engine.cpu_pool_bytes bounds the KV pool."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._limit = engine.cpu_pool_bytes
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def wait_for_share(self) -> None:
+        pass
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def beside_weights(self) -> int:
+        return self._limit
+
+    def pool_pages(
+        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
+    ) -> tuple[int, str]:
+        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
+        most = int(config.engine.max_num_reqs) * row_pages + 1
+        return min(most, self._limit // page_bytes), f"engine.cpu_pool_bytes is {self._limit}"
+
+    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class CudaMemory:
+    """DeviceMemory of a GPU, which other workers may share."""
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        uuid = torch.cuda.get_device_properties().uuid
+        with process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}"):
+            yield
+
+    def free_bytes(self) -> int:
+        """Measure free device memory, after emptying this process's allocator cache."""
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def wait_for_share(self) -> None:
+        if self._engine.num_pages != "auto":
+            return
+        self.free_bytes()  # empties our allocator's cache, which mem_get_info counts as in use
+        total = torch.cuda.get_device_properties().total_memory
+        wanted = int(float(self._engine.memory_fraction) * total)
+        wait_for_free(wanted, lambda: torch.cuda.mem_get_info()[0], RETURN_S)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        before, own = self.free_bytes(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        made = work()
+        torch.cuda.synchronize()
+        # mem_get_info also sees what torch's allocator does not count: captured graphs, workspaces.
+        # The allocator's cache has not been emptied since, so it still holds the peak.
+        free, _ = torch.cuda.mem_get_info()
+        # If another process ends meanwhile, `free` is too large: then torch's own count is used.
+        reserved = torch.cuda.max_memory_reserved() - own
+        del made
+        self.free_bytes()
+        return max(reserved, before - free)
+
+    def beside_weights(self) -> int:
+        return self._share(0).for_pool()
+
+    def pool_pages(
+        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
+    ) -> tuple[int, str]:
+        share = self._share(reserve_bytes)
+        pages = share.for_pool() // page_bytes
+        log.info("%d KV pages of %d bytes: %s", max(0, pages), page_bytes, share.why)
+        return pages, share.why
+
+    @contextmanager
+    def taking(self, num_bytes: int) -> Iterator[None]:
+        before = torch.cuda.memory_reserved()
+        yield
+        left = before + num_bytes - torch.cuda.memory_reserved()
+        free, _ = torch.cuda.mem_get_info()
+        if left > 0:
+            torch.empty(min(left, free), dtype=torch.uint8, device="cuda")
+
+    def _share(self, reserve_bytes: int) -> DeviceShare:
+        """Measure it; the weights are loaded."""
+        return DeviceShare(
+            total=torch.cuda.get_device_properties().total_memory,
+            free=self.free_bytes(),
+            weights=torch.cuda.memory_reserved(),
+            reserve=reserve_bytes,
+            fraction=float(self._engine.memory_fraction),
+        )
+
+
+def memory_of(engine: EngineConfig) -> DeviceMemory:
+    """The memory of the device that the resolved configuration names."""
+    return CpuMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
+
+
+@contextmanager
+def process_lock(name: str, resource: str) -> Iterator[None]:
+    """Hold a lock between the processes of a host; waiting for it is logged.
+
+    The lock is an abstract socket address: the kernel frees it however the process ends, and no
+    file is left. Processes in different network namespaces do not see each other's locks.
+    `cluster.start_timeout_s` bounds the wait.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
+        began_at, logged_at = time.monotonic(), float("-inf")
+        while not _bound(lock, name):
+            if (now := time.monotonic()) - logged_at > LOG_EVERY_S:
+                waited_s = now - began_at
+                log.info("waiting for another process to load on %s (%.0f s)", resource, waited_s)
+                logged_at = now
+            time.sleep(POLL_S)
+        yield
+
+
+def _bound(lock: socket.socket, name: str) -> bool:
+    """Bind `lock` to the name, which one socket at a time can have; False if it is taken."""
+    try:
+        lock.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
+
+
+def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
+    """Wait until `wanted_bytes` are free, `timeout_s` at most; returns whether they are free."""
+    if (now := free()) >= wanted_bytes:
+        return True
+    log.info(
+        "%.2f GiB of device memory are free and %.2f are wanted: waiting up to %.0f s",
+        now / GIB, wanted_bytes / GIB, timeout_s,
+    )  # fmt: skip
+    ends_at = time.monotonic() + timeout_s
+    while time.monotonic() < ends_at:
+        time.sleep(POLL_S)
+        if free() >= wanted_bytes:
+            return True
+    log.warning("device memory did not come back: %.2f GiB are free", free() / GIB)
+    return False
 
 
 def with_max_num_reqs(
     config: WorkerConfig,
     layout: KVLayout,
-    device: torch.device,
-    least: Callable[[int], int] = int,
+    memory: DeviceMemory,
+    minimum: Callable[[int], int] = int,
 ) -> WorkerConfig:
     """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
 
-    The size of steps and graphs depends on it, so it comes before they are measured.
-
-    least: the least of what the worker's ranks found.
+    The size of steps and graphs depends on it, so it comes before they are measured. minimum: of
+    what the worker's ranks measured.
 
     Raises:
         UserError: as `num_pages`.
@@ -200,8 +281,8 @@ def with_max_num_reqs(
     if engine.num_pages != "auto":
         num_bytes = int(engine.num_pages) * layout.page_bytes
     else:
-        num_bytes = _share(config, device, reserve_bytes=0).for_pool()
-    num_reqs = least(reqs_held(config, num_bytes, layout.page_bytes))
+        num_bytes = memory.beside_weights()
+    num_reqs = minimum(reqs_held(config, num_bytes, layout.page_bytes))
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
     return _with_engine(config, max_num_reqs=num_reqs)
 
@@ -236,61 +317,34 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
 
 
 def num_pages(
-    config: WorkerConfig, layout: KVLayout, device: torch.device, reserve_bytes: int
+    config: WorkerConfig, layout: KVLayout, memory: DeviceMemory, reserve_bytes: int
 ) -> int:
     """Number of pages of the pool, page 0 (written by padding) included.
 
-    Call it once the weights are loaded.
-
-    reserve_bytes: what steps and graphs need beside weights and pool.
+    Call it once the weights are loaded. reserve_bytes: what steps and graphs need beside them.
 
     Raises:
-        UserError: the worker's share is not free, or has no room for a single page; the message
-            has the numbers.
+        UserError: the worker's share is not free, or too small for a single page; the message has
+            the numbers.
     """
-    engine, page_size = config.engine, int(config.kv.page_size)
-    if engine.num_pages != "auto":
-        return int(engine.num_pages)
-    if device.type == "cpu":
-        most = int(engine.max_num_reqs) * -(-int(config.model.max_model_len) // page_size) + 1
-        found = min(most, engine.cpu_pool_bytes // layout.page_bytes)
-        why = f"engine.cpu_pool_bytes is {engine.cpu_pool_bytes}"
-    else:
-        share = _share(config, device, reserve_bytes)
-        found, why = share.for_pool() // layout.page_bytes, share.why
-        log.info("%d KV pages of %d bytes: %s", max(0, found), layout.page_bytes, why)
-    if found < 2:
+    if config.engine.num_pages != "auto":
+        return int(config.engine.num_pages)
+    pages, why = memory.pool_pages(config, layout.page_bytes, reserve_bytes)
+    if pages < 2:
         raise UserError(
             f"engine.num_pages: no room for a single page of {layout.page_bytes} bytes: {why}",
             "engine.num_pages",
         )
-    return int(found)
+    return int(pages)
 
 
 @contextmanager
-def taking(num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
-
-    Other processes on the device then see them as taken, and our first large step finds them.
-    """
-    if device.type == "cpu":
-        yield
-        return
-    before = torch.cuda.memory_reserved(device)
-    yield
-    left = before + num_bytes - torch.cuda.memory_reserved(device)
-    free, _ = torch.cuda.mem_get_info(device)
-    if left > 0:
-        torch.empty(min(left, free), dtype=torch.uint8, device=device)
-
-
-@contextmanager
-def explain_shortage(doing: str, device: torch.device) -> Iterator[None]:
+def explain_shortage(doing: str) -> Iterator[None]:
     """Replace torch's out-of-memory error by a UserError that names `doing` and what to lower."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = torch.cuda.mem_get_info()
         raise UserError(
             f"out of device memory while {doing}: {free / GIB:.2f} of {total / GIB:.2f} GiB are "
             f"free; lower engine.memory_fraction, engine.max_num_reqs or "

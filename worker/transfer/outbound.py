@@ -145,8 +145,8 @@ class Outbound:
         """Announce the first `num_final` layer groups of chunks that are being computed.
 
         Call it only for the step that this turn settles: after the turn has handled its messages
-        and before that step settles. By then all KV of earlier steps has been announced. No message
-        is handled between this call and `announce_settled`, so no Release drops these requests.
+        and before that step settles. By then all KV of earlier steps has been announced. A request
+        that a Release has dropped since its step was launched is passed over (`dropped`).
         """
         for req, chunk in chunks:
             groups = range(req.num_announced_groups, num_final)

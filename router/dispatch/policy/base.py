@@ -43,7 +43,7 @@ class Policy(Protocol):
         ...
 
     def settled(self, asked: Asked, choice: Choice, num_cached_tokens: int | None) -> None:
-        """The request has left `choice.decode`; None: it was refused or lost there."""
+        """The request has left `choice.decode`; num_cached_tokens None: refused or lost there."""
         ...
 
 

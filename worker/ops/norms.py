@@ -1,8 +1,9 @@
-"""Root-mean-square normalisation, alone and fused with the residual addition before it."""
+"""RMS norms, alone and fused with the residual before them, and SwiGLU."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.ops.op import op
@@ -34,3 +35,15 @@ rms_norm = op(rms_norm_ref)
 
 
 add_rms_norm = op(add_rms_norm_ref)
+
+
+def swiglu_ref(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up; Shazeer, "GLU Variants Improve Transformer" (arXiv:2002.05202).
+
+    gate_up: [..., 2 · width], gate in the first half; returns [..., width] of the same dtype.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+swiglu = op(swiglu_ref)

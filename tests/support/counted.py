@@ -1,0 +1,11 @@
+"""What metrics stand at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def value(metric: Any) -> float:
+    """Of a counter or gauge of `prometheus_client`, its labels chosen."""
+    (family,) = metric.collect()
+    return family.samples[0].value

@@ -1,0 +1,30 @@
+"""What the laws of workers have in common: a configuration, and answers that have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.engines import Answer
+from tests.support.shallow import shallow
+
+
+def sections(
+    mode: str = "always", page_size: int = 16, first_token: str = "prefill", **engine: object
+) -> dict[str, Any]:
+    """Of a shallow model on a CPU, with room for every request at once."""
+    own = {"device": "cpu", "threads": 1, "cpu_pool_bytes": 48 << 20, "max_num_reqs": 80}
+    return {
+        "model": {"path": str(shallow()), "served_name": "tiny"},
+        "engine": {**own, **engine},
+        "kv": {"page_size": page_size},
+        "disaggregation": {"mode": mode, "first_token": first_token},
+    }
+
+
+def ended(answers: Sequence[Answer]) -> Sequence[Answer]:
+    """`answers`, each of which has ended once and without an error."""
+    for answer in answers:
+        assert answer.error is None
+        assert answer.num_finals == 1
+    return answers

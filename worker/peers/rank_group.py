@@ -1,0 +1,83 @@
+"""RankGroup: how the ranks of one worker agree on everything by which they could come to differ.
+
+What memory holds, what the weights are, who listens where: a rank that decided by itself would
+enter other collectives than its peers, and all of them would wait for ever.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch._C._distributed_c10d import TCPStore
+
+from worker.errors import PeerLost
+
+# Ranks load weights and capture graphs between two calls. The control plane notices the death of a
+# rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
+TIMEOUT_S = 1800.0
+
+
+class RankGroup:
+    """One rank among the ranks of its worker; rank 0 hosts the store behind them.
+
+    Every rank makes the same calls in one order. A group of one opens nothing. Raises PeerLost if
+    rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time, or
+    the port is taken. worker: name and incarnation, so that ranks of another worker that come to
+    the same port join nothing.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, rendezvous: str = "", worker: str = ""
+    ) -> None:
+        assert 0 <= rank < size
+        self._worker = worker
+        self.rank = rank
+        self.size = size
+        self.host = urlsplit(rendezvous).hostname or ""  # rank 0's
+        self._store: Any = None
+        self._num_calls = 0
+        if size == 1:
+            return
+        try:
+            self._store = TCPStore(
+                self.host, urlsplit(rendezvous).port or 0, size, is_master=rank == 0,
+                timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False,
+            )  # fmt: skip
+        except RuntimeError as error:
+            raise PeerLost(
+                f"rank {rank} of {size}: no rendezvous at {rendezvous}: {error}"
+            ) from error
+
+    def gather(self, value: bytes) -> list[bytes]:
+        """Give `value` to all ranks; returns the values of all, in rank order. Blocks.
+
+        Raises PeerLost if a rank did not come in time, or rank 0 is gone.
+        """
+        if self._store is None:
+            return [value]
+        self._num_calls += 1
+        try:
+            call = f"{self._worker}/{self._num_calls}"
+            self._store.set(f"{call}/{self.rank}", value)
+            return [bytes(self._store.get(f"{call}/{i}")) for i in range(self.size)]
+        except RuntimeError as error:
+            raise PeerLost(f"rank {self.rank} of {self.size}: a rank is gone: {error}") from error
+
+    def broadcast(self, value: bytes) -> bytes:
+        """Rank 0's value."""
+        return self.gather(value if self.rank == 0 else b"")[0]
+
+    def minimum(self, value: int) -> int:
+        """The least of all ranks' values."""
+        return min(map(int, self.gather(str(value).encode())))
+
+    def check_equal(self, name: str, value: bytes) -> None:
+        """Assert that the values of all ranks are equal; `name` is for the message."""
+        values = self.gather(value)
+        assert len(set(values)) == 1, f"ranks have come to different {name}: {values}"
+
+    def close(self) -> None:
+        """Leave. When rank 0 does, values that the other ranks have not read yet are lost."""
+        self._store = None
