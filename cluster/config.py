@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
+    TINY,
     Auto,
     DisaggregationConfig,
     EngineConfig,
@@ -185,7 +186,7 @@ class Config(Section):
         for name, leaf in (("model", "path"), ("spec", "path"), ("router", "api_key_file")):
             section: Section = getattr(self, name)
             path: str = getattr(section, leaf)
-            if path and (name, path) != ("model", "tiny"):
+            if path and (name, path) != ("model", TINY):
                 anchored = str(directory / Path(path).expanduser())
                 sections[name] = section.model_copy(update={leaf: anchored})
         return self.model_copy(update=sections)

@@ -102,28 +102,21 @@ def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
     if isinstance(error, errors.RevisionNotFoundError):
         path = "model.revision"
         return UserError(f"{path}: {name} has no revision {repo.revision!r}", path)
+    offline = offline or constants.HF_HUB_OFFLINE
     reason = ""
     if isinstance(error, errors.HFValidationError):
         reason = f"there is no directory {name}, and a model on the hub cannot be called so"
     elif isinstance(error, errors.GatedRepoError):
-        reason = (
-            f"{name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a token of "
-            "that account"
-        )
+        remedy = f"accept its terms at {hub}/{name} and set HF_TOKEN to a token of that account"
+        reason = f"{name} is gated: {remedy}"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        reason = (
-            f"{hub} has no model {name}, or it is private (then set HF_TOKEN to a token that may "
-            f"read it); nor is there a directory {name} here"
-        )
+        private = "it is private (then set HF_TOKEN to a token that may read it)"
+        reason = f"{hub} has no model {name}, or {private}; nor is there a directory {name} here"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         reason = f"{hub} refuses {name}: check HF_TOKEN"
-    elif isinstance(error, errors.LocalEntryNotFoundError) and (
-        offline or constants.HF_HUB_OFFLINE
-    ):
-        reason = (
-            f"{name} is not, or not whole, in the cache {cache}: start once without --offline and "
-            "HF_HUB_OFFLINE where there is network, or give a directory"
-        )
+    elif isinstance(error, errors.LocalEntryNotFoundError) and offline:
+        remedy = "start once without --offline and HF_HUB_OFFLINE where there is network"
+        reason = f"{name} is not, or not whole, in the cache {cache}: {remedy}, or give a directory"
     if reason:
         return UserError(f"{path}: {reason}", path)
     first: BaseException = error

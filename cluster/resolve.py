@@ -11,13 +11,13 @@ from collections.abc import Collection
 
 from cluster.config import Config, WorkerRole, put
 from worker.api import Role
-from worker.config import MEMORY_FRACTION, Note, WorkerConfig, log_choice
+from worker.config import MEMORY_FRACTION, Choice, Note, WorkerConfig, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
-Chosen = dict[str, tuple[object, str]]  # path of a leaf -> what auto becomes, and why
+Chosen = dict[str, Choice]  # by the path of a leaf
 
 
 def with_devices(
