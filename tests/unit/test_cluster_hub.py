@@ -194,9 +194,8 @@ def test_a_private_model_needs_the_token(model: Path, home: Path) -> None:
 def test_a_gated_model_a_missing_one_and_a_missing_revision_are_told(
     model: Path, home: Path
 ) -> None:
-    with running(
-        **{"some_org__Tiny_0.1B": Repo(model), "some_org__Gated": Repo(model, gated=True)}
-    ) as hub:
+    repos = {"some_org__Tiny_0.1B": Repo(model), "some_org__Gated": Repo(model, gated=True)}
+    with running(**repos) as hub:
         message = refused(hub, home, "--model", "some-org/Gated", token="hf_x")
         assert f"is gated: accept its terms at {hub.url}/some-org/Gated" in message
         assert "has no model some-org/None" in refused(hub, home, "--model", "some-org/None")
