@@ -1,7 +1,7 @@
 """The command line: `python -m cluster` or `kvlane`. The only place that reads the environment.
 
-Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, which for
-`serve` means before it was ready, or twice.
+Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: interrupted, of `serve`
+before it was ready, or twice.
 """
 
 from __future__ import annotations
@@ -48,19 +48,22 @@ JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
 CUT_OFF = "; requests were cut off"
 ONE_SERVE = "the Ray cluster it runs on; default: the serve of this machine"
-FLAGS = {
-    "model": "model.path",
-    "prefill": "prefill.replicas",
-    "decode": "decode.replicas",
-    "router": "routers.replicas",
-    "host": "cluster.host",
-    "port": "cluster.port",
-    "api_key_file": "router.api_key_file",
-    "log_format": "cluster.log_format",
-    "spec": "spec.drafter",
-    "spec_path": "spec.path",
-    "spec_simulate_accept_len": "spec.simulate_accept_len",
-}
+# Flag, the leaf that it sets, its type, its metavar, its help.
+FLAGS: tuple[tuple[str, str, type, str, str], ...] = (
+    ("--model", "model.path", str, "PATH",
+     "'tiny' (bundled), a model directory, or a name on the hub"),
+    ("--prefill", "prefill.replicas", int, "N", "prefill workers"),
+    ("--decode", "decode.replicas", int, "N", "decode workers"),
+    ("--router", "routers.replicas", int, "N", "routers, all on one port"),
+    ("--host", "cluster.host", str, "HOST", "address that the routers listen on"),
+    ("--port", "cluster.port", int, "PORT", "port of the routers; 0: any free one"),
+    ("--api-key-file", "router.api_key_file", str, "PATH", "bearer keys to serve, one a line"),
+    ("--log-format", "cluster.log_format", str, "FORM", "text, or json: an object a line"),
+    ("--spec", "spec.drafter", str, "DRAFTER", "what drafts: none, chain, dflash, ngram"),
+    ("--spec-path", "spec.path", str, "PATH", "directory of the drafter"),
+    ("--spec-simulate-accept-len", "spec.simulate_accept_len", float, "X",
+     "to measure speculation on random weights: X tokens of a step count; answers are junk"),
+)  # fmt: skip
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -81,10 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(given: Sequence[str]) -> int:
-    if given[:1] == ["bench"]:  # it has a parser of its own
+    if given[:1] == ["bench"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return clients.bench(given[1:])
-    args = _parser().parse_args(given)
+    args = parser_of_commands().parse_args(given)
     command: Run = args.command
     if command is not _serve:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -92,7 +95,7 @@ def _run_command(given: Sequence[str]) -> int:
 
 
 def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _plainly) -> int:
-    """Its exit code; tell: says why it failed."""
+    """The exit code of a command; `tell` says why it failed."""
     try:
         code = command()
         sys.stdout.flush()
@@ -115,12 +118,12 @@ def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _pla
 
 
 def _drop_output() -> None:
-    """Nobody takes it: what is still buffered must not fail again at the end."""
+    """What is still buffered must not fail again at the end."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _Version(argparse.Action):
-    """`--version`; what it imports is not paid for by other commands."""
+    """Imports late: other commands need not wait for it."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         from router.show.status import version
@@ -129,7 +132,8 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of_commands() -> argparse.ArgumentParser:
+    """Of all commands but `bench`, which has its own."""
     parser = argparse.ArgumentParser(
         prog="kvlane",
         description="Serve a language model with separate prefill and decode workers.",
@@ -170,37 +174,21 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", metavar="PATH", help="'tiny' (bundled), a model directory, or a name on the hub"
-    )
-    parser.add_argument("--prefill", type=int, metavar="N", help="prefill workers")
-    parser.add_argument("--decode", type=int, metavar="N", help="decode workers")
-    parser.add_argument("--router", type=int, metavar="N", help="routers, all on one port")
-    parser.add_argument("--host", help="address that the routers listen on")
-    parser.add_argument("--port", type=int, help="port of the routers; 0: any free one")
-    parser.add_argument("--api-key-file", metavar="PATH", help="bearer keys to serve, one a line")
-    parser.add_argument("--log-format", metavar="FORM", help="text, or json: an object a line")
-    parser.add_argument("--spec", metavar="DRAFTER", help="what drafts: none, chain, dflash, ngram")
-    parser.add_argument("--spec-path", metavar="PATH", help="directory of the drafter")
-    parser.add_argument(
-        "--spec-simulate-accept-len",
-        type=float,
-        metavar="X",
-        help="to measure speculation on random weights: X tokens of a step count; answers are junk",
-    )
+    for flag, leaf, kind, metavar, text in FLAGS:
+        parser.add_argument(flag, dest=leaf, type=kind, metavar=metavar, help=text)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
     parser.add_argument(
         "--set", action="append", default=[], metavar="A.B=C", help="one leaf of the configuration"
     )
 
 
-def _load(args: argparse.Namespace) -> Config:
-    flags: dict[str, Any] = {path: getattr(args, flag) for flag, path in FLAGS.items()}
-    return load(args.config, args.set, flags)
+def load_config(args: argparse.Namespace) -> Config:
+    """The tree that a command line asks for; raises UserError as `load`."""
+    return load(args.config, args.set, {leaf: getattr(args, leaf) for _, leaf, *_ in FLAGS})
 
 
 def _serve(args: argparse.Namespace) -> int:
-    config = _load(args)
+    config = load_config(args)
     address = args.address or os.environ.get("RAY_ADDRESS", "")
     if address == "local":
         address = ""
@@ -214,7 +202,6 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str], None]) -> int:
-    """What is wrong with the configuration is shown before anything starts."""
     from cluster.diagnose.checks import checked
 
     config, warnings = checked(config, None if address else _num_gpus(config), offline=offline)
@@ -235,7 +222,6 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
 
 
 def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
-    """In the supervisor's child: start Ray where nothing of the user's can be imported."""
     leave_directory()
     from cluster.serve.run import serve  # imports Ray, which reads the environment
 
@@ -245,7 +231,7 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
 
 
 def _num_gpus(config: Config) -> int:
-    """GPUs that the Ray which we start will count."""
+    """GPUs that a Ray of our own will count."""
     from cluster.diagnose.driver import count_gpus
 
     asked = config.cluster.local_ray.num_gpus
@@ -258,16 +244,12 @@ def _config(args: argparse.Namespace) -> int:
     elif args.explain:
         from cluster.explain import explain
 
-        config = _load(args)
-        given = {
-            path: f"--{flag.replace('_', '-')}"
-            for flag, path in FLAGS.items()
-            if getattr(args, flag) is not None
-        }
+        config = load_config(args)
+        given = {leaf: flag for flag, leaf, *_ in FLAGS if getattr(args, leaf) is not None}
         for line in explain(config, origins(args.config, args.set, given), _num_gpus(config)):
             print(line)
     else:
-        print(yaml.safe_dump(_load(args).shown(), sort_keys=False), end="")
+        print(yaml.safe_dump(load_config(args).shown(), sort_keys=False), end="")
     return 0
 
 
@@ -301,7 +283,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from cluster.diagnose.facts import read_facts
     from cluster.diagnose.finding import has_failure, shown
 
-    config = _load(args)
+    config = load_config(args)
     if args.running or args.address:
         with _connected(args) as ask:
             cluster: running.ClusterExamination = ask("examine")
@@ -349,7 +331,7 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
     _prepare_environment(auth_mode)
     from cluster.serve import launch
 
-    session = launch.join(address, quiet=True, loopback=loopback)
+    launch.join(address, quiet=True, loopback=loopback)
     try:
         controller = launch.find_controller()
         if controller is None:
@@ -360,7 +342,7 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
 
         yield ask
     finally:
-        session.close()
+        launch.leave()
 
 
 def _prepare_environment(auth_mode: str) -> str:
@@ -373,7 +355,6 @@ def _prepare_environment(auth_mode: str) -> str:
 
 
 def _runtime_dir() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    if base:
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
         return Path(base) / "kvlane"
     return Path(tempfile.gettempdir()) / f"kvlane-run-{os.getuid()}"

@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
+    TINY,
     Auto,
     DisaggregationConfig,
     EngineConfig,
@@ -181,18 +182,14 @@ class Config(Section):
 
     def anchored(self, directory: Path) -> Config:
         """With absolute paths: the processes do not run in the `directory` that ours mean."""
-        model, router = self.model, self.router
-        if model.path != "tiny":
-            path = str(directory / model.directory)
-            model = model.model_copy(update={"path": path})
-        spec = self.spec
-        if spec.path:
-            path = str(directory / Path(spec.path).expanduser())
-            spec = spec.model_copy(update={"path": path})
-        if router.api_key_file:
-            path = str(directory / Path(router.api_key_file).expanduser())
-            router = router.model_copy(update={"api_key_file": path})
-        return self.model_copy(update={"model": model, "spec": spec, "router": router})
+        sections: dict[str, Section] = {}
+        for name, leaf in (("model", "path"), ("spec", "path"), ("router", "api_key_file")):
+            section: Section = getattr(self, name)
+            path: str = getattr(section, leaf)
+            if path and (name, path) != ("model", TINY):
+                anchored = str(directory / Path(path).expanduser())
+                sections[name] = section.model_copy(update={leaf: anchored})
+        return self.model_copy(update=sections)
 
     def shown(self) -> dict[str, Any]:
         """The tree in plain types, for the `config` command, GET /config and Helm."""
@@ -204,10 +201,10 @@ def load(
 ) -> Config:
     """Build the tree from a YAML file, "a.b=c" texts (c is YAML) and flags.
 
-    flags: path of a leaf -> value; None values are flags that were not given.
+    flags: path of a leaf -> value; None: not given.
 
-    Raises:
-        UserError: unreadable file, malformed --set, unknown key or bad value; one line for each.
+    Raises UserError for a file or a --set that cannot be read; for unknown keys and bad values, a
+    line for each.
     """
     tree = _read(path) if path else {}
     for text in sets:
@@ -215,12 +212,12 @@ def load(
         if not equals or not key.strip():
             raise UserError(f"--set {text}: expected PATH=VALUE, for example decode.replicas=2")
         try:
-            _put(tree, key.strip(), yaml.safe_load(value))
+            put(tree, key.strip(), yaml.safe_load(value))
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
     for key, value in (flags or {}).items():
         if value is not None:
-            _put(tree, key, value)
+            put(tree, key, value)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -253,7 +250,7 @@ def origins(
 ) -> dict[str, str]:
     """Where each value comes from: path of a leaf, or of a section given as one value -> source.
 
-    flags: path of a leaf -> name of the flag, of those that were given.
+    flags: of those that were given: path of a leaf -> name.
     """
     sources: dict[str, str] = {}
 
@@ -290,8 +287,8 @@ def _read(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
-def _put(tree: dict[str, Any], key: str, value: object) -> None:
-    """Set the leaf at a dotted path; sections on the way are made."""
+def put(tree: dict[str, Any], key: str, value: object) -> None:
+    """Set the leaf at a dotted path; UserError if it is below a value."""
     *parents, leaf = key.split(".")
     node = tree
     for i, name in enumerate(parents):
@@ -323,21 +320,19 @@ def _path(loc: Iterable[int | str]) -> str:
     """A path in our tree from a pydantic location, which also names a union's alternatives."""
     section: type[BaseModel] | None = Config
     names: list[str] = []
-    for part in loc:
-        names.append(str(part))
-        if section is None:
-            return ".".join(names)  # a key of a mapping
-        field = section.model_fields.get(str(part))
+    for part in map(str, loc):
+        names.append(part)
+        field = section.model_fields.get(part) if section else None  # None: a key of a mapping
         if field is None:
-            return ".".join(names)
+            break
         section = _section_of(field.annotation)
         if section is None and field.annotation != Resources:
-            return ".".join(names)
+            break
     return ".".join(names)
 
 
 def _suggestion(path: str) -> str:
-    """', did you mean …?' or ''. Looks for the full path first, then for the last name anywhere."""
+    """', did you mean …?' or ''; by the full path, else by the last name anywhere."""
     known = sorted({*leaves(), *(name.rpartition(".")[0] for name in leaves())} - {""})
     last = path.rpartition(".")[2]
     close = difflib.get_close_matches(path, known, n=1, cutoff=0.8)

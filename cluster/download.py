@@ -1,10 +1,8 @@
-"""A name on the hub (Hugging Face's, or another that HF_ENDPOINT names) into a directory: of a
-model, or of its drafter.
+"""Downloads a model, or its drafter, that is named on the hub (Hugging Face's, or HF_ENDPOINT's).
 
-The download happens once, on the machine of `serve` and before Ray starts, into the hub's own cache
-(HF_HOME). It goes on after a broken connection; after an end of the process, with the files that
-were not done. Workers are told the directory, so on a Ray cluster of several nodes it has to be on
-storage that all of them share.
+Once, on the machine of `serve` and before Ray starts, into the hub's own cache (HF_HOME). After a
+broken connection it goes on; after an end of the process, with the files that were not done. The
+workers get the directory: nodes of a Ray cluster have to share that storage.
 """
 
 from __future__ import annotations
@@ -19,12 +17,8 @@ from worker.errors import KvlaneError, UserError, WorldError
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 DESCRIPTION = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("chat_template.jinja", "model.safetensors.index.json"),
 ]
 WEIGHTS = ["*.safetensors"]
 # Other forms of the same weights: in folders, and Mistral's.
@@ -48,8 +42,8 @@ def is_name(path: str) -> bool:
 def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> Config:
     """Download the model that config.model names; the config with its directory.
 
-    Files that are in the cache are not loaded again; `offline`: no others are. Progress bars go to
-    stderr. `check` is shown the config with all but the weights, before those are loaded.
+    offline: take files from the cache only.
+    check: gets the config with all but the weights, before those are downloaded.
 
     Raises:
         UserError: no such model or revision, a token is needed, or it is not in the cache; and
@@ -72,11 +66,7 @@ def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> 
 
 
 def fetch_drafter(config: Config, *, offline: bool) -> Config:
-    """Download the drafter that `config.spec` names; the config with its directory.
-
-    Raises:
-        UserError, WorldError: as `fetch`, of `spec.path`.
-    """
+    """The same for the drafter that `config.spec` names."""
     spec = config.spec
     repo = Repo(spec.path, "", "spec.path", "--spec-path")
     with_weights = config.model.load_format == "safetensors"
@@ -112,28 +102,21 @@ def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
     if isinstance(error, errors.RevisionNotFoundError):
         path = "model.revision"
         return UserError(f"{path}: {name} has no revision {repo.revision!r}", path)
+    offline = offline or constants.HF_HUB_OFFLINE
     reason = ""
     if isinstance(error, errors.HFValidationError):
         reason = f"there is no directory {name}, and a model on the hub cannot be called so"
     elif isinstance(error, errors.GatedRepoError):
-        reason = (
-            f"{name} is gated: accept its terms at {hub}/{name} and set HF_TOKEN to a token of "
-            "that account"
-        )
+        remedy = f"accept its terms at {hub}/{name} and set HF_TOKEN to a token of that account"
+        reason = f"{name} is gated: {remedy}"
     elif isinstance(error, errors.RepositoryNotFoundError):
-        reason = (
-            f"{hub} has no model {name}, or it is private (then set HF_TOKEN to a token that may "
-            f"read it); nor is there a directory {name} here"
-        )
+        private = "it is private (then set HF_TOKEN to a token that may read it)"
+        reason = f"{hub} has no model {name}, or {private}; nor is there a directory {name} here"
     elif isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         reason = f"{hub} refuses {name}: check HF_TOKEN"
-    elif isinstance(error, errors.LocalEntryNotFoundError) and (
-        offline or constants.HF_HUB_OFFLINE
-    ):
-        reason = (
-            f"{name} is not, or not whole, in the cache {cache}: start once without --offline and "
-            "HF_HUB_OFFLINE where there is network, or give a directory"
-        )
+    elif isinstance(error, errors.LocalEntryNotFoundError) and offline:
+        remedy = "start once without --offline and HF_HUB_OFFLINE where there is network"
+        reason = f"{name} is not, or not whole, in the cache {cache}: {remedy}, or give a directory"
     if reason:
         return UserError(f"{path}: {reason}", path)
     first: BaseException = error

@@ -10,18 +10,15 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
 from cluster.config import Config, fields
-from cluster.resolve import ROLES, with_devices, with_transport
+from cluster.resolve import ROLES, Chosen, with_devices, with_transport
 from worker.config import Machine
-from worker.model.shape import read_model_shape
-
-Choices = dict[str, tuple[object, str]]  # path of a leaf -> what auto becomes, and why
+from worker.start.check import model_limits
 
 
 def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterator[str]:
     """A line for each leaf; raises UserError if the model cannot be served.
 
-    origins: path of a leaf, or of a section given as one value -> its source.
-    num_gpus: that Ray would find here.
+    origins: as `config.origins` has them. num_gpus: that Ray would find here.
     """
     choices = _choices(config, num_gpus)
     for path, field in fields():
@@ -37,9 +34,9 @@ def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterat
         yield f"{left:<56} # {source}"
 
 
-def _choices(config: Config, num_gpus: int) -> Choices:
+def _choices(config: Config, num_gpus: int) -> Chosen:
     """Of the cluster, and of each worker for itself."""
-    choices: Choices = {}
+    choices: Chosen = {}
 
     def note(path: str, value: object, why: str) -> None:
         choices.setdefault(path, (value, why))
@@ -48,8 +45,7 @@ def _choices(config: Config, num_gpus: int) -> Choices:
     config = with_transport(config, ["this machine"], note=note)
     if not config.model.directory.is_dir():
         return choices
-    spec = read_model_shape(config.model.directory)
-    longest, dtype = spec.max_position_embeddings, spec.dtype
+    longest, dtype = model_limits(config.model.directory)
     for role in ROLES:
 
         def note_of_role(path: str, value: object, why: str, role: str = role) -> None:

@@ -7,16 +7,17 @@ are decided in the worker (`WorkerConfig.resolved`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
-from cluster.config import Config, WorkerRole
+from cluster.config import Config, WorkerRole, put
 from worker.api import Role
-from worker.config import MEMORY_FRACTION, Note, WorkerConfig, log_choice
+from worker.config import MEMORY_FRACTION, Choice, Note, WorkerConfig, log_choice
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
+
+Chosen = dict[str, Choice]  # by the path of a leaf
 
 
 def with_devices(
@@ -25,12 +26,11 @@ def with_devices(
     """Decide `num_gpus`, `engine.device` where no GPU is reserved, `engine.memory_fraction` where a
     part of one is, and `routers.replicas`.
 
-    Args:
-        has_gpus: some node of the Ray cluster has a GPU.
-        local_gpus: all GPUs if no node can join, else None. Workers of one rank share them if there
-            are too few.
+    has_gpus: some node of the Ray cluster has a GPU.
+    local_gpus: all GPUs if no node can join, else None. If they are few, workers of one rank share.
     """
     share = 1.0 if local_gpus is None else _share(config, local_gpus)
+    chosen: Chosen = {}
     for role in ROLES:
         part = config.role(role)
         device, num_gpus = part.engine.device, part.num_gpus
@@ -38,26 +38,17 @@ def with_devices(
             wanted = device == "cuda" or (device == "auto" and has_gpus)
             num_gpus = (share if part.tp == 1 else 1.0) if wanted else 0.0
             reason = f"device {device}, {'GPUs' if has_gpus else 'no GPU'} in the Ray cluster"
-            note(f"{role}.num_gpus", num_gpus, reason)
+            chosen[f"{role}.num_gpus"] = num_gpus, reason
         if device == "auto" and num_gpus == 0:
-            device = "cpu"
-            note(f"{role}.engine.device", device, "no GPU is reserved for it")
-        engine: dict[str, Any] = {"device": device}
+            chosen[f"{role}.engine.device"] = "cpu", "no GPU is reserved for it"
         if part.engine.memory_fraction == "auto" and 0 < num_gpus < 1:
-            engine["memory_fraction"] = fraction = round(MEMORY_FRACTION * num_gpus, 4)
-            note(f"{role}.engine.memory_fraction", fraction, "it shares its GPU")
-        config = _changed(config, {role: {"num_gpus": num_gpus, "engine": engine}})
-    return _with_routers(config, note)
-
-
-def _with_routers(config: Config, note: Note) -> Config:
-    """Decide `routers.replicas`; all of its processes share one port."""
-    if config.routers.replicas != "auto":
-        return config
-    num_gpus = float(config.decode.num_gpus) * config.decode.tp * config.decode.replicas
-    num_routers = max(1, math.ceil(num_gpus / DECODE_GPUS_PER_ROUTER))
-    note("routers.replicas", num_routers, f"decode workers have {num_gpus:g} GPUs")
-    return _changed(config, {"routers": {"replicas": num_routers}})
+            fraction = round(MEMORY_FRACTION * num_gpus, 4)
+            chosen[f"{role}.engine.memory_fraction"] = fraction, "it shares its GPU"
+        if role == "decode" and config.routers.replicas == "auto":
+            total = num_gpus * part.tp * part.replicas
+            num_routers = max(1, math.ceil(total / DECODE_GPUS_PER_ROUTER))
+            chosen["routers.replicas"] = num_routers, f"decode workers have {total:g} GPUs"
+    return _with(config, chosen, note)
 
 
 def _share(config: Config, local_gpus: float) -> float:
@@ -102,14 +93,14 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
     one_node = len(set(nodes)) <= 1
     where = "one node" if one_node else f"{len(set(nodes))} nodes"
     why = f"KV of {' and '.join(sorted(devices))}, on {where}"
-    name, kind = config.transport.name, config.transport.kind
+    name, chosen = config.transport.name, Chosen()
     if name == "auto":
         name = "shm" if devices == {"cpu"} and one_node else "mooncake"
-        note("transport.name", name, why)
-    if name == "mooncake" and kind == "auto":
+        chosen["transport.name"] = name, why
+    if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
-        note("transport.kind", kind, why)
-    return _changed(config, {"transport": {"name": name, "kind": kind}})
+        chosen["transport.kind"] = kind, why
+    return _with(config, chosen, note)
 
 
 def counts(config: Config) -> dict[Role, int]:
@@ -143,13 +134,10 @@ def reserved(config: Config, resource: str) -> float:
     )
 
 
-def _changed(config: Config, changes: Mapping[str, Mapping[str, Any]]) -> Config:
+def _with(config: Config, chosen: Chosen, note: Note) -> Config:
     """A new tree with some leaves replaced, validated again."""
     tree = config.model_dump()
-    for section, leaves in changes.items():
-        for name, value in leaves.items():
-            if isinstance(value, dict):
-                tree[section][name] |= value
-            else:
-                tree[section][name] = value
+    for path, (value, why) in chosen.items():
+        note(path, value, why)
+        put(tree, path, value)
     return Config.model_validate(tree)

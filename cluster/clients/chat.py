@@ -20,14 +20,11 @@ DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 def converse(server: Server, fields: dict[str, Any], system: str, message: str) -> None:
     """Ask once, or until the end of the input where it is a terminal.
 
-    Args:
-        fields: of every request; without a model: the first that the server lists.
-        system: the system prompt; "" = none.
-        message: what to ask; "" = standard input, line by line from a terminal, else all of it.
+    fields: of every request; without a model: the first that the server lists.
+    message: what to ask; "": standard input, line by line from a terminal, else all of it.
 
-    Raises:
-        UserError: the server refuses the only question.
-        WorldError: it does not answer, or breaks off.
+    Raises UserError if the server refuses the only question, WorldError if it does not answer or
+    breaks off.
     """
     history = [{"role": "system", "content": system}] if system else []
     body = {"model": _first_model(server), **fields} if "model" not in fields else fields

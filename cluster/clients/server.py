@@ -13,10 +13,7 @@ from worker.errors import WorldError
 class Server:
     """Whom to ask, and how.
 
-    Args:
-        url: with or without /v1.
-        key: bearer key; "": none.
-        transport: that carries requests; None: the network.
+    url: with or without /v1. key: bearer key; "": none. transport: of requests; None: the network.
     """
 
     def __init__(

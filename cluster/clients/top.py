@@ -36,15 +36,9 @@ ANSWERING = ("ready", "draining")  # others have no figures
 
 
 def show(server: Server, interval_s: float, *, once: bool, as_json: bool) -> None:
-    """Print once, or until q or Ctrl-C where standard output is a terminal.
+    """Draw every `interval_s` until q or Ctrl-C; `once`, or without a terminal, print plain lines.
 
-    Args:
-        interval_s: between two questions.
-        once: print plain lines and return.
-        as_json: print what the server says and return.
-
-    Raises:
-        UserError, WorldError: see `ask` and `decoded`; while it runs, only the first time.
+    Raises as `ask` and `decoded`; while it runs, only the first time.
     """
     if not interval_s >= MIN_INTERVAL_S:  # nan, too
         raise UserError(f"--interval {interval_s:g}: at least {MIN_INTERVAL_S:g} s")
@@ -87,10 +81,7 @@ def decoded(answer: bytes) -> Board:
 
 
 def picture(board: Board, url: str, failure: str = "") -> list[RenderableType]:
-    """All that the server at `url` has said, the most important first.
-
-    failure: why that is old, or "".
-    """
+    """All that the server at `url` has said, the most important first. failure: why that is old."""
     summary = f"{board.model} at {url}, kvlane {board.version}: {failure or board.summary}"
     parts: list[RenderableType] = [text(summary, "bold"), *map(text, _load(board)), ""]
     parts += [_workers(board.workers), "", _routers(board.routers), ""]
@@ -212,7 +203,7 @@ def _watch(server: Server, interval_s: float, board: Board) -> None:
 
 
 def pressed_q(wait_s: float) -> bool:
-    """Whether q is pressed before that time is over, or there is no terminal any more."""
+    """Whether q is pressed within that time, or there is no terminal any more."""
     until = time.monotonic() + wait_s
     while (left_s := until - time.monotonic()) > 0:
         if select.select([sys.stdin], [], [], left_s)[0]:

@@ -64,8 +64,7 @@ class Controller:
     async def start(self) -> None:
         """Place and start everything; returns when all of it is ready.
 
-        Raises:
-            Placement, UserError, WorldError: the cluster cannot start; the message is for the user.
+        Placement, UserError, WorldError: it cannot start; the message is for the user.
         """
         try:
             roles = await self._site.open()
@@ -131,7 +130,7 @@ class Controller:
         return (await self.progress(0)).urls
 
     async def warning(self, name: str) -> str:
-        """What to say before `name` is drained, or ''."""
+        """As `last_of_its_kind`."""
         return last_of_its_kind(name, self._replicas())
 
     async def drain(self, name: str | None, timeout_s: float | None) -> bool:
@@ -159,12 +158,10 @@ class Controller:
 
     async def stop(self, drain_timeout_s: float) -> bool:
         """End everything; returns whether all requests were finished in `drain_timeout_s`."""
-        idle = True
         self._site.closing = True
         if self._monitor is None:  # else groups that are being placed would stay in Ray
             await self._placed.wait()
-        if self._monitor is not None:
-            idle = await self._monitor.stop(drain_timeout_s)
+        idle = self._monitor is None or await self._monitor.stop(drain_timeout_s)
         if self._wire is not None:
             await asyncio.to_thread(self._wire.close)
         return idle
@@ -173,12 +170,11 @@ class Controller:
 async def _examined(replica: Replica) -> WorkerAnswer:
     """What a worker says to the doctor, or why it does not."""
     process, asked_at = replica.reachable, time.time()
-    examination, error = None, f"it is {replica.state}"
-    if isinstance(process, RayProcess):
-        try:
+    examination, error = None, "" if process else f"it is {replica.state}"
+    try:
+        if isinstance(process, RayProcess):
             asked = call(process.actor.examine)
             examination = await in_time(asked, EXAMINE_TIMEOUT_S, "answer the doctor")
-            error = ""
-        except WorldError as e:
-            error = str(e)
-    return WorkerAnswer(replica.name, replica.role, asked_at, time.time(), examination, error)
+    except WorldError as e:
+        error = str(e)
+    return WorkerAnswer(replica.name, asked_at, time.time(), examination, error)

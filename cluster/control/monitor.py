@@ -46,11 +46,8 @@ ASK_S = 2.0  # between two questions
 class Monitor:
     """All replicas of one cluster, and the tasks that keep a process running for each.
 
-    Args:
-        replicas: one for every name; from now on only this object changes them.
-        site: starts processes.
-        links: pings them; its owner calls `lost` when one does not answer.
-        config: timeouts and back-off.
+    replicas: only this object changes them from now on.
+    links: their owner calls `lost` when a process does not answer pings.
     """
 
     def __init__(
@@ -71,9 +68,8 @@ class Monitor:
     async def start(self) -> None:
         """Start all replicas at once; returns when every one of them is ready.
 
-        Raises:
-            UserError: a process said that it cannot work as configured.
-            WorldError: one died or did not start in time, several times.
+        Raises UserError if a process cannot work as configured, WorldError if one died or did not
+        start in time, several times.
         """
         for replica in self._replicas.values():
             self._tasks[replica.name] = asyncio.create_task(self._keep(replica), name=replica.name)
@@ -100,9 +96,9 @@ class Monitor:
         return [replica.status(report) for replica, report in zip(replicas, reports, strict=True)]
 
     async def drain(self, names: Iterable[str], timeout_s: float | None) -> bool:
-        """Let these names finish their work, then stop and remove them; UserError for other names.
+        """Let these names finish, then stop and remove them; whether all became idle in time.
 
-        Returns whether all of them became idle in time.
+        UserError for an unknown name.
         """
         unknown = [name for name in names if name not in self._replicas]
         if unknown:
@@ -123,8 +119,6 @@ class Monitor:
             names = [r.name for r in self._replicas.values() if (r.role == "router") is is_router]
             idle &= await self.drain(names, drain_timeout_s)
         return idle
-
-    # One replica.
 
     async def _keep(self, replica: Replica) -> None:
         """Start one process after the other, until it is leaving or starting has failed."""
@@ -152,10 +146,7 @@ class Monitor:
             await asyncio.sleep(delay_s)
 
     async def _live(self, replica: Replica) -> tuple[float, KvlaneError]:
-        """Run one incarnation until its process is gone.
-
-        Returns when it became ready (0: never), and why it ended.
-        """
+        """Run one incarnation to its end: when it became ready (0: never), and why it ended."""
         replica.begin(secrets.token_hex(4))
         began_at, ready_at = time.monotonic(), 0.0
         error: KvlaneError = WorldError("it stopped")
@@ -206,10 +197,8 @@ class Monitor:
             if process is not None and receiver.stopping is None:  # else it may be gone by then
                 self._background.spawn(process.update(membership), f"members for {receiver.name}")
 
-    # The end of a replica.
-
     async def _finish(self, replica: Replica, timeout_s: float | None) -> bool:
-        """Drain; False if it did not become idle in time."""
+        """Drain; whether it became idle in time."""
         if (process := replica.reachable) is None:
             return True
         replica.state = State.DRAINING
@@ -262,7 +251,7 @@ class Background:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[None, None, None], name: str) -> asyncio.Task[None]:
-        """Run it in the background and log a failure; a dead receiver has a task of its own."""
+        """Run it and log a failure; a dead receiver has a task of its own."""
 
         async def logged() -> None:
             try:
@@ -277,7 +266,7 @@ class Background:
 
 
 async def started(replica: Replica, process: Process, timeout_s: float) -> Member:
-    """Start the process; meanwhile the replica shows how far it is."""
+    """Start the process; meanwhile `replica.stage` follows."""
 
     async def look() -> None:
         with contextlib.suppress(WorldError):  # the start says it, too
@@ -307,7 +296,7 @@ async def until_over(replica: Replica, process: Process, stop_timeout_s: float) 
 
 
 async def listen(replica: Replica) -> None:
-    """Notice when a process that answers no pings falls silent; returns when it is over."""
+    """Give a process up that answers no pings and falls silent; returns when it is over."""
     process, given_up = replica.reachable, replica.given_up
     while process is not None and replica.reachable is process and not given_up.done():
         try:
@@ -336,7 +325,7 @@ async def killed(site: Site, replica: Replica) -> None:
 
 
 async def report_of(replica: Replica) -> Report | None:
-    """The process's report; None if it is not ready or does not answer quickly."""
+    """None if the process is not ready or does not answer quickly."""
     if (process := replica.reachable) is None:
         return None
     try:

@@ -19,7 +19,7 @@ NUM_CHANGES = 100  # that routers learn of
 
 
 class State(StrEnum):
-    """State of a replica's process."""
+    """Of a replica's process."""
 
     STARTING = "starting"
     READY = "ready"
@@ -55,11 +55,7 @@ class ReplicaStatus:
 
 @dataclass(slots=True)
 class Replica:
-    """A worker or router. Its processes come one after another; each is a new incarnation.
-
-    Invariant: `member` is set from the moment the process is ready until it is known to be dead or
-    has stopped; `process` is set from its creation until it is gone for certain.
-    """
+    """A worker or router. Its processes come one after another; each is a new incarnation."""
 
     name: str
     role: Role
@@ -67,8 +63,8 @@ class Replica:
     incarnation: str = ""
     restarts: int = 0
     leaving: bool = False  # it gets no further process
-    member: Member | None = None
-    process: Process | None = None
+    member: Member | None = None  # from ready until known to be dead, or stopped
+    process: Process | None = None  # from its creation until it is gone for certain
     stage: Stage = START  # of the start of the process
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
@@ -80,7 +76,7 @@ class Replica:
         return self.process if self.member is not None else None
 
     def begin(self, incarnation: str) -> None:
-        """A new incarnation starts."""
+        """Start a new incarnation."""
         assert self.process is None, f"{self.name} is taken"
         self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
         self.given_up = asyncio.get_running_loop().create_future()
@@ -144,10 +140,8 @@ def last_of_its_kind(name: str, replicas: Sequence[Replica]) -> str:
     if any(r.role == replica.role and r is not replica and not r.leaving for r in replicas):
         return ""
     kind = "router" if replica.role == "router" else "decode worker"
-    return (
-        f"{name} is the last {kind}: without it no request is answered "
-        "(drain without a name ends the whole cluster)"
-    )
+    remedy = "drain without a name ends the whole cluster"
+    return f"{name} is the last {kind}: without it no request is answered ({remedy})"
 
 
 def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:

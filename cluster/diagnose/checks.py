@@ -46,10 +46,7 @@ def refuse(findings: Iterable[Finding]) -> None:
 def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Config, list[str]]:
     """The configuration with its model on this machine, and warnings, once nothing is refused.
 
-    `num_gpus`: see `of_start`; `offline`: take no model from the network.
-
-    Raises:
-        UserError, WorldError: as `refuse`, `check_model` and `download.fetch`.
+    num_gpus: as of `of_start`. Raises as `refuse`, `check_model` and `download.fetch`.
     """
     findings = of_start(config, num_gpus, read_facts())
     refuse(findings)

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 
 from cluster.diagnose.driver import Driver, read_driver
 from worker.errors import MissingLibrary
-from worker.transfer import mooncake_libraries
+from worker.transfer.mooncake_libraries import check_installed
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 CAP_IPC_LOCK = 14
@@ -114,7 +114,7 @@ def _torch_cuda() -> str | None:
 
 def _mooncake() -> str:
     try:
-        mooncake_libraries.check_installed()
+        check_installed()
     except MissingLibrary as error:
         return str(error)
     return ""

@@ -6,7 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -20,7 +20,7 @@ SUBJECTS = {"cluster": "ports", "model": "model"}  # section of a field -> what 
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
     WARNING = "warning"  # it works, and not as well as it could
@@ -39,10 +39,6 @@ class Finding:
     where: str = ""  # worker or node; "": this machine
     figures: dict[str, float] | None = field(default=None, hash=False)  # that `what` rounds
     error: UserError | None = field(default=None, compare=False)  # with which `serve` refuses it
-
-    def at(self, where: str) -> Finding:
-        """The same finding at another place."""
-        return replace(self, where=where)
 
     @property
     def lines(self) -> list[str]:
@@ -66,7 +62,7 @@ def refused(error: UserError) -> Finding:
 
 
 def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
-    """All of them."""
+    """All of them, as text or JSON."""
     if as_json:
         rows = [{name: getattr(finding, name) for name in FIELDS} for finding in findings]
         return json.dumps(rows, indent=2)

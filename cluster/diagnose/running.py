@@ -10,7 +10,7 @@ from cluster.config import Config
 from cluster.diagnose.facts import MOONCAKE, Facts, read_facts
 from cluster.diagnose.finding import Finding, failure, ok, warning
 from cluster.diagnose.machine import NO_KV, examine
-from worker.api import PullPath, Role
+from worker.api import PullPath
 from worker.config import TransportConfig
 
 MAX_SKEW_S = 1.0
@@ -37,7 +37,6 @@ class WorkerAnswer:
     """One worker, as the controller has asked it."""
 
     name: str
-    role: Role
     asked_at: float  # by the controller's clock
     answered_at: float
     examination: Examination | None
@@ -46,9 +45,9 @@ class WorkerAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ClusterExamination:
-    """A whole cluster."""
+    """The configuration of a cluster, as it was written and as it was decided, and its workers."""
 
-    written: Config  # as the user wrote it
+    written: Config
     decided: Config
     answers: tuple[WorkerAnswer, ...]
 
@@ -63,21 +62,13 @@ def examined_here(measure: Callable[[], Sequence[PullPath]]) -> Examination:
 def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator[Finding]:
     """All findings.
 
-    Args:
-        wanted: the transport that the caller expects; where it is "auto", `cluster.written` counts.
-        cluster: what its workers have answered.
+    wanted: the transport that the caller expects; where it is "auto", `cluster.written` counts.
     """
-    workers: dict[str, Examination] = {}
+    workers = {a.name: a.examination for a in cluster.answers if a.examination is not None}
     for answer in cluster.answers:
-        if answer.examination is not None:
-            workers[answer.name] = answer.examination
-            continue
-        yield failure(
-            "worker",
-            f"it tells nothing: {answer.error}",
-            "what is wrong with it stays unknown",
-            "kvlane status, and the log of serve",
-        ).at(answer.name)
+        if answer.examination is None:
+            lack, why = f"it tells nothing: {answer.error}", "what is wrong with it stays unknown"
+            yield failure("worker", lack, why, "kvlane status, and the log of serve", answer.name)
     yield from _machines(cluster.decided, workers)
     yield from _skew({name: worker.facts.versions for name, worker in workers.items()})
     yield from _clocks(cluster.answers)
@@ -94,20 +85,20 @@ def _machines(decided: Config, workers: dict[str, Examination]) -> Iterator[Find
         for finding in examine(decided, worker.facts):
             names.setdefault(finding, []).append(name)
     for finding, where in names.items():
-        yield finding.at(", ".join(where))
+        yield replace(finding, where=", ".join(where))
 
 
 def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
     """Packages that have different versions at different workers."""
     packages = sorted({package for versions in workers.values() for package in versions})
-    differs = False
+    num_same = 0
     for package in packages:
         by_version: dict[str, list[str]] = {}
         for name, versions in workers.items():
             by_version.setdefault(versions.get(package, "none"), []).append(name)
         if len(by_version) < 2:
+            num_same += 1
             continue
-        differs = True
         make = failure if package.startswith(SPEAK_TO_EACH_OTHER) else warning
         said = "; ".join(f"{version} at {', '.join(at)}" for version, at in by_version.items())
         yield make(
@@ -116,7 +107,7 @@ def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
             "workers of one cluster speak to each other, and have to draw the same tokens",
             "give all nodes the same image or environment",
         )
-    if not differs and workers:
+    if num_same == len(packages) and workers:
         yield ok("versions", f"the same {len(packages)} at all {len(workers)} workers")
 
 
@@ -135,7 +126,8 @@ def _clocks(answers: Sequence[WorkerAnswer]) -> Iterator[Finding]:
                 f"it differs by {skew_s:.1f} s from the controller's",
                 "logs and traces of one request do not fit together; requests are not affected",
                 "chrony or systemd-timesyncd on every node",
-            ).at(answer.name)
+                answer.name,
+            )
     if largest <= MAX_SKEW_S:
         yield ok("clock", f"all within {largest:.1f} s")
 

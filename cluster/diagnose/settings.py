@@ -6,7 +6,7 @@ Imports neither torch nor Ray, which take seconds: a mistake is shown in less th
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -16,23 +16,19 @@ from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.dispatch.policy import POLICIES
 from router.http.keys import read_keys
 from router.http.port import listen
-from worker.attention.backends import ATTENTION
 from worker.config import check_collective
 from worker.errors import UserError
 from worker.observe.tracing import check_tracing
-from worker.transfer.base import KINDS
+from worker.start.check import names_of
 
 EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
-PACKAGES = {  # of attention backends
-    "triton": "triton",
-    "by_length": "flashinfer",
-    "flashinfer": "flashinfer",
-}
+# Of attention backends.
+PACKAGES = {"triton": "triton", "by_length": "flashinfer", "flashinfer": "flashinfer"}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What is checked."""
+    """A configuration, and what it becomes on this machine."""
 
     config: Config  # as the user wrote it
     num_gpus: int  # that a Ray of our own on this machine will count
@@ -40,7 +36,7 @@ class Settings:
 
     @classmethod
     def here(cls, config: Config, num_gpus: int) -> Settings:
-        """For a Ray of our own."""
+        """Where `serve` starts Ray."""
         decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
         return cls(config, num_gpus, with_transport(decided, ["this machine"]))
 
@@ -52,9 +48,8 @@ def mistakes(settings: Settings) -> list[UserError]:
 
 def mistakes_of_joining(config: Config) -> list[UserError]:
     """The same for a Ray cluster that runs already: its nodes are not this machine."""
-    checks = (_names, _keys) if _beside_serve(config) else (_names,)
     settings = Settings(config, 0, config)
-    return [error for check in checks for error in check(settings)]
+    return [*_names(settings), *(_keys(settings) if _beside_serve(config) else ())]
 
 
 def check_port(config: Config) -> None:
@@ -70,33 +65,23 @@ def _beside_serve(config: Config) -> bool:
 
 
 def _names(settings: Settings) -> Iterator[UserError]:
-    """Names that come from tables."""
-    config, transport = settings.config, settings.config.transport
-    named: dict[str, tuple[str, Iterable[str]]] = {
-        "router.policy": (config.router.policy, POLICIES)
-    }
-    if transport.name != "auto":
-        named["transport.name"] = transport.name, KINDS
-    if transport.kind != "auto" and transport.name in KINDS:
-        named["transport.kind"] = transport.kind, KINDS[transport.name]
-    for role in ROLES:
-        for kind, name in config.role(role).engine.attention.model_dump().items():
-            named[f"{role}.engine.attention.{kind}"] = name, (*ATTENTION, "auto")
-    for path, (name, choices) in named.items():
+    config = settings.config
+    engines = {f"{role}.engine": config.role(role).engine for role in ROLES}
+    named = {"router.policy": (config.router.policy, POLICIES)}
+    for path, (name, choices) in (named | names_of(config.transport, engines)).items():
         if name not in choices:
             yield UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
 
 
 def _keys(settings: Settings) -> Iterator[UserError]:
     try:
-        if settings.config.router.api_key_file:
-            read_keys(settings.config.router.api_key_file)
+        read_keys(settings.config.router.api_key_file)
     except UserError as error:
         yield UserError(f"router.api_key_file: {error}", error.param)
 
 
 def _port(settings: Settings) -> Iterator[UserError]:
-    """The routers' address is bound for a moment, as the first of them does it."""
+    """Binds the routers' address for a moment, as the first of them does it."""
     host, port = settings.config.cluster.host, settings.config.cluster.port
     try:
         listen(host, port).close()
@@ -147,9 +132,9 @@ def _num_gpus(decided: Config, role: WorkerRole) -> float:
 def _collective(settings: Settings) -> Iterator[UserError]:
     for role in ROLES:
         engine, path = settings.decided.role(role).engine, f"{role}.engine.collective"
+        cpu, who = engine.device == "cpu", f"{role} workers compute"
         try:
             if engine.collective != "auto":
-                cpu, who = engine.device == "cpu", f"{role} workers compute"
                 check_collective(engine.collective, cpu=cpu, path=path, who=who)
         except UserError as error:
             yield error
@@ -161,12 +146,9 @@ def _torch(settings: Settings) -> Iterator[UserError]:
     if find_spec("torch") is None:
         yield UserError(f"{path}: torch is not installed: {EXTRAS}", path)
     elif on_gpus and settings.num_gpus and metadata.version("torch").endswith("+cpu"):
+        lack = f"{path}: torch {metadata.version('torch')} cannot use the GPU"
         remedy = "--set prefill.engine.device=cpu --set decode.engine.device=cpu"
-        yield UserError(
-            f"{path}: torch {metadata.version('torch')} cannot use the GPU: "
-            f"pip install 'kvlane[cuda]', or {remedy}",
-            path,
-        )
+        yield UserError(f"{lack}: pip install 'kvlane[cuda]', or {remedy}", path)
 
 
 def _attention(settings: Settings) -> Iterator[UserError]:
@@ -188,6 +170,4 @@ def _tracing(settings: Settings) -> Iterator[UserError]:
         yield error
 
 
-CHECKS = (
-    _names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing,
-)  # fmt: skip
+CHECKS = (_names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing)

@@ -10,7 +10,6 @@ import math
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,20 +32,8 @@ CONNECT_TIMEOUT_S = 5.0
 DOWN_TIMEOUT_S = 30.0  # for `serve` to end once nothing is left to serve
 
 
-@dataclass(frozen=True, slots=True)
-class RaySession:
-    """Our connection to Ray."""
-
-    address: str
-    local: bool
-
-    def close(self) -> None:
-        """Disconnect; most of a Ray of our own ends with it."""
-        RAY.shutdown()
-
-
-def start_local(config: Config, directory: Path) -> RaySession:
-    """Start a Ray of our own, with the resources that `config` asks for; or raise WorldError.
+def start_local(config: Config, directory: Path) -> str:
+    """Start a Ray of our own, with what `config` asks for; its address. May raise WorldError.
 
     It listens on free ports of 127.0.0.1 only, has no dashboard, and writes into `directory`.
     """
@@ -67,16 +54,13 @@ def start_local(config: Config, directory: Path) -> RaySession:
         )
     except Exception as error:  # no narrower one: Ray raises a plain Exception after a time-out
         raise WorldError(f"Ray did not start: {error}") from error
-    return RaySession(str(context.address_info["gcs_address"]), local=True)
+    return str(context.address_info["gcs_address"])
 
 
-def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySession:
-    """Connect to a running Ray cluster.
+def join(address: str, *, quiet: bool = False, loopback: bool = False) -> str:
+    """Connect to the Ray cluster whose GCS is at HOST:PORT; its address.
 
-    Args:
-        address: HOST:PORT of its GCS.
-        quiet: do not print what its processes log.
-        loopback: it was started by `start_local`.
+    quiet: do not print what its processes log. loopback: `start_local` has started it.
 
     Raises UserError for the address of the job API, WorldError if nobody answers.
     """
@@ -96,28 +80,27 @@ def join(address: str, *, quiet: bool = False, loopback: bool = False) -> RaySes
     silence_worker_deaths()
     try:
         context = RAY.init(
-            address=address,
-            namespace=NAMESPACE,
-            logging_level=logging.ERROR,
-            log_to_driver=not quiet,
+            address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=not quiet
         )
     except (RayError, RuntimeError, ConnectionError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise WorldError(f"cannot join the Ray cluster at {address}: {reason}") from error
-    return RaySession(str(context.address_info["gcs_address"]), local=False)
+    return str(context.address_info["gcs_address"])
 
 
-def create_controller(config: Config, session: RaySession) -> Any:
-    """The controller of a new cluster, on this node."""
+def leave() -> None:
+    """Disconnect; most of a Ray of our own ends with it."""
+    RAY.shutdown()
+
+
+def create_controller(config: Config, *, local: bool) -> Any:
+    """The controller of a new cluster, on this node. local: this process has started Ray."""
     node_id = RAY.get_runtime_context().get_node_id()
-    options = RAY.remote(Controller).options(
-        name=NAME,
-        namespace=NAMESPACE,
-        num_cpus=0,
-        max_restarts=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    here = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    made = RAY.remote(Controller).options(
+        name=NAME, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=here
     )
-    return options.remote(config, Home(node_id, RAY.util.get_node_ip_address(), session.local))
+    return made.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local))
 
 
 def find_controller() -> Any | None:
@@ -157,9 +140,8 @@ def wait_gone() -> None:
     deadline = time.monotonic() + DOWN_TIMEOUT_S
     while find_controller() is not None:
         if time.monotonic() > deadline:
-            raise WorldError(
-                f"all workers are stopped, but serve is still there: {DOWN_TIMEOUT_S:g} s"
-            )
+            still = f"serve is still there: {DOWN_TIMEOUT_S:g} s"
+            raise WorldError(f"all workers are stopped, but {still}")
         time.sleep(0.1)
 
 

@@ -40,13 +40,12 @@ class Running:
 
 
 class RayDirectory:
-    """A fresh directory for Ray's files, itself locked from its first moment to its last.
+    """A fresh directory for Ray's files, locked from its first moment to its last.
 
-    Removed by `remove`, or by the next start after a kill.
+    After a kill the next start below the same `root` removes it.
     """
 
     def __init__(self, root: Path) -> None:
-        """Below `root`. Those that killed processes of this user left are removed."""
         root.mkdir(parents=True, exist_ok=True)
         for path in root.glob(PREFIX + "?" * NUM_RANDOM):
             if (lock := _lock(path)) is not None:
@@ -81,7 +80,7 @@ class StateFile:
         self.path = Path(name)
 
     def write(self, running: Running) -> None:
-        """Say what runs."""
+        """Let other commands know what runs."""
         self.path.write_text(msgspec.json.encode(running).decode(), encoding="utf-8")
 
     def remove(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
-from cluster.config import Config
+from cluster.config import ClusterConfig, Config
 from cluster.control.controller import Progress
 from cluster.control.replicas import State
 from cluster.diagnose.settings import check_port
@@ -22,132 +23,127 @@ from worker.errors import WorldError
 POLL_S = 0.2
 
 
-class Signals:
-    """Whether the supervisor, or who signals all processes at once, has asked for the end."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def install(self) -> None:
-        """To be called after Ray has started: it installs handlers of its own."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._on_signal)
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.asked = True
-
-
 class Stopped(Exception):
     """A signal has asked for the end."""
+
+
+@dataclass(slots=True)
+class Serving:
+    """The controller of a cluster, and what this process has shown of it."""
+
+    controller: Any
+    screen: Screen
+    signals: list[int]  # that the supervisor, or who signals all processes at once, has sent
+    num_seen: int = 0  # events
+
+    def joined(self, config: Config) -> None:
+        """Another `serve` runs here: wait until it is ready, and leave it alone."""
+        with contextlib.suppress(Stopped):
+            urls: tuple[str, ...] = self._result(self.controller.join.remote(config))
+            self.screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
+
+    def start(self) -> tuple[str, ...]:
+        """Show progress until everything is ready; the cluster's URLs."""
+        reference = self.controller.start.remote()
+        stages = Stages(self.screen)
+        while True:
+            is_over = launch.is_over(reference, POLL_S)
+            progress = self._progress()
+            for event in progress.events:
+                if event.state is State.LOST:  # the stages tell of all others
+                    self.screen.event(event)
+            if progress.drained:  # before it was ready
+                raise Stopped
+            if is_over:
+                launch.wait_for(reference)
+            if is_over and progress.urls:
+                self.screen.line("ready")
+                return progress.urls
+            stages.show(progress.starting, progress.waiting)
+
+    def watch(self) -> None:
+        """Show what happens to the cluster, until it was drained."""
+        while True:
+            progress = self._progress()
+            for event in progress.events:
+                self.screen.event(event)
+            if progress.drained:
+                self.screen.line("drained")
+                return
+            time.sleep(POLL_S)
+
+    def stop(self, limits: ClusterConfig) -> None:
+        """Ask the controller to end everything. What it cannot end, leaving Ray does."""
+        reference = self.controller.stop.remote(limits.drain_timeout_s)
+        try:
+            if not launch.is_over(reference, limits.stop_limit_s):
+                self.screen.line("the controller does not answer; ending it")
+            elif not launch.wait_for(reference):
+                self.screen.line(f"some requests were cut off after {limits.drain_timeout_s:g} s")
+        except WorldError as error:
+            self.screen.line(str(error))
+        RAY.kill(self.controller)
+
+    def _progress(self) -> Progress:
+        progress: Progress = self._result(self.controller.progress.remote(self.num_seen))
+        self.num_seen += len(progress.events)
+        return progress
+
+    def _result(self, reference: Any) -> Any:
+        """Of a call to the controller. Raises Stopped after a signal."""
+        while not launch.is_over(reference, POLL_S):
+            if self.signals:
+                raise Stopped
+        result = launch.wait_for(reference)
+        if self.signals:
+            raise Stopped
+        return result
 
 
 def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO) -> int:
     """Run a cluster until it is told to end; the exit code.
 
-    Args:
-        config: with absolute paths if it starts a Ray of its own.
-        address: of a Ray cluster to join; "": start one.
-        auth_mode: RAY_AUTH_MODE in force.
-        out: for progress.
+    config: with absolute paths if it starts a Ray of its own.
+    address: of a Ray cluster to join; "": start one. auth_mode: RAY_AUTH_MODE in force.
 
-    Raises:
-        UserError, WorldError: it could not start, or it lost its controller.
+    Raises UserError or WorldError if it could not start, or lost its controller.
     """
     screen = JsonScreen(out) if config.cluster.log_format == "json" else Screen(out)
-    signals = Signals()
+    signals: list[int] = []
     if lent.directory is None:
         screen.line(f"joining the Ray cluster at {address}")
-        session = launch.join(address)
+        address = launch.join(address)
     else:
         screen.line("starting Ray on this machine")
-        session = launch.start_local(config, lent.directory)
-    signals.install()
-    if (controller := launch.find_controller()) is not None:
-        return _joined(controller, config, session, screen, signals)
+        address = launch.start_local(config, lent.directory)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now, as Ray sets its own
+        signal.signal(number, lambda number, _: signals.append(number))
+    controller = launch.find_controller()
     try:
-        if not session.local:
+        if controller is not None:
+            Serving(controller, screen, signals).joined(config)
+            return 0
+        local = lent.directory is not None
+        if not local:
             check_port(config)
-        controller = launch.create_controller(config, session)
-        running = Running(os.getppid(), session.address, session.local, auth_mode, ())
+        serving = Serving(launch.create_controller(config, local=local), screen, signals)
+        running = Running(os.getppid(), address, local, auth_mode, ())
         lent.state.write(running)
         try:
-            urls, num_seen = _start(controller, screen, signals)
+            urls = serving.start()
             lent.state.write(replace(running, urls=urls))
             lent.ready()
             _welcome(config, urls, screen)
-            _watch(controller, screen, num_seen, signals)
+            serving.watch()
         except Stopped:
             screen.line("stopping (again Ctrl-C: at once)")
         finally:
-            _stop(controller, config, screen)
+            serving.stop(config.cluster)
         return 0
     finally:
-        session.close()
-        screen.line("stopped")
-
-
-def _joined(
-    controller: Any, config: Config, session: launch.RaySession, screen: Screen, signals: Signals
-) -> int:
-    """This Ray cluster has a kvlane: wait until that is ready, and leave it alone."""
-    try:
-        urls: tuple[str, ...] = _result(controller.join.remote(config), signals)
-        screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
-    except Stopped:
-        pass
-    finally:
-        session.close()
-    return 0
-
-
-def _start(controller: Any, screen: Screen, signals: Signals) -> tuple[tuple[str, ...], int]:
-    """Show progress until everything is ready; the cluster's URLs, and the events shown."""
-    reference = controller.start.remote()
-    stages = Stages(screen)
-    num_seen = 0
-    while True:
-        is_over = launch.is_over(reference, POLL_S)
-        progress = _progress(controller, num_seen, signals)
-        num_seen += len(progress.events)
-        for event in progress.events:
-            if event.state is State.LOST:  # the stages tell of all others
-                screen.event(event)
-        if progress.drained:  # before it was ready
-            raise Stopped
-        if is_over:
-            launch.wait_for(reference)
-        if is_over and progress.urls:
-            screen.line("ready")
-            return progress.urls, num_seen
-        stages.show(progress.starting, progress.waiting)
-
-
-def _watch(controller: Any, screen: Screen, num_seen: int, signals: Signals) -> None:
-    """Returns when the cluster was drained; shows what happens to it until then."""
-    while True:
-        progress = _progress(controller, num_seen, signals)
-        num_seen += len(progress.events)
-        for event in progress.events:
-            screen.event(event)
-        if progress.drained:
-            screen.line("drained")
-            return
-        time.sleep(POLL_S)
-
-
-def _progress(controller: Any, num_seen: int, signals: Signals) -> Progress:
-    return _result(controller.progress.remote(num_seen), signals)
-
-
-def _result(reference: Any, signals: Signals) -> Any:
-    """Of a call to the controller. Raises Stopped after a signal."""
-    while not launch.is_over(reference, POLL_S):
-        if signals.asked:
-            raise Stopped
-    result = launch.wait_for(reference)
-    if signals.asked:
-        raise Stopped
-    return result
+        launch.leave()
+        if controller is None:
+            screen.line("stopped")
 
 
 def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
@@ -158,17 +154,3 @@ def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
     screen.hint(f"    -d '{body}'")
     screen.hint(f"  {url}/dashboard shows what it does; kvlane top does so here")
     screen.hint("Ctrl-C stops it.")
-
-
-def _stop(controller: Any, config: Config, screen: Screen) -> None:
-    """Ask the controller to end everything. What it cannot end, closing the session does."""
-    drain_timeout_s = config.cluster.drain_timeout_s
-    reference = controller.stop.remote(drain_timeout_s)
-    try:
-        if not launch.is_over(reference, config.cluster.stop_limit_s):
-            screen.line("the controller does not answer; ending it")
-        elif not launch.wait_for(reference):
-            screen.line(f"some requests were cut off after {drain_timeout_s:g} s")
-    except WorldError as error:
-        screen.line(str(error))
-    RAY.kill(controller)

@@ -62,15 +62,11 @@ def supervise(
     """Call `run` in a child process, until it ends or SIGINT, SIGTERM or SIGHUP ask for the end.
 
     The first signal is passed on to the child as SIGTERM if it has time left, the second one kills.
-    Afterwards nothing is left, and these signals stay blocked: nothing may interrupt that.
+    Afterwards nothing is left, and these signals stay blocked: nothing may interrupt that. Returns
+    what `run` did, or 128 + signal if it was killed.
 
-    Args:
-        run: returns the exit code.
-        temp_root: where to make a directory for Ray's files; None: `run` joins a Ray.
-        runtime_dir: for the state file.
-
-    Returns:
-        the exit code: the child's, or 128 + signal if it was killed.
+    temp_root: where to make a directory for Ray's files; None: `run` joins a Ray.
+    runtime_dir: for the state file.
     """
     asking = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup
@@ -171,11 +167,10 @@ def _interrupted(number: int) -> int:
 
 
 def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
-    """Start a child that calls `run` and exits with its result; the pid.
+    """The pid of a child that calls `run`, exits with its result, and is killed if we die.
 
-    It has a session of its own, so that Ctrl-C in a terminal does not reach what it starts, and it
-    is killed when this process dies. No thread of ours runs beside the fork, only idle ones of
-    libraries that the child does not use again.
+    Its session is its own: Ctrl-C in a terminal does not reach what it starts. No thread of ours
+    runs beside the fork, only idle ones of libraries that the child does not use again.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -203,12 +198,9 @@ def _fork(run: Callable[[], int], mask: Iterable[int]) -> int:
 
 
 def start_watchdog(directory: Path) -> None:
-    """Start `watchdog.py`, which cleans up if this process gets SIGKILL.
-
-    It waits for the end of its stdin, which this process holds open.
-    """
+    """Start `watchdog.py`, which cleans up if this process gets SIGKILL."""
     script = Path(__file__).with_name("watchdog.py")
-    stdin, _held = os.pipe()  # the second one stays open
+    stdin, _held = os.pipe()  # the second one stays open: its end is that of this process
     subprocess.Popen(
         [sys.executable, "-I", "-S", str(script), str(directory)],
         stdin=stdin,

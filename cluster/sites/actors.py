@@ -31,10 +31,9 @@ LOCAL_HOST = "127.0.0.1"
 
 @contextmanager
 def no_collections() -> Generator[None]:
-    """For imports of what stays: a fifth of their time is spent on looking for garbage in it.
+    """For imports, a fifth of whose time is spent on collections of garbage.
 
-    Nothing made until then is looked at afterwards, either: a collection of garbage walks through
-    all libraries otherwise, and every stream waits.
+    What is there afterwards is left out of all later ones: every stream would wait for them.
     """
     gc.disable()
     try:
@@ -56,7 +55,7 @@ class Assignment:
 
 
 class ProcessActor:
-    """What the actors of workers and routers share. Each of them has a process of its own."""
+    """A process of its own. Methods that `process.Process` has too mean the same here."""
 
     def __init__(self, assignment: Assignment) -> None:
         name, rank = assignment.name, assignment.rank
@@ -76,14 +75,13 @@ class ProcessActor:
         return Identity.own()
 
     def stage(self) -> Stage:
-        """How far `start` is."""
         return self._stage
 
     def _progress(self, stage: str, done: int, total: int) -> None:
         self._stage = Stage(stage, done / total)
 
     def update(self, membership: Membership) -> None:
-        """The members from now on. Calls may overtake each other: an older list is ignored."""
+        """As `Process.update`; calls may overtake each other."""
         with self._lock:
             if membership.version > self._version:
                 self._version = membership.version
@@ -93,7 +91,6 @@ class ProcessActor:
         self._part.update_members(membership.members)
 
     def drain(self, address_stays: bool) -> None:
-        """Take no new requests; `address_stays`: processes at the same address do."""
         self._part.drain()
 
 
@@ -132,11 +129,9 @@ class WorkerActor(ProcessActor):
         return member
 
     def run(self) -> None:
-        """Returns once the engine has ended."""
         self._part.join()
 
     def report(self) -> Report:
-        """Idle or not, and the counters."""
         return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
 
     def examine(self) -> Examination:
@@ -144,7 +139,6 @@ class WorkerActor(ProcessActor):
         return examined_here(self._part.measured_paths)
 
     def stop(self) -> None:
-        """End threads and sockets."""
         self._part.stop()
 
 
@@ -183,7 +177,7 @@ class RouterActor(ProcessActor):
         )
 
     def start(self, port: int, joins: bool) -> Member:
-        """Listen; `joins`: routers of this cluster do so there."""
+        """Listen. joins: routers of this cluster do so there."""
         member = cast("Member", self._part.start(port, joins=joins))
         gc.collect()
         gc.freeze()
@@ -193,20 +187,16 @@ class RouterActor(ProcessActor):
         self._part.update_members(membership.members, membership.changes)
 
     def drain(self, address_stays: bool) -> None:
-        """Take no new requests; leave the port if another router stays there."""
         self._part.drain(others=address_stays)
 
     def run(self) -> None:
-        """Returns once it was stopped."""
         self._stopped.wait()
 
     def report(self) -> Report:
-        """Idle when no request is in flight."""
         num_inflight = int(self._part.num_inflight())
         return Report(idle=num_inflight == 0, counters={"num_inflight": num_inflight})
 
     def stop(self) -> None:
-        """Close the port and all connections."""
         try:
             self._part.stop()
         finally:

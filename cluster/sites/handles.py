@@ -1,8 +1,7 @@
 """`process.Process` over Ray's actor handles: all ranks of a worker, or a router, as one process.
 
-Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ranks start at the
-same time, as they wait for each other; the first that fails or dies is the failure or death of the
-worker.
+Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ranks start at once,
+as they wait for each other; the first that fails, ends or dies is the end of the worker.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
 from ray.exceptions import RayActorError, RayTaskError
 
-from cluster.sites.kill import Identity, kill_actor
+from cluster.sites.kill import Rank
 from cluster.sites.process import Membership, Process, Report, Stage
 from cluster.sites.ray_private import reason_of
 from cluster.sites.shared_port import SharedPort
@@ -46,18 +44,6 @@ async def call(method: Any, *args: object) -> Any:
         raise WorldError(f"{type(cause).__name__}: {cause}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One process, by its actor."""
-
-    actor: Any
-    process: Identity
-
-    async def kill(self) -> None:
-        """Returns when it is gone for certain, or its node is."""
-        await kill_actor(self.actor, self.process)
-
-
 class RayProcess(Process):
     """A worker with all of its ranks, in order."""
 
@@ -71,7 +57,7 @@ class RayProcess(Process):
         nodes = groupby((rank.process for rank in self.ranks), lambda who: who.node_address)
         pids = "pid" if len(self.ranks) == 1 else "pids"
         return "; ".join(
-            f"node {address}, {pids} {' '.join(str(who.pid) for who in there)}"
+            f"node {address}, {pids} {' '.join(str(process.pid) for process in there)}"
             for address, there in nodes
         )
 
@@ -80,9 +66,7 @@ class RayProcess(Process):
         return tuple(rank.process.pid for rank in self.ranks)
 
     async def start(self) -> Member:
-        """The first failure of a rank ends it at once: the other ranks would wait for that one,
-        until they are killed.
-        """
+        # The first failure ends it: the other ranks wait for that one until they are killed.
         where = [await call(self.actor.rendezvous)] if len(self.ranks) > 1 else []
         starts = [
             self._named(i, call(rank.actor.start, *where)) for i, rank in enumerate(self.ranks)
@@ -93,7 +77,6 @@ class RayProcess(Process):
         return cast("Stage", await call(self.actor.stage))
 
     async def run(self) -> None:
-        """The end of any rank is that of the worker."""
         runs = [
             asyncio.create_task(self._named(i, call(rank.actor.run)))
             for i, rank in enumerate(self.ranks)
@@ -129,7 +112,7 @@ class RayProcess(Process):
         await asyncio.gather(*(rank.kill() for rank in self.ranks))
 
     async def _named(self, i: int, work: Awaitable[T]) -> T:
-        """The result of `work`; an error of a rank above 0 names it."""
+        """The result of `work`; an error of a rank above 0 names the rank."""
         try:
             return await work
         except (UserError, WorldError) as error:

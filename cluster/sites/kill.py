@@ -37,40 +37,42 @@ class Identity:
         return cls(node_id, address, os.getpid(), process_stat(os.getpid()).start_ticks)
 
 
-async def kill_actor(actor: Any, process: Identity) -> None:
-    """Kill an actor's process and make sure, on its own node, that it is gone.
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process, by its actor."""
 
-    ray.kill asks the process to end, which a stopped or hung one never does. So a task on its node
-    sends SIGKILL to the pid, if that still is the same process, and waits until it is gone. On a
-    lost node no task can run. What may be left there uses no device that a new process gets, and
-    its messages carry an old incarnation.
-    """
-    RAY.kill(actor)
-    where = f"pid {process.pid} on {process.node_address}"
-    if process.node_id == RAY.get_runtime_context().get_node_id():
-        await asyncio.to_thread(kill_for_certain, process.pid, process.start_ticks)
-        return
-    if process.node_id not in {row["NodeID"] for row in RAY.nodes() if row["Alive"]}:
-        log.warning("%s: its node is lost, so it was not killed", where)
-        return
-    task = RAY.remote(kill_for_certain).options(
-        num_cpus=0,
-        max_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(process.node_id, soft=False),
-    )
-    try:
-        is_gone = await asyncio.wait_for(task.remote(process.pid, process.start_ticks), TIMEOUT_S)
-        if not is_gone:
-            log.error("%s survives SIGKILL", where)
-    except (RayError, TimeoutError) as error:
-        log.warning("%s was not killed: %s", where, reason_of(error))
+    actor: Any
+    process: Identity
+
+    async def kill(self) -> None:
+        """Returns when it is gone for certain, or its node is.
+
+        ray.kill asks it to end, which a stopped or hung one never does: so a task on its node sends
+        SIGKILL. On a lost node no task runs; what may be left there uses no device that a new
+        process gets, and its messages carry an old incarnation.
+        """
+        RAY.kill(self.actor)
+        process = self.process
+        where = f"pid {process.pid} on {process.node_address}"
+        if process.node_id == RAY.get_runtime_context().get_node_id():
+            await asyncio.to_thread(kill_for_certain, process.pid, process.start_ticks)
+            return
+        if process.node_id not in {row["NodeID"] for row in RAY.nodes() if row["Alive"]}:
+            log.warning("%s: its node is lost, so it was not killed", where)
+            return
+        on_node = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+        options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": on_node}
+        task = RAY.remote(kill_for_certain).options(**options)
+        try:
+            asked = task.remote(process.pid, process.start_ticks)
+            if not await asyncio.wait_for(asked, TIMEOUT_S):
+                log.error("%s survives SIGKILL", where)
+        except (RayError, TimeoutError) as error:
+            log.warning("%s was not killed: %s", where, reason_of(error))
 
 
 def kill_for_certain(pid: int, start_ticks: int) -> bool:
-    """SIGKILL the process, on its node, and wait for up to half of TIMEOUT_S.
-
-    Returns whether it is gone.
-    """
+    """SIGKILL a process of this node; whether it is gone within half of TIMEOUT_S."""
     deadline = time.monotonic() + TIMEOUT_S / 2
     while _is_running(pid, start_ticks):
         if time.monotonic() > deadline:

@@ -68,12 +68,10 @@ def place(
 ) -> dict[str, Group]:
     """Reserve a group for every ask, or for none. Blocks for up to `timeout_s`.
 
-    Args:
-        can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
-        waiting: called now and then with what is still waited for.
+    can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
+    waiting: called now and then with what is still waited for.
 
-    Raises:
-        Placement: something does not fit; the message says what and why. No group is left.
+    Raises Placement if something does not fit; the message says what and why.
     """
     began_at = time.monotonic()
     nodes = live_nodes()
@@ -82,9 +80,7 @@ def place(
     # The largest first: else small ones take a bit of each node that one of those needs whole.
     missing = sorted(asks, key=lambda ask: -ask.num)
     groups = {
-        ask.name: placement_group(
-            [dict(ask.bundle)] * ask.num, name=ask.name, strategy=strategy(ask, nodes)
-        )
+        ask.name: placement_group([dict(ask.bundle)] * ask.num, strategy(ask, nodes), ask.name)
         for ask in missing
     }
     try:
@@ -98,12 +94,12 @@ def place(
             waiting(f"waiting for room for {', '.join(ask.name for ask in missing)}")
     except BaseException:
         for pg in groups.values():
-            remove(pg)
+            remove_placement_group(pg)
         raise
 
 
 def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
-    """Ray's strategy for a group; "if_needed": on one node, wherever some node is large enough.
+    """Ray's strategy for a group; "if_needed" is one node wherever some node is large enough.
 
     Ranks add up their results twice a layer. Within a node that takes microseconds; so it is better
     to wait for room on a node than to compute over the network at once.
@@ -113,11 +109,6 @@ def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
     else:
         whole = ask.span == "never"
     return "STRICT_PACK" if whole else "PACK"
-
-
-def remove(pg: PlacementGroup) -> None:
-    """Give the room back; whatever still runs in it is killed by Ray."""
-    remove_placement_group(pg)
 
 
 def _placed(name: str, pg: PlacementGroup) -> Group:
@@ -162,13 +153,12 @@ def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
     if any(held):
         most = f"the most that a node can hold is {max(held)}"
         return most if alone else f"all nodes together can hold {sum(held)}"
-    lacking: list[str] = []
-    for name, amount in ask.bundle.items():
-        most = max((node.total.get(name, 0.0) for node in nodes), default=0.0)
-        if most == 0:
-            lacking.append(f"no node has any {name}")
-        elif most < amount:
-            lacking.append(f"the most {name} a node has is {most:g}")
+    most = {name: max((n.total.get(name, 0.0) for n in nodes), default=0.0) for name in ask.bundle}
+    lacking = [
+        f"the most {name} a node has is {most[name]:g}" if most[name] else f"no node has any {name}"
+        for name, amount in ask.bundle.items()
+        if most[name] < amount
+    ]
     return "; ".join(lacking) or "no single node has all of it"
 
 
@@ -203,10 +193,8 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
         lines.append("With fewer ranks: --set prefill.tp=1 --set decode.tp=1")
     if any(ask.num > 1 and ask.span != "at_will" for ask in on_gpus):
         lines.append("Over several nodes, slower: --set decode.engine.collective=nccl")
-    less = (
-        "Ask for fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."
-    )
-    return "\n".join([*lines, less])
+    less = "fewer replicas (--prefill, --decode), for less (prefill.num_cpus), or add nodes."
+    return "\n".join([*lines, f"Ask for {less}"])
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:

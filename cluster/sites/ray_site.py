@@ -8,34 +8,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
 from cluster.config import Config
-from cluster.resolve import (
-    bundle_of,
-    counts,
-    with_collective,
-    with_devices,
-    with_transport,
-)
-from cluster.sites.actors import (
-    LOCAL_HOST,
-    Assignment,
-    ProcessActor,
-    RankActor,
-    RouterActor,
-    WorkerActor,
-)
-from cluster.sites.handles import Rank, RayProcess, RouterProcess, call
-from cluster.sites.kill import Identity
-from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place, remove
+from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
+from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
+from cluster.sites.handles import RayProcess, RouterProcess, call
+from cluster.sites.kill import Identity, Rank
+from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Process, Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
 from worker.api import Role
+from worker.config import WorkerConfig
 from worker.errors import WorldError
 
 log = logging.getLogger("kvlane.site")
@@ -53,7 +42,7 @@ class Home:
 
 
 class RaySite(Site):
-    """Makes processes. Not thread-safe; lives in the controller's event loop."""
+    """Not thread-safe; lives in the controller's event loop."""
 
     def __init__(self, config: Config, home: Home) -> None:
         self.config = config
@@ -86,11 +75,10 @@ class RaySite(Site):
         return self._roles
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
-        """A group whose node is gone is replaced by a new one."""
         await self._renew_group(name)
         role, group = self._roles[name], self._groups[name]
         hosts = [LOCAL_HOST if self._home.local else node.address for node in group.nodes]
-        config: Any = self.config
+        config: Config | WorkerConfig = self.config
         if role == "prefill" or role == "decode":
             config = with_collective(self.config.worker(role), hosts)
         actors = [
@@ -121,13 +109,11 @@ class RaySite(Site):
     async def release(self, name: str) -> None:
         group = self._groups.pop(name, None)
         if group is not None and group.pg is not None:
-            await asyncio.to_thread(remove, group.pg)
+            await asyncio.to_thread(remove_placement_group, group.pg)
 
     def _actor_class(self, role: Role, group: Group, rank: int) -> Any:
         """As Ray makes actors of it: in the bundle of that rank, or beside `serve`."""
-        kind: type[ProcessActor] = RankActor if rank else WorkerActor
-        if role == "router":
-            kind = RouterActor
+        kind = RouterActor if role == "router" else RankActor if rank else WorkerActor
         strategy: Any
         if group.pg is None:
             strategy = NodeAffinitySchedulingStrategy(self._home.node_id, soft=False)
@@ -144,6 +130,7 @@ class RaySite(Site):
         )
 
     async def _renew_group(self, name: str) -> None:
+        """Place it anew if a node of its group is gone."""
         group = self._groups.get(name)  # None: there was no room when it was placed anew
         if group is not None:
             if group.pg is None:

@@ -18,8 +18,7 @@ Listen = Callable[[int, bool], Awaitable[Member]]  # on a port, joining those th
 class SharedPort:
     """The routers that listen on it. Lives in the controller's event loop.
 
-    Args:
-        port: to listen on; 0: one that is free when the first router comes, and that from then on.
+    port: 0: one that is free when the first router comes, and that from then on.
     """
 
     def __init__(self, port: int) -> None:

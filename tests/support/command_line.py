@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster import cli
-from cluster.config import Config, load
+from cluster.config import Config
 from worker.errors import UserError
 
 
@@ -22,10 +22,10 @@ def configured(words: Sequence[str], files: Mapping[str, Path] | None = None) ->
         UserError: kvlane does not take these words, or the configuration is wrong.
     """
     try:
-        given = cli._parser().parse_args(list(words))
+        given = cli.parser_of_commands().parse_args(list(words))
     except (SystemExit, argparse.ArgumentError) as error:
         raise UserError(f"kvlane does not take {words}") from error
     if words[0] != "serve":
         return Config()
-    flags = {path: getattr(given, flag) for flag, path in cli.FLAGS.items()}
-    return load((files or {}).get(str(given.config), given.config), given.set, flags)
+    given.config = (files or {}).get(str(given.config), given.config)
+    return cli.load_config(given)

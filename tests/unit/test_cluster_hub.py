@@ -17,11 +17,10 @@ from safetensors.numpy import save_file
 
 from cluster.config import Config
 from cluster.download import is_name
-from tests.support.commands import run
+from tests.support.commands import REPOSITORY, run
 from tests.support.hub import COMMIT, Hub, Repo, running
 from tests.support.patience import HANG_S
 
-REPOSITORY = Path(__file__).parents[2]
 TINY = Config().model.directory
 NAME = "some-org/Tiny-0.1B"
 FETCH = """
@@ -195,9 +194,8 @@ def test_a_private_model_needs_the_token(model: Path, home: Path) -> None:
 def test_a_gated_model_a_missing_one_and_a_missing_revision_are_told(
     model: Path, home: Path
 ) -> None:
-    with running(
-        **{"some_org__Tiny_0.1B": Repo(model), "some_org__Gated": Repo(model, gated=True)}
-    ) as hub:
+    repos = {"some_org__Tiny_0.1B": Repo(model), "some_org__Gated": Repo(model, gated=True)}
+    with running(**repos) as hub:
         message = refused(hub, home, "--model", "some-org/Gated", token="hf_x")
         assert f"is gated: accept its terms at {hub.url}/some-org/Gated" in message
         assert "has no model some-org/None" in refused(hub, home, "--model", "some-org/None")

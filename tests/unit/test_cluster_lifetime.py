@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serve.lifetime import (
-    NUM_RANDOM,
-    PREFIX,
-    RayDirectory,
-    Running,
-    StateFile,
-    find_running,
-)
+from cluster.serve import lifetime
+from cluster.serve.lifetime import RayDirectory, Running, StateFile, find_running
 from worker.errors import UserError
 
 
@@ -46,13 +40,11 @@ def test_a_state_file_of_a_dead_serve_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_of_a_dead_serve_is_removed_and_that_of_a_live_one_kept(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_of_a_dead_serve_is_removed_and_of_a_live_one_kept(tmp_path: Path) -> None:
     dead = RayDirectory(tmp_path)
     (dead.path / "session").mkdir()
     os.close(dead.lock)  # as the kernel does for a process that was killed
-    theirs = tmp_path / f"{PREFIX}-of-the-user"
+    theirs = tmp_path / f"{lifetime.PREFIX}-of-the-user"
     theirs.mkdir()
     live = RayDirectory(tmp_path)
     other = RayDirectory(tmp_path)
@@ -65,7 +57,7 @@ def test_a_directory_of_a_dead_serve_is_removed_and_that_of_a_live_one_kept(
 
 
 def test_a_directory_that_was_never_locked_is_removed(tmp_path: Path) -> None:
-    (tmp_path / f"{PREFIX}{'x' * NUM_RANDOM}").mkdir()
+    (tmp_path / f"{lifetime.PREFIX}{'x' * lifetime.NUM_RANDOM}").mkdir()
     RayDirectory(tmp_path).remove()
     assert list(tmp_path.iterdir()) == []
 

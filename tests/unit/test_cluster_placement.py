@@ -45,6 +45,7 @@ def test_the_message_lists_asks_and_nodes() -> None:
         "  10.0.0.1: CPU 1/4, rdma 1/1",
         "  10.0.0.2: CPU 8/8, GPU 0/1",
     ]
+    assert "nodes: none" in explain(asks, [], 0.0)
 
 
 GPUS = [Node(f"id{i}", f"10.0.0.{i}", {"CPU": 8, "GPU": n}, {}) for i, n in ((1, 4), (2, 2))]
@@ -97,7 +98,3 @@ def test_the_message_says_how_many_ranks_need_what() -> None:
     assert "With fewer ranks: --set prefill.tp=1 --set decode.tp=1" in lines
     assert "Over several nodes, slower: --set decode.engine.collective=nccl" in lines
     assert not any("To share a GPU" in line for line in lines)
-
-
-def test_the_message_without_any_node() -> None:
-    assert "nodes: none" in explain([Ask("p", {"CPU": 1})], [], 0.0)

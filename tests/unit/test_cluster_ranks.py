@@ -12,8 +12,8 @@ import pytest
 
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
-from cluster.sites.handles import Rank, RayProcess
-from cluster.sites.kill import Identity
+from cluster.sites.handles import RayProcess
+from cluster.sites.kill import Identity, Rank
 from cluster.sites.process import Process, Report, Site
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import CONFIG, LinksDouble

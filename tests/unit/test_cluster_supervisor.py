@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.commands import REPOSITORY
+
 LIMIT_S = 30.0
 # The child leaves an orphan in another session that ignores signals and writes into its directory,
 # as Ray's agents do; then it does as it is told.
@@ -102,16 +103,13 @@ def test_a_signal_ends_a_start_whatever_the_child_does(
     assert supervised.over() == (128 + number, "interrupted\n")
 
 
-def test_a_start_that_ends_by_itself_after_a_signal_was_interrupted(root: Path) -> None:
-    supervised = Supervised(root, "obedient", starting_s=LIMIT_S)
+@pytest.mark.parametrize(("how", "starting_s"), [("obedient", LIMIT_S), ("deaf", 0.5)])
+def test_a_start_with_time_left_may_end_by_itself_and_is_killed_afterwards(
+    root: Path, how: str, starting_s: float
+) -> None:
+    supervised = Supervised(root, how, starting_s)
     supervised.process.send_signal(signal.SIGHUP)
     assert supervised.over() == (128 + signal.SIGHUP, "interrupted\n")
-
-
-def test_a_start_with_time_left_may_end_by_itself_and_is_killed_afterwards(root: Path) -> None:
-    supervised = Supervised(root, "deaf", starting_s=0.5)
-    supervised.process.terminate()
-    assert supervised.over() == (128 + signal.SIGTERM, "interrupted\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -21,6 +21,7 @@ from cluster.clients.top import picture, pressed_q
 from cluster.tables import plain, table, text
 from router.observe.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
+from tests.support.commands import REPOSITORY
 from tests.support.patience import HANG_S
 
 BOARD = Board(
@@ -68,10 +69,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = make_model(tmp_path_factory.mktemp("model"))
     with serving(directory, DecodeDouble(script=speak([70]))) as (_, found):
         yield found
-
-
-def command(url: str, *more: str) -> list[str]:
-    return [sys.executable, "-m", "cluster", "top", "--url", f"{url}/v1", *more]
 
 
 def test_all_is_shown_in_columns() -> None:
@@ -179,7 +176,8 @@ def test_ctrl_c_leaves_a_terminal_as_it_was(url: str) -> None:
 
     controller, terminal = pty.openpty()
     with subprocess.Popen(
-        command(url, "--interval", "0.1"), cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "cluster", "top", "--url", f"{url}/v1", "--interval", "0.1"],
+        cwd=REPOSITORY,
         stdin=terminal, stdout=terminal, stderr=terminal, preexec_fn=give_terminal,
     ) as process:  # fmt: skip
         os.close(terminal)

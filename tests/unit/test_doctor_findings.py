@@ -28,18 +28,18 @@ from cluster.diagnose.finding import Finding, Level, has_failure
 from cluster.diagnose.machine import examine
 from cluster.diagnose.running import ClusterExamination, Examination, WorkerAnswer
 from cluster.diagnose.settings import Settings
-from tests.support.commands import run
+from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
 from worker.api import PullPath
 from worker.errors import UserError
 
-REPOSITORY = Path(__file__).parents[2]
 RDMA = ("transport.name=mooncake", "transport.kind=rdma")
 NVLINK = ("transport.name=mooncake", "transport.kind=nvlink")
 H200 = Driver("580.159.04", "13.0", ("NVIDIA H200",) * 2)
 APART = replace(H200, unreachable=((0, 1), (1, 0)))
 SOME_APART = Driver("580.159.04", "13.0", ("NVIDIA L40S",) * 4, ((0, 2), (2, 0)))
 TCP = ("transport.kind=tcp",)
+PR_CAPBSET_DROP, CAP_IPC_LOCK = 24, 14
 CARD = Port("mlx5_0/1", "ACTIVE", "400 Gb/sec (4X NDR)")
 
 Row = dict[str, str]
@@ -147,15 +147,10 @@ def limited(kind: int, limit: int) -> Callable[[], None]:
 
     def limit_child() -> None:
         resource.setrlimit(kind, (limit, limit))
-        if os.geteuid() == 0:
-            drop_bounding(14)  # CAP_IPC_LOCK
+        if os.geteuid() == 0:  # what root executes next does not get CAP_IPC_LOCK, either
+            assert ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) == 0
 
     return limit_child
-
-
-def drop_bounding(capability: int) -> None:
-    """prctl(PR_CAPBSET_DROP): what is executed next does not get it, be it root."""
-    assert ctypes.CDLL(None).prctl(24, capability, 0, 0, 0) == 0
 
 
 def test_a_system_library_that_is_missing_is_a_failure(tmp_path: Path) -> None:
@@ -266,16 +261,12 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
         ({}, ("transport.name=mooncake", *TCP), "rdma", Level.WARNING),
         ({"memlock_bytes": 8 << 20}, RDMA, "memlock", Level.FAILURE),
         ({"versions": {f"{MOONCAKE}-non-cuda": "0.3.13"}}, NVLINK, "mooncake", Level.FAILURE),
-        (
-            {"versions": {f"{MOONCAKE}-non-cuda": "1", f"{MOONCAKE}-cuda13": "1"}},
-            (),
-            "mooncake",
-            Level.FAILURE,
-        ),
+        ({"versions": {f"{MOONCAKE}-non-cuda": "1", f"{MOONCAKE}-cuda13": "1"}}, (), "mooncake",
+         Level.FAILURE),
         ({"shm_bytes": 64 << 20}, (), "shm", Level.WARNING),
         ({"num_files": 1024}, (), "files", Level.WARNING),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_gpu_host_is_named(
     gpu_host: Facts, change: dict[str, Any], sets: Sequence[str], subject: str, level: Level
 ) -> None:
@@ -316,8 +307,8 @@ def cluster_of(of: Facts, *paths: PullPath, **changes: Any) -> ClusterExaminatio
     config = load(None, ["transport.name=mooncake", "transport.kind=tcp"])
     told = Examination(1000.5, 2.0, plain(of), ())
     answers = (
-        WorkerAnswer("prefill-0", "prefill", 1000.0, 1003.0, told),
-        WorkerAnswer("decode-0", "decode", 1000.0, 1003.0, replace(told, paths=paths, **changes)),
+        WorkerAnswer("prefill-0", 1000.0, 1003.0, told),
+        WorkerAnswer("decode-0", 1000.0, 1003.0, replace(told, paths=paths, **changes)),
     )
     return ClusterExamination(config, config, answers)
 
@@ -368,7 +359,7 @@ def test_nvlink_that_carries_no_more_than_tcp_is_a_warning(gpu_host: Facts) -> N
     def levels(**changes: int) -> set[tuple[str, Level]]:
         path = msgspec.structs.replace(slow, **changes)
         told = Examination(1000.5, 2.0, gpu_host, (path,))
-        answers = (WorkerAnswer("decode-0", "decode", 1000.0, 1003.0, told),)
+        answers = (WorkerAnswer("decode-0", 1000.0, 1003.0, told),)
         found = of_cluster(ClusterExamination(config, config, answers))
         return {(f.subject, f.level) for f in found if f.level is not Level.OK}
 
@@ -394,7 +385,7 @@ def test_a_clock_that_is_off_is_a_warning(facts: Facts, began_at: float, skew: s
 
 def test_a_worker_that_tells_nothing_is_a_failure(facts: Facts) -> None:
     cluster = cluster_of(facts, GOOD)
-    silent = WorkerAnswer("decode-1", "decode", 0.0, 0.0, None, "it is lost")
+    silent = WorkerAnswer("decode-1", 0.0, 0.0, None, "it is lost")
     found, place = wrong(replace(cluster, answers=(*cluster.answers, silent)))
     assert place == ("worker", Level.FAILURE, "decode-1")
     assert "it is lost" in found.what

@@ -1,0 +1,99 @@
+"""What can be checked of workers before one starts: names and directories. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from worker.attention.backends import ATTENTION
+from worker.config import (
+    EngineConfig,
+    ModelConfig,
+    SpecConfig,
+    TransportConfig,
+    check_length,
+    drafter_directory,
+)
+from worker.drafts.drafter_config import READERS, check_block
+from worker.errors import UserError
+from worker.model.files import check_weights
+from worker.model.shape import LayerShape, ModelShape, read_model_shape
+from worker.model.shard import split_even, split_heads
+from worker.transfer.base import KINDS
+
+Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be
+
+
+def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) -> Names:
+    """The fields whose values are names in tables. engines: by the path of their section."""
+    named: Names = {}
+    if transport.name != "auto":
+        named["transport.name"] = transport.name, KINDS
+    if transport.kind != "auto" and transport.name in KINDS:
+        named["transport.kind"] = transport.kind, KINDS[transport.name]
+    for path, engine in engines.items():
+        for kind, name in engine.attention.model_dump().items():
+            named[f"{path}.attention.{kind}"] = name, (*ATTENTION, "auto")
+    return named
+
+
+def model_limits(directory: Path) -> tuple[int, str]:
+    """Positions of a model, and the dtype in which it is stored; UserError as its reader."""
+    shape = read_model_shape(directory)
+    return shape.max_position_embeddings, shape.dtype
+
+
+def check_directories(
+    model: ModelConfig, spec: SpecConfig, ranks: Mapping[str, int], *, with_weights: bool = True
+) -> None:
+    """The directories of a model and, with the weights, of its drafter.
+
+    ranks: path of a field -> ranks among which both have to be divided.
+
+    Raises:
+        UserError: names file and field.
+    """
+    directory = model.directory
+    if not directory.is_dir():
+        raise UserError(f"model.path: there is no directory {directory}", "model.path")
+    try:
+        shape = read_model_shape(directory)
+        if with_weights and model.load_format == "safetensors":
+            check_weights(directory)
+    except UserError as error:
+        raise type(error)(f"model.path: {error}", "model.path") from error
+    if model.max_model_len != "auto":
+        check_length(model.max_model_len, shape.max_position_embeddings)
+    _check_ranks(shape, ranks)
+    if with_weights and spec.has_weights:
+        _check_drafter(model, spec, shape, ranks)
+
+
+def _check_ranks(shape: LayerShape, ranks: Mapping[str, int]) -> None:
+    for path, size in ranks.items():
+        try:
+            split_heads(shape.num_heads, shape.num_kv_heads, 0, size)
+            split_even("intermediate_size", shape.intermediate_size, 0, size)
+            split_even("vocab_size", shape.vocab_size, 0, size)
+        except UserError as error:
+            raise type(error)(f"{path}: {error}", path) from error
+
+
+def _check_drafter(
+    model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Mapping[str, int]
+) -> None:
+    directory = drafter_directory(model, spec)
+    if not directory.is_dir():
+        raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
+    try:
+        shape = READERS[spec.drafter](directory, target)
+        if model.load_format == "safetensors":
+            check_weights(directory)
+    except UserError as error:
+        unset = "" if spec.path else " (spec.path is not set, so this is the model's own directory)"
+        raise type(error)(f"spec.path: {error}{unset}", "spec.path") from error
+    check_block(spec, shape)
+    try:
+        _check_ranks(shape, ranks)
+    except UserError as error:
+        raise type(error)(f"{error}: of the drafter", error.param) from error
