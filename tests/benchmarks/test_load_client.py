@@ -210,15 +210,15 @@ def test_a_broken_session_accounts_for_its_other_turns() -> None:
 
 def test_a_slow_server_does_not_move_the_schedule() -> None:
     """Nobody is answered before all have asked; each counts from the time at which it was due."""
-    starts, all_asked = [0.01 * number for number in range(20)], asyncio.Barrier(20)
+    starts, all_asked, end = [0.01 * n for n in range(20)], asyncio.Barrier(20), now() + HANG_S
 
     async def handler(request: web.Request) -> web.StreamResponse:
-        await asyncio.wait_for(all_asked.wait(), HANG_S)
+        await asyncio.wait_for(all_asked.wait(), end - now())
         return await sends(events([chunk(content="a")]))(request)
 
     found = drive([Session((TURN,), start) for start in starts], handler)
     assert sorted(each.intended_s for each in found) == starts
-    assert all(each.e2e_s >= starts[-1] - each.intended_s for each in found)
+    assert all(not o.error and o.e2e_s >= starts[-1] - o.intended_s for o in found)
 
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:
