@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import yaml
+from tokenizers import Tokenizer
 
 from benchmarks import router
 from benchmarks.gpu_cluster import serve_config
 from benchmarks.instruments import Bench, add_engine_options, build
 from benchmarks.judges.served import make_model
+from benchmarks.load.words import Words
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
@@ -116,6 +118,9 @@ def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> No
     output = text.output([7])
     assert all(output.feed([token]).text for token in tokens)
     assert text.decode(tokens).endswith(f" 1024 99999 {text.vocab_size - 1}")
+    words = Words(Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
+    assert words.is_additive
+    assert max(words.ids(" ".join(words.fixed((0,), 512)))) < 1024, "the bundled words"
 
 
 @pytest.mark.parametrize(("num_gpus", "share"), [(0, 0.0), (1, 0.5), (2, 1.0)])

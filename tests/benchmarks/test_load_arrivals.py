@@ -47,6 +47,15 @@ def test_poisson_has_its_rate_and_its_law(seed: int, rate: float) -> None:
     assert looks_poisson(times, rate)
 
 
+def test_poisson_counts_of_a_fixed_time_have_the_right_spread() -> None:
+    from scipy import stats
+
+    rng = default_rng(0)
+    counts = [len(starts("poisson:10", rng, duration_s=6)) for _ in range(400)]
+    dispersion = 399 * np.var(counts, ddof=1) / np.mean(counts)
+    assert ALPHA < stats.chi2.cdf(dispersion, 399) < 1 - ALPHA
+
+
 def test_the_judges_see_wrong_processes() -> None:
     rng = default_rng(3)
     asked = 10.0
@@ -85,6 +94,9 @@ def test_times_grow_from_zero_and_keep_both_bounds(
     assert len(times) <= num
     assert all(0 <= at_s < duration_s for at_s in times)
     assert times == starts(spec, default_rng(seed), num, duration_s)
+    assert starts(spec, default_rng(seed), num // 2, duration_s) == times[: num // 2]
+    early = [at_s for at_s in times if at_s < duration_s / 2]
+    assert starts(spec, default_rng(seed), num, duration_s / 2) == early, "the beginning of more"
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from benchmarks.load.client import Client, Conversation, Target, discover
 from benchmarks.load.drive import Driver
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.records import Outcome, Session, Turn
+from tests.support.patience import HANG_S
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 TURN = Turn("hello", 5)
@@ -144,6 +145,7 @@ def test_every_failure_has_a_class(handler: Handler, error: str, message: str) -
     assert outcome.error == error
     assert message in outcome.message
     assert outcome.end_s > 0
+    assert not (outcome.chunk_s and error.startswith("http")), "a refusal is no piece"
 
 
 def test_nobody_there() -> None:
@@ -204,6 +206,19 @@ def test_a_session_carries_its_conversation_and_thinks() -> None:
 def test_a_broken_session_accounts_for_its_other_turns() -> None:
     found = drive([Session((TURN, TURN, TURN), 0.0)], status(503))
     assert [each.error for each in found] == ["http_503", "session_broken", "session_broken"]
+
+
+def test_a_slow_server_does_not_move_the_schedule() -> None:
+    """Nobody is answered before all have asked; each counts from the time at which it was due."""
+    starts, all_asked, end = [0.01 * n for n in range(20)], asyncio.Barrier(20), now() + HANG_S
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        await asyncio.wait_for(all_asked.wait(), end - now())
+        return await sends(events([chunk(content="a")]))(request)
+
+    found = drive([Session((TURN,), start) for start in starts], handler)
+    assert sorted(each.intended_s for each in found) == starts
+    assert all(not o.error and o.e2e_s >= starts[-1] - o.intended_s for o in found)
 
 
 def test_a_closed_loop_keeps_its_concurrency() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import plot, report, result
-from benchmarks.load.measure import STAGES, spread, summary
+from benchmarks.load.measure import STAGES, concurrency, spread, summary
 from benchmarks.load.records import Lag, Objectives, Outcome, Run
 from benchmarks.load.report import side_by_side, table
 from tests.benchmarks.load_results import BEGUN, OBJECTIVES, made_up_result, made_up_run
@@ -92,6 +92,14 @@ def test_spread_agrees_with_the_standard_library(values: list[float]) -> None:
     assert (found["min"], found["max"]) == (min(values), max(values))
 
 
+@given(st.lists(st.tuples(times, times), max_size=30))
+def test_concurrency_is_the_number_of_requests_open_at_each_time(spans) -> None:
+    outcomes = [served(begin, begin + length) for begin, length in spans]
+    at, numbers = concurrency(outcomes)
+    for time in set(at.tolist()):
+        assert numbers[at == time][-1] == sum(o.sent_s <= time < o.end_s for o in outcomes)
+
+
 @pytest.mark.parametrize(
     ("name", "limit"), [("ttft_s", 0.5), ("itl_s", 0.15), ("stall_s", 0.2), ("e2e_s", 0.8)]
 )
@@ -101,6 +109,7 @@ def test_an_objective_holds_up_to_its_very_limit(name: str, limit: float) -> Non
         assert summary(run, Objectives(**{name: limit + slack}))["goodput"]["good"] == good
     one = run_of(served(1.0, 1.1))  # no time between tokens to be judged by
     assert summary(one, Objectives(itl_s=1e-6, stall_s=1e-6))["goodput"]["good"] == 1
+    assert summary(one, Objectives())["latency"]["tpot_s"]["count"] == 0
 
 
 def test_tokens_are_checked_but_for_the_end_token() -> None:
@@ -128,6 +137,8 @@ def test_a_late_or_busy_harness_says_so(
     loud = "THE HARNESS DID NOT KEEP UP"
     assert (loud in table(made)) is not ok
     assert (loud in "".join(side_by_side([("a", made.summaries)]))) is not ok
+    slow = run_of(served(1.0, 2.0, sent=1.01), lags=[Lag(0, [0.001], 1.0, 10.0)])
+    assert summary(slow, Objectives())["harness_ok"], "10 ms are less than 2 % of a second"
 
 
 def test_stages_and_the_rest_add_up_to_what_the_client_saw() -> None:
@@ -145,6 +156,8 @@ def test_stages_and_the_rest_add_up_to_what_the_client_saw() -> None:
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
 def test_a_result_comes_back_as_it_was_written(tmp_path: Path, name: str) -> None:
     made = made_up_result([made_up_run(num=50), made_up_run(1, num=50, with_stages=False)])
+    made.machine = result.machine()
+    assert made.machine["versions"]["numpy"] == np.__version__
     result.write(tmp_path / name, made)
     assert msgspec.to_builtins(result.read(tmp_path / name)) == msgspec.to_builtins(made)
 
@@ -176,7 +189,9 @@ def odd_runs() -> dict[str, list[Run]]:
 @pytest.mark.parametrize("name", odd_runs())
 def test_the_report_survives(name: str) -> None:
     made, other = made_up_result(odd_runs()[name]), made_up_result([made_up_run(num=30)])
-    assert table(made)
+    text = table(made)
+    assert ("FAILED" in text) == any(each.error for run in made.runs for each in run.outcomes)
+    assert (f"median of {len(made.runs)} runs" in text) == (len(made.runs) > 1)
     lines = side_by_side([("odd", made.summaries), ("even", other.summaries)])
     assert [line.split()[0] for line in lines[:3]] == ["ms", "odd", "even"]
     assert len({len(line) for line in lines[1:3] if "-" not in line}) <= 1, "columns are aligned"

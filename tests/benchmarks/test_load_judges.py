@@ -48,6 +48,12 @@ def test_both_replay_the_same_texts(tmp_path: Path) -> None:
     assert sent[0] == sent[1]
 
 
+def test_the_tokenizer_lies_where_a_hub_would_have_it(tmp_path: Path) -> None:
+    assert aiperf.tokenizer_cache(tmp_path)["HF_HUB_OFFLINE"] == "1"
+    (found,) = tmp_path.glob("hub/models--local--tiny/snapshots/*/tokenizer.json")
+    assert found.read_bytes() == (aiperf.TINY / "tokenizer.json").read_bytes()
+
+
 def test_without_iproute2_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(INSIDE, raising=False)
     monkeypatch.setenv("PATH", "")

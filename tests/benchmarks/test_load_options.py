@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
 
+from benchmarks.load import measurement
 from benchmarks.load.options import objectives, parse
-from benchmarks.load.records import Objectives
+from benchmarks.load.records import Objectives, Outcome
 from benchmarks.load.search import MAX_DOUBLINGS, MAX_HALVINGS, highest_rate
 
 WRONG = [
@@ -79,3 +81,14 @@ def test_a_server_that_holds_everything_ends_the_search() -> None:
     best, probes = highest_rate(lambda rate: 1.0, start=1, share=0.9, precision=0.1)
     assert [probe.rate for probe in probes] == [2.0**n for n in range(MAX_DOUBLINGS)]
     assert best == probes[-1].rate
+
+
+def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr(measurement, "now", lambda: clock[0])
+    watch = measurement.progress(10, "x ", out)
+    watch([Outcome(0, 0, 0.0), Outcome(1, 0, 0.0, error="http_429")], 3)
+    assert out.getvalue() == "", "not at once"
+    clock[0] = measurement.PROGRESS_S
+    watch([], 1)
+    assert out.getvalue() == "x 2/10 done, 1 running, http_429 1\n"

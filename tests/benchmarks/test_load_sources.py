@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks.load import lengths
 from benchmarks.load.prompts import Options
 from benchmarks.load.records import Workload
+from benchmarks.load.traces import Row, Texts
 from benchmarks.load.words import Words
 from benchmarks.load.workload import workload
 from benchmarks.train.problems import is_held_out
@@ -71,6 +72,8 @@ def test_lengths_follow_their_law(text: str, mean: float, low: int, high: int) -
     assert low <= drawn.min()
     assert drawn.max() <= high
     assert drawn.mean() == pytest.approx(mean, abs=1e-9 + 4 * drawn.std() / len(drawn) ** 0.5)
+    if text == "128-1024":
+        assert {drawn.min(), drawn.max()} == {low, high}
 
 
 def test_lengths_are_cut_to_the_room_there_is() -> None:
@@ -87,7 +90,9 @@ SOURCES = ["problems", "problems:train", "synthetic:1-40,4-8", "shared-prefix:3,
 def test_a_seed_makes_the_same_bytes_and_another_seed_others(source: str) -> None:
     first = msgspec.json.encode(made(source, "poisson:4", seed=5))
     assert first == msgspec.json.encode(made(source, "poisson:4", seed=5))
+    assert first == msgspec.json.encode(msgspec.json.decode(first, type=Workload))
     other = made(source, "poisson:4", seed=6)
+    assert other.about["digest"] != msgspec.json.decode(first)["about"]["digest"]
     assert not set(map(str, firsts(made(source, seed=5)))) & set(map(str, firsts(other)))
 
 
@@ -101,6 +106,7 @@ def test_start_times_and_prompts_do_not_depend_on_each_other() -> None:
     assert {session.start_s for session in closed.sessions} == {None}
     timed = made("synthetic:8,4", "constant:5", num=None, duration_s=10)
     assert timed.about["num_requests"] == timed.num_requests == 50
+    assert (timed.about["sessions_per_s"], timed.about["exact"]) == (pytest.approx(5), True)
     assert timed.about["prompt_tokens"] == {"sum": 400, "mean": 8, "min": 8, "p50": 8, "max": 8}
 
 
@@ -109,6 +115,9 @@ def test_problems_are_held_out_ones_and_distinct() -> None:
     assert len(set(texts)) == 30
     assert all(is_held_out(text) for text in texts)
     assert not any(is_held_out(text) for text in firsts(made("problems:train", num=30)))
+    turn = made("problems").sessions[0].turns[0]
+    told = turn.max_tokens, turn.extra, turn.num_prompt_tokens
+    assert told == (200, {}, len(ids(str(turn.prompt))))
 
 
 @pytest.mark.parametrize("length", ["1", "17", "512", "1-300"])
@@ -125,6 +134,7 @@ def test_pages_are_shared_by_groups_and_by_nobody_else() -> None:
     own = [tuple(ids(text)) for text in firsts(made("synthetic:64,4", num=500))]
     assert len({prompt[:PAGE] for prompt in own}) == 500
     prompts = [tuple(ids(text)) for text in firsts(made("shared-prefix:4,48,16,8", num=800))]
+    assert {len(prompt) for prompt in prompts} == {64}
     groups = Counter(prompt[:48] for prompt in prompts)
     assert len(groups) == 4
     assert len({prompt[48:] for prompt in prompts}) == 800
@@ -159,14 +169,21 @@ def test_other_tokenizers_get_exact_prompts_too(split: Any) -> None:
         text = words.text(rng, num)
         assert words.count(text) == num
         assert words.count(f"{text} {words.text(rng, 30, after=text)}") == num + 30
+    prompt, num = Texts(words, Options(), 0).make(Row("here", num_in=300, key=1), 300, "")
+    assert num == words.count(prompt)  # a trace's text is not mended but truly counted
+    assert (num == 300) == words.is_additive
+    long = words.fixed((1, -2, 3), 70)  # fewer words are the beginning of more
+    assert all(words.fixed((1, -2, 3), num) == long[:num] for num in range(0, 70, 3))
+    assert words.fixed((1, 2), 30) != words.fixed((2, 1), 30)
 
 
-def test_the_bundled_trace_replays_exactly() -> None:
+def test_the_bundled_trace_fits_the_tiny_model_and_replays_exactly() -> None:
     work = made(f"mooncake:{TRACE}", num=None, block_size=64)
     rows = [json.loads(line) for line in TRACE.read_text().splitlines()]
     seen: dict[int, list[int]] = {}
     for row, session in zip(rows, work.sessions, strict=True):
         (turn,) = session.turns
+        assert 16 <= row["output_length"] <= min(96, 1024 - 32 - row["input_length"])
         assert session.start_s == row["timestamp"] / 1000
         assert turn.max_tokens == row["output_length"] == turn.extra["min_tokens"]
         found = ids(turn.prompt)
@@ -177,6 +194,9 @@ def test_the_bundled_trace_replays_exactly() -> None:
             part = found[64 * index + 1 : 64 * index + 64]
             assert seen.setdefault(block, part) == part
     assert len(set(map(tuple, seen.values()))) == len(seen), "other blocks are other texts"
+    assert 45 < rows[-1]["timestamp"] / 1000 < 75
+    blocks = [block for row in rows for block in row["hash_ids"]]
+    assert 0.3 < 1 - len(set(blocks)) / len(blocks) < 0.7, "some are shared"
 
 
 def test_scales_shrink_a_trace_and_its_times_can_be_kept_cut_or_replaced(tmp_path: Path) -> None:
@@ -192,8 +212,13 @@ def test_scales_shrink_a_trace_and_its_times_can_be_kept_cut_or_replaced(tmp_pat
     assert [len(ids(turn.prompt)) for turn in turns] == [106, 114, 475]
     assert [turn.max_tokens for turn in turns] == [50, 1, 5]
     assert turns[1].prompt.startswith(turns[0].prompt)  # 13 blocks, and the same next one
+    assert str(turns[2].prompt).startswith(str(turns[1].prompt))
     assert len(made(source, duration_s=2.0).sessions) == 2
-    assert [each.start_s for each in made(source, "constant:10").sessions] == [0, 0.1, 0.2]
+    assert len(made(source, num=1).sessions) == 1
+    other = made(source, "constant:10")
+    assert [each.start_s for each in other.sessions] == [0, 0.1, 0.2]
+    assert firsts(other) == firsts(made(source))
+    assert len(made(source, "constant:10", duration_s=0.2).sessions) == 2
     assert made(source, max_requests=2).num_requests == 2
 
 
@@ -215,6 +240,8 @@ def test_mooncake_sessions_and_literal_prompts_of_aiperf(tmp_path: Path) -> None
     text = made(trace(tmp_path / "t", *rows[:3:2]), num=None, chat=False).sessions[0]
     assert text.turns[1].prompt.startswith(" "), "a text goes on after a space"
     assert len(ids("".join(turn.prompt for turn in text.turns))) == 50
+    with pytest.raises(ValueError, match=":4: completions take no messages"):
+        made(trace(tmp_path / "t", *rows), num=None, chat=False)
 
 
 def test_burstgpt_rows_keep_times_and_lengths_and_lose_failures(tmp_path: Path) -> None:
@@ -287,14 +314,19 @@ def test_files_that_are_no_traces_are_refused(
         ("synthetic:12", {}, "synthetic: the form is synthetic:IN,OUT"),
         ("synthetic:x,12", {}, "synthetic: IN: 'x' is no whole number"),
         ("synthetic:12,0", {}, "synthetic: OUT: must be at least 1"),
+        ("synthetic:9-3,12", {}, "synthetic: IN: must be at least 9"),
+        ("synthetic:normal(3),12", {}, "synthetic: IN: normal takes two numbers"),
         ("synthetic:gauss(3,1),12", {}, "synthetic: IN: 'gauss(3,1)' is not normal"),
         ("shared-prefix:0,9,9,9", {}, "shared-prefix: GROUPS"),
         ("shared-prefix:2,500,9,9", {"max_len": 512}, "shared-prefix: PREFIX"),
         ("synthetic:9,9", {"arrivals": "poison:4"}, "arrivals: 'poison:4' is none of"),
         ("synthetic:9,9", {"max_len": 20}, "max_len: 20 leaves no room"),
+        ("synthetic:9,9", {"block_size": 0}, "block_size: must be at least 1"),
+        ("synthetic:9,9", {"arrivals": "poisson:0.001", "duration_s": 0.1}, "nothing to send"),
         ("synthetic:9,9", {"time_scale": 0.0}, "time_scale: must be above 0"),
         ("synthetic:8,4", {"num": None, "duration_s": 10}, "a closed loop needs their number"),
         ("synthetic:8,4", {"num": 0}, "sessions: must be at least 1"),
+        ("synthetic:8,4", {"tokenizer": Tokenizer(models.BPE())}, "tokenizer: only 0 words"),
         ("synthetic:8,4", {"tokenizer": None}, "synthetic: needs a tokenizer"),
         (f"mooncake:{TRACE}", {"tokenizer": None, "block_size": 64}, "which need a tokenizer"),
     ],

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 from collections.abc import Iterator
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from benchmarks.load import stub
 from benchmarks.load.pacer import Pacer, now
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
+from tests.support.patience import HANG_S
 
 CHAT = "/v1/chat/completions"
 OPTIONS = StubOptions(ttft_s=0.02, itl_s=0.002, num_tokens=3)
@@ -22,7 +28,40 @@ def url() -> Iterator[str]:
         yield found
 
 
-def test_a_whole_answer_and_both_endpoints(url: str) -> None:
+def request(*headers: str, **body: Any) -> bytes:
+    raw = json.dumps(body).encode()
+    lines = [f"POST {CHAT} HTTP/1.1", f"Content-Length: {len(raw)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+def told(url: str, raw: bytes) -> bytes:
+    """All that comes back until the connection is closed."""
+    address = httpx.URL(url)
+    with socket.create_connection((address.host, address.port or 80), timeout=HANG_S) as peer:
+        peer.sendall(raw)
+        return b"".join(iter(lambda: peer.recv(65536), b""))
+
+
+def test_a_stream_is_headers_pieces_usage_and_an_end(url: str) -> None:
+    response = httpx.post(url + CHAT, json={"stream": True, "max_tokens": 4})
+    assert response.headers["content-type"] == "text/event-stream"
+    *lines, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert end == "[DONE]"
+    *chunks, usage = (json.loads(line) for line in lines)
+    assert [each["choices"][0]["delta"]["content"] for each in chunks] == [" word"] * 4
+    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None] * 3 + ["length"]
+    assert usage["usage"]["completion_tokens"] == 4
+
+
+def test_requests_of_a_connection_are_answered_in_turn_until_one_asks_for_its_end(url: str) -> None:
+    raw = b"".join(request(stream=True, max_tokens=num) for num in (3, 1, 2))
+    raw += request("Connection: close", stream=True, max_tokens=2) + b"more\r\n\r\n"
+    *streams, rest = told(url, raw).split(b"\r\n0\r\n\r\n")
+    assert (rest, [each.count(b'"content"') for each in streams]) == (b"", [3, 1, 2, 2])
+    assert all(each.count(b"HTTP/1.1 200 OK") == each.count(b"[DONE]") == 1 for each in streams)
+
+
+def test_a_whole_answer_both_endpoints_and_refusals(url: str) -> None:
     with httpx.Client(base_url=url) as client:
         assert client.get("/v1/models").json()["data"][0]["id"] == "stub"
         chat = client.post(CHAT, json={"messages": [{"content": "a"}]}).json()
@@ -32,13 +71,22 @@ def test_a_whole_answer_and_both_endpoints(url: str) -> None:
         assert client.post("/elsewhere", json={}).status_code == 404
         for bad in (b"{", b'{"max_tokens": -1}', b'{"messages": ["x"]}'):
             assert client.post(CHAT, content=bad).status_code == 400
+    for head in ("a", "GET / 1\r\nContent-Length: x", "GET / 1\r\nTransfer-Encoding: a"):
+        raw = f"{head}\r\nConnection: close\r\n\r\n".encode()
+        assert told(url, raw).startswith(b"HTTP/1.1 400 ")
+    failing = stub.Stub(StubOptions(fail_every=3))
+    answers = [failing.answer("POST", CHAT, b"{}", 0.0)[0][1] for _ in range(6)]
+    assert [each[9:12] for each in answers] == [b"200", b"200", b"503"] * 2
 
 
-def test_the_pacer_calls_in_order_and_never_early() -> None:
+def test_the_pacer_calls_in_order_and_never_early_though_a_call_fails() -> None:
     called: list[tuple[int, float]] = []
+    bad: list[Exception] = []
 
     async def main() -> list[float]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, it: bad.append(it["exception"]))
         with Pacer() as pacer:
+            pacer.at(now() + 0.015, lambda: 1 // 0)
             due = [now() + delay for delay in (0.03, 0.01, -1.0, 0.02)]
             for number, moment in enumerate(due):
                 pacer.at(moment, lambda number=number: called.append((number, now())))
@@ -46,6 +94,26 @@ def test_the_pacer_calls_in_order_and_never_early() -> None:
             await pacer.until(now() + 0.001)
             return due
 
-    due = asyncio.run(main())
+    due = asyncio.run(asyncio.wait_for(main(), HANG_S))
     assert [number for number, _ in called] == [2, 1, 3, 0]
+    assert [type(each) for each in bad] == [ZeroDivisionError]
     assert all(moment >= due[number] for number, moment in called)
+
+
+def test_a_stall_holds_back_what_waits_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece is due at 1 s; at 0.5 s another request begins a stall of 5 s."""
+    clock = [0.0]
+    monkeypatch.setattr(stub, "now", lambda: clock[0])
+    server = stub.Stub(StubOptions(ttft_s=1.0, stall_after=1, stall_s=5.0, num_tokens=1))
+
+    async def until(moment: float) -> None:
+        server.answer("POST", CHAT, b"{}", 0.5)
+        clock[0] = moment
+
+    async def main() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(request("Connection: close"))
+        await stub.converse(server, Mock(until=until), reader, Mock())
+
+    asyncio.run(main())
+    assert clock == [5.5], "when it was written"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -18,12 +19,16 @@ from tokenizers import Tokenizer
 from benchmarks.accuracy import load_model
 from benchmarks.train import base, chats, problems
 from benchmarks.train.answers import Speaker, set_right
-from benchmarks.train.arithmetic import evaluate
+from benchmarks.train.arithmetic import Inexact, evaluate, expand
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
+from benchmarks.train.data import IGNORED
 from benchmarks.train.model import save
+from tests.support.chain_reference import ChainReference
+from tests.support.dflash_reference import DFlashReference
 from tests.support.patience import HANG_S
+from worker.api import Sampling
 
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 WRITTEN_STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -52,6 +57,8 @@ def test_worked_answers_are_right_short_and_of_numbers_of_the_question(trained, 
         assert len(steps) == item.answer.count("=")
         for left, op, right, result in steps:
             assert evaluate(int(left), op, int(right)) == int(result), item
+        assert item.answer.endswith(f"\n#### {item.value}")
+        assert 2 <= sum(map(bool, map(WRITTEN_STEP.search, item.answer.splitlines()))) <= 4
         assert int(steps[-1][3]) == item.value == problems.parse_value(item.answer)
         assert all(int(number) <= 999 for number in re.findall(r"\d+", item.question)), item
         assert not re.search(r"[{}\[\]|]", item.question + item.answer), item
@@ -60,11 +67,28 @@ def test_worked_answers_are_right_short_and_of_numbers_of_the_question(trained, 
     assert max(len(each.ids) + 1 for each in answers) <= 150
 
 
+@pytest.mark.parametrize("op", ["+", "-", "*", "/"])
+def test_expansion_is_exact_and_uses_only_easy_atoms(op):
+    rng = random.Random(5)
+    for _ in range(500):
+        right, left = sorted(rng.randint(1, 999) for _ in range(2))
+        left *= right if op == "/" else 1
+        atoms = expand(left, op, right)
+        assert atoms[-1].result == evaluate(left, op, right)
+        assert all(evaluate(*atom[:3]) == atom.result for atom in atoms)
+        sides = [side for atom in atoms if atom.op == "*" for side in (atom.left, atom.right)]
+        assert all(len(str(side).rstrip("0")) == 1 for side in sides)
+    for wrong in ((7, "/", 2), (3, "-", 4), (3, "/", 0)):
+        with pytest.raises(Inexact):
+            expand(*wrong)
+
+
 def test_held_out_questions_are_distinct_and_never_trained(trained, held_out):
     new, other = held_out[:NUM_HELD_OUT], held_out[NUM_HELD_OUT:]
     assert len({item.question for item in new}) == NUM_HELD_OUT
     assert all(problems.is_held_out(item.question) for item in new)
     assert not any(problems.is_held_out(item.question) for item in trained)
+    assert len(problems.templates()) >= 34 > len(problems.HELD_OUT_TEMPLATES) == 5
     assert {item.template for item in trained} == set(problems.trained_templates())
     assert {item.template for item in other} == set(problems.HELD_OUT_TEMPLATES)
     assert not {item.template for item in trained} & set(problems.HELD_OUT_TEMPLATES)
@@ -84,6 +108,32 @@ def test_text_is_a_function_of_its_seed_and_needs_no_torch():
 @pytest.fixture(scope="module")
 def target() -> Any:
     return load_model(TINY)[0]
+
+
+def test_the_model_is_small_and_fits_its_tokenizer():
+    weights = load_file(str(TINY / "model.safetensors"))
+    assert sum(weight.numel() for weight in weights.values()) <= 3_000_000
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    read = [json.loads((TINY / f"{name}config.json").read_text()) for name in ("", "generation_")]
+    num_rows = len(weights["model.embed_tokens.weight"])
+    assert TOKENIZER.get_vocab_size() == read[0]["vocab_size"] == num_rows
+    assert {TOKENIZER.id_to_token(each["eos_token_id"]) for each in read} == {chats.TURN_END}
+    assert sum(file.stat().st_size for file in TINY.iterdir()) <= 6 * 2**20
+
+
+def test_a_chat_is_kept_if_the_target_says_it_itself_with_its_residuals(target: Any) -> None:
+    speaker = Speaker(target, ChainDrafter.taps)
+    own = [item[:2] for item in speaker.said(TOKENIZER, random.Random(3), 6)]
+    (ids, num_prompt), changed = own[0], own[0][0].clone()
+    changed[-5], speaker.num_read, speaker.num_kept = 500, 0, 0
+    kept = speaker.read([(changed, num_prompt), *own])
+    assert [item.ids.tolist() for item in kept] == [each.tolist() for each, _ in own]
+    assert (speaker.num_read, speaker.num_kept) == (len(own) + 1, len(own))
+    output = target.generate(ids[None, :num_prompt], do_sample=False, max_new_tokens=200)
+    assert output[0].tolist() == ids.tolist()
+    states = target(ids[None], output_hidden_states=True).hidden_states
+    residuals = torch.cat([states[layer + 1][0] for layer in ChainDrafter.taps], -1)
+    torch.testing.assert_close(kept[0].features, residuals, rtol=1e-4, atol=1e-4)
 
 
 def bundled(kind: type[Drafter], target: Any) -> Any:
@@ -112,6 +162,31 @@ def test_a_few_steps_lower_the_loss_and_leave_a_checkpoint_of_the_bundled_form(
     assert made == shipped
     config = (TINY.with_name(name) / "config.json").read_text("utf-8")
     assert (tmp_path / "config.json").read_text("utf-8") == config
+
+
+@pytest.mark.parametrize(("kind", "at"), [(ChainDrafter, 0), (BlockDrafter, 0), (BlockDrafter, 1)])
+def test_anchors_draft_together_as_one_after_the_other_does(kind, at, target):
+    """Against the references of served drafters, which see one anchor and the text before it."""
+    is_chain = kind is ChainDrafter
+    refer, name = (ChainReference, "chain") if is_chain else (DFlashReference, "dflash")
+    reference = refer(TINY, TINY.with_name(f"tiny-{name}"))
+    said = Speaker(target, kind.taps).said(TOKENIZER, random.Random(3), 4)
+    batch = set_right(said, kind.num_drafts)
+    with torch.inference_mode():
+        together = torch.stack(list(bundled(kind, target).learn(batch, at)))
+    for row, item in enumerate(said):
+        tokens = item.ids.tolist()
+        for anchor in (item.num_prompt, item.num_prompt + 9, len(tokens) - 2):
+            column = batch.num_anchors - (len(tokens) - 1 - anchor)
+            text = [*tokens[anchor + 1 :], *[IGNORED] * kind.num_drafts][: kind.num_drafts]
+            assert batch.labels[:, row, column].tolist() == text
+            alone = reference.drawn(tokens, anchor, len(together) + 1, Sampling(1, temperature=0.0))
+            for number, (draft, margin) in enumerate(alone):
+                (first, second), (found, _) = together[number, row, column].topk(2)
+                assert float(first - second) == pytest.approx(margin, 3e-3, 3e-3)
+                assert found == draft or margin < 6e-3
+                if is_chain and draft != text[number]:
+                    break  # the reference feeds back its own drafts, training the text
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, BlockDrafter])
