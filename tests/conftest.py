@@ -58,10 +58,10 @@ EARLY = (
     "test_engine_laws", "test_protocol_faults", "test_api_laws", "test_compiled",
     "test_first_token", "test_full_decode", "test_windows", "test_load_harness",
     "test_random_delays", "test_piecewise", "test_cluster_hub", "test_chain_reference",
-    "test_train_chain_drafter", "test_wire", "test_engine_benchmark", "test_models",
+    "test_train", "test_wire", "test_benchmarks", "test_models",
     "test_liveness", "test_sampler", "test_attention_backends", "test_router_direct",
-    "test_ngram", "test_train_block_drafter", "test_router_door", "test_structured",
-    "test_serving", "test_router_benchmark", "test_contained", "test_router_dispatch",
+    "test_ngram", "test_router_door", "test_structured",
+    "test_serving", "test_contained", "test_router_dispatch",
     "test_width", "test_router_life", "test_cluster_supervisor", "test_shared_port",
     "test_handshake", "test_all_reduce",
 )  # fmt: skip
