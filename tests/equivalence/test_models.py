@@ -262,7 +262,7 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
         ({"hidden_size": "absent"}, r"config\.json: hidden_size: missing"),
         ({"vocab_size": "many"}, r"config\.json: vocab_size: must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_parameters.*yarn.*llama3"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters.*yarn.*llama3"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor: missing"),
         ({"use_sliding_window": True, "layer_types": None}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding"),
