@@ -5,8 +5,6 @@ float32. Only the second needs torch and transformers. --trace asks a kvlane how
 of speculation has yielded.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -13,8 +13,6 @@ and `parts` sum first and then call the norm's kernel; `chosen` is one kernel wh
 All sums are compared with an f32 sum, all norms with those of `parts`.
 """
 
-from __future__ import annotations
-
 import argparse
 import faulthandler
 import statistics

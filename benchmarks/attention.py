@@ -10,8 +10,6 @@ same run; for prefill (one whole prompt, causal) the floating-point operations o
 CPU (`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections.abc import Callable

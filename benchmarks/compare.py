@@ -13,8 +13,6 @@ replacement, among each checkout's own. The JSON file is written after each star
 It takes any benchmark that writes `--json` as `benchmarks.engine` or `benchmarks.windows` does.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

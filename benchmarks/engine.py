@@ -13,8 +13,6 @@ prefill: from the launch until the first token is on the host, op by op and with
 floor is the larger of reading the weights and of the products at the speed of one large product.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging

@@ -11,8 +11,6 @@ numbers, and they are checked. The floor is the weights' bytes over the read ban
 `layers` is the step without the head. On a CPU (`--model tiny`) it checks that everything runs.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -16,8 +16,6 @@ pulled (`cluster-KIND.json`). Runs in a network namespace of its own (root), unl
 KVLANE_JUDGES_NAMESPACE is set.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -3,8 +3,6 @@
 What benchmarks of whole steps know of `worker` stands here and in `benchmarks.ranks`.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

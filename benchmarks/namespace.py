@@ -3,8 +3,6 @@
 Ray binds the machine's real address; in here there is none. Needs root, `unshare` and iproute2.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """What every benchmark does alike: its command line's parser, lists by commas, the JSON file."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """An engine that a benchmark leads, and its other ranks: a process each, with a GPU each."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -13,8 +13,6 @@ Python takes meanwhile (CALIBRATION_S on the machine where the marks were set).
     full       1,024 streams at 12 ms a step: tokens/s that pass
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import multiprocessing as mp

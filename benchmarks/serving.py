@@ -12,8 +12,6 @@ each request where the fewest of its own run. All other flags are those of `kvla
 come from kvlane alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """Clocks and speeds of the device that benchmarks run on, a GPU or else the CPU."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence

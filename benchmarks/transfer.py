@@ -8,8 +8,6 @@ closed loop, as an idle engine would; `first run` is the time of a pull of a sin
 what a short prompt sees.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import multiprocessing

@@ -12,8 +12,6 @@ Only steps count in which every row decodes. They are repeated from the same pro
 the first is computed; what the choice of widths has learnt stays.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import time

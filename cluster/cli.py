@@ -4,8 +4,6 @@ Exit codes: 0 done, 1 something failed, 2 the user's mistake, 128 + signal: inte
 before it was ready, or twice.
 """
 
-from __future__ import annotations
-
 import argparse
 import errno
 import json

@@ -5,8 +5,6 @@ broken connection it goes on; after an end of the process, with the files that w
 workers get the directory: nodes of a Ray cluster have to share that storage.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

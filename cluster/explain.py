@@ -3,8 +3,6 @@
 What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator, Mapping
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """How every process of a cluster logs: lines for people, or a JSON object a line for machines."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

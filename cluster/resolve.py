@@ -4,8 +4,6 @@ Each function returns a new tree and notes what it chose and why. Values that de
 are decided in the worker (`WorkerConfig.resolved`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection
 

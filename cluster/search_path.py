@@ -3,8 +3,6 @@
 Imports the standard library only: it has to work before our packages are looked for.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable

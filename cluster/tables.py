@@ -1,7 +1,5 @@
 """Tables of `kvlane status` and `top`, for terminals and pipes. Imports rich: import it late."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Container, Iterable, Sequence
 

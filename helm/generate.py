@@ -6,8 +6,6 @@ The schema is schema.yaml, each object closed, with the project's own at `config
 those of dashboards/; the alerts are the chart's. A test compares all with what this would write.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The router's part of the configuration tree."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field

@@ -1,7 +1,5 @@
 """What a client gets when a request fails: HTTP status and OpenAI's error body."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

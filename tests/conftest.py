@@ -6,8 +6,6 @@ ports and look at what is left of processes: by two processes where each is in n
 own (those with a Ray of their own, and those that share one), else by one.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

@@ -18,8 +18,6 @@ A request is (req_id, dispatch): `dispatch` counts how often the router has sent
 A transfer is an `Xfer`: (xfer_id, attempt, incarnations of both); what is older is dropped.
 """
 
-from __future__ import annotations
-
 from enum import StrEnum
 from typing import Literal
 

@@ -4,8 +4,6 @@
 `requests/table.py` holds the requests and ends them.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from functools import partial

@@ -20,8 +20,6 @@
 Our own mistakes are `assert`s: the worker dies, the controller makes a new one.
 """
 
-from __future__ import annotations
-
 import logging
 from typing import Literal
 

@@ -4,8 +4,6 @@ Only `turn` changes a worker's state. Other threads (the wire's I/O thread, cont
 threads that dial a peer) put events into the inbox and read counters.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -6,8 +6,6 @@ of a row that decodes is not in it: only the device knows it (`max_seq_len_ub` b
 A *row* is a request's place in the device-resident step state; row 0 is the sink of padded rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Literal
 

@@ -5,8 +5,6 @@ ended, sweep. While step n - 1 computes, its layer groups are announced as they 
 between the layers of step n's launch, and in all turns until step n - 1 ends.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Names to classes: one table of strings per seam, imported on first use."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any

@@ -17,8 +17,6 @@ more, so the other side loses it too. A new link begins empty. A connecting side
 says Bye, so that the other side loses it at once and logs no loss.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Worker: one engine, its thread and its role, as the control plane sees them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from worker.api import Lost, Member, PullPath, RankMessage

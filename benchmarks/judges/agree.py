@@ -10,8 +10,6 @@ turns; a replay before the first round is thrown away. Compared is the median ov
 each figure, in aiperf's definitions.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex

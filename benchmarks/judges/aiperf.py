@@ -5,8 +5,6 @@ processor, no screen, no scraping of anything during the run. Token counts are t
 (`usage`): text of a small model does not tokenize back to as many.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Needs root and iproute2, see `benchmarks.namespace`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

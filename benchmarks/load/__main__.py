@@ -1,7 +1,5 @@
 """`python -m benchmarks.load [run | report | selfcheck | stub]`; no word means run."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

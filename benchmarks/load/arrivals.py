@@ -7,8 +7,6 @@
 RATE is requests a second, on average.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Bytes are stamped when the loop hands them over, before they are parsed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ time, whatever became of the others; when the server or this process is late, th
 request is counted stays the one at which it was due (no coordinated omission).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence

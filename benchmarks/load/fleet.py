@@ -10,8 +10,6 @@
 The parent draws the progress and keeps the outcomes, so the process that measures does little else.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -11,8 +11,6 @@ A length is one of
 and a pair of lengths is `IN,OUT`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ intended send time, so that a server that stalls cannot hide it; `ttft_from_send
 the moment of sending, which is what most other tools report. Only served requests have latencies.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any

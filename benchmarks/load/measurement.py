@@ -1,7 +1,5 @@
 """One measurement, from options to figures: workload, warm-up, runs, result files."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import sys

@@ -1,7 +1,5 @@
 """One plot of results: latency at every percentile, and goodput by offered rate."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -9,8 +9,6 @@ The last two make prompts of exactly as many tokens as they mean to, without the
 special tokens, and ask for exactly OUT tokens.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

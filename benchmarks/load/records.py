@@ -6,8 +6,6 @@ All times are seconds since the run's own beginning (`Outcome`) or plain duratio
 msgspec, so that it crosses process borders and becomes JSON without further code.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

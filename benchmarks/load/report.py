@@ -3,8 +3,6 @@
 python -m benchmarks.load report a.json [b.json ...] [--plot page.html]
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 from collections import Counter

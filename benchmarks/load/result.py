@@ -1,7 +1,5 @@
 """The result file: JSON, gzip if its name ends in .gz; and the machine that it was made on."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import importlib.metadata

@@ -4,8 +4,6 @@ Rates are doubled until one fails, or halved until one holds. Then the interval 
 on a logarithmic scale.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

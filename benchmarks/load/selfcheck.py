@@ -5,8 +5,6 @@ that differ from request to request, one in which the stub stands still for a wh
 computed from the schedule and the stub's delays alone.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -9,8 +9,6 @@ It reads HTTP/1.1 with `Content-Length` off asyncio's streams and makes an answe
 they are due: every further layer would be a delay that nobody asked for.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import itertools

@@ -14,8 +14,6 @@ Times count from the first row. A session's later rows have a pause instead (del
 the turn before, and add their prompt to the conversation.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ it merges gives every such word one token wherever it stands, so texts joined by
 sum of their tokens; `Words.is_additive` says whether that held on a long sample.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Sequence

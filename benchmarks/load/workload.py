@@ -1,7 +1,5 @@
 """All that a run sends: a source of prompts joined with the times at which they are due."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

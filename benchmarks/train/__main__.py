@@ -9,8 +9,6 @@ it is served. The text is a function of --seed. The weights also depend on the m
 order of sums is not fixed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import platform

@@ -4,8 +4,6 @@ A chat is kept if the target, reading it, gives every token of its last answer t
 logit: then the answer is the target's own greedy one, and nothing need be decoded.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Worked arithmetic: one operation written as steps that a very small model can learn."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 

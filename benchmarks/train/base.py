@@ -1,7 +1,5 @@
 """What drafters of the model `tiny` have in common while they are trained."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,6 @@ behind the anchor. In every layer a block sees all of itself, and keys and value
 it that are made of the target's features g = hidden_norm(fc(...)) alone (arXiv:2602.06036).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

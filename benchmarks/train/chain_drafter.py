@@ -6,8 +6,6 @@ Training does the same ("training-time test"): a row of step k sees the rows of 
 features up to its anchor, and behind them its own rows of the steps before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Chats that hold the word problems and plain dialogue, in the ChatML form of the model `tiny`."""
 
-from __future__ import annotations
-
 import random
 import tomllib
 from functools import cache

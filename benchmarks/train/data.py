@@ -1,7 +1,5 @@
 """Training batches, made by worker processes ahead of the training loop."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The model `tiny`: a Qwen3 of 2.9 million parameters, its training loop and its files."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -4,8 +4,6 @@ Needs the standard library only. A problem is a function of its seed; which spli
 a function of its question, so a held-out problem of a trained template never occurs in training.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import re

@@ -4,8 +4,6 @@ A story is a template made on the spot. It starts with a number of things, gains
 and may end with a fair share.
 """
 
-from __future__ import annotations
-
 import random
 import tomllib
 from dataclasses import dataclass, field

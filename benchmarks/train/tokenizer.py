@@ -1,7 +1,5 @@
 """The tokenizer of the model `tiny`: byte-level BPE with single digits, and its ChatML template."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

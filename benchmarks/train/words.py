@@ -1,7 +1,5 @@
 """The names and things that fill a word problem."""
 
-from __future__ import annotations
-
 import random
 import tomllib
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvlane chat`: talk to any server that speaks OpenAI's chat completions."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

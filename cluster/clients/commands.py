@@ -1,7 +1,5 @@
 """The commands that ask a server over HTTP, as anyone may: `chat`, `top` and `bench`."""
 
-from __future__ import annotations
-
 import argparse
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """A server that a command asks over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Generator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """`kvlane top`: what `/dashboard` shows, in a terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -4,8 +4,6 @@ It is not detached: when `serve` ends, in whatever way, Ray ends the controller,
 everything that it created.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import secrets

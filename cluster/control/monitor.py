@@ -5,8 +5,6 @@ surroundings. When a process dies, all members learn it first. Then the monitor 
 is really gone, because the next process uses the same devices and memory. Then it starts that one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

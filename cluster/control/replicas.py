@@ -1,7 +1,5 @@
 """The names of a cluster, and the state of the process that each of them has. No Ray, no I/O."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

@@ -4,8 +4,6 @@
 shows all of them.
 """
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Iterable, Iterator

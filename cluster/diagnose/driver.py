@@ -1,7 +1,5 @@
 """What NVIDIA's driver says, asked through NVML: in milliseconds, where torch takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import permutations

@@ -3,8 +3,6 @@
 Imports neither torch nor Ray.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import os

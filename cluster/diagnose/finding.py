@@ -1,7 +1,5 @@
 """One finding of a check, and how all of them are shown."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

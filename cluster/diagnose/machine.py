@@ -1,7 +1,5 @@
 """Judges a machine by its facts, for what a configuration asks of it. Reads nothing itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement

@@ -1,7 +1,5 @@
 """Whether the model and its drafter are there, whole, and of a kind that can be served."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

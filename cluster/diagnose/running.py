@@ -1,7 +1,5 @@
 """Judges a running cluster: every worker's machine, what differs between them, the ways of KV."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Import this module only after `cli` has prepared the environment: Ray reads it when imported.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -3,8 +3,6 @@
 Not a pid: containers and pid namespaces that share a directory do not share pids.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import logging

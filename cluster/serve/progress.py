@@ -1,7 +1,5 @@
 """What `serve` shows of its progress."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from typing import TextIO

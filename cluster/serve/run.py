@@ -1,7 +1,5 @@
 """`serve` in the supervisor's child: start, show progress, wait for the end, end cleanly."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

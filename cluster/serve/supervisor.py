@@ -6,8 +6,6 @@ imports no Ray, owns all files, and is the subreaper of all that the child start
 parent has died becomes its child. In whatever state the child is, all below it can be killed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -6,8 +6,6 @@ lives. When stdin ends, this process kills every process that still writes into 
 and removes the directory. A `serve` that ends by itself kills this process with all others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

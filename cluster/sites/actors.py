@@ -4,8 +4,6 @@ Ray never restarts an actor of ours (max_restarts=0). It reports a death after a
 monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

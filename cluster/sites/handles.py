@@ -4,8 +4,6 @@ Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ra
 as they wait for each other; the first that fails, ends or dies is the end of the worker.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence

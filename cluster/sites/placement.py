@@ -5,8 +5,6 @@ created at once and waited for with a deadline. A failure says what each process
 each node has.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

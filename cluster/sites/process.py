@@ -3,8 +3,6 @@
 `sites.handles` and `sites.ray_site` implement this over Ray, tests without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

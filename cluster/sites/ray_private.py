@@ -1,7 +1,5 @@
 """What we need of Ray, or leave out, beyond its typed interface; pinned with ray in pyproject."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

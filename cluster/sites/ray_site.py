@@ -1,7 +1,5 @@
 """`process.Site` over Ray: room for each worker and router, and the actors in it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ The first one listens alone, which the kernel refuses where anybody listens; the
 router is the first follows from the processes that the controller knows.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable
 

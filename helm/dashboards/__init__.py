@@ -10,8 +10,6 @@ In queries $SCOPE and $CHOSEN stand for label matchers by Grafana's variables, t
 worker's, $FINE for the outcomes that are nobody's fault, or the client's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

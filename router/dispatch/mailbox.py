@@ -1,7 +1,5 @@
 """Carries what happens to the choices of one HTTP request to the task that answers it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Sequence
 

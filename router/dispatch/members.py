@@ -4,8 +4,6 @@ Loop thread only. A Pong may be as old as the ping interval. So the requests tha
 sent since then are added to the figures of the Pong.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ HTTP status of its own. A stream then ends in exactly one of two ways: with fini
 choices, or with one error event; `[DONE]` follows both. A stream is never just cut.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time

@@ -1,7 +1,5 @@
 """API keys: who may generate and tokenize."""
 
-from __future__ import annotations
-
 import hmac
 
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -1,7 +1,5 @@
 """The file of API keys. Apart from `auth`, so that the command line reads it at little cost."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from worker.errors import UserError

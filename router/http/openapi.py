@@ -4,8 +4,6 @@ Routes read their bodies themselves, and answers are msgspec's, so FastAPI knows
 table does; pydantic describes what comes in, msgspec what goes out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast

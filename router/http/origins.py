@@ -1,7 +1,5 @@
 """CORS: the origins whose pages may read our answers in a browser."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 from collections.abc import Sequence

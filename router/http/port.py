@@ -1,7 +1,5 @@
 """The port of a router, which it may share with other routers of its node (SO_REUSEPORT)."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The HTTP routes, the layers around them, and the form in which errors are answered."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from codecs import BOM_UTF8

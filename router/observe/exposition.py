@@ -5,8 +5,6 @@ twenty times a second. What a series is called does not change, so that is made 
 by prometheus_client 0.26 would also have `vllm_` for `vllm:` in samples alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 

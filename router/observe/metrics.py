@@ -1,7 +1,5 @@
 """The router's metric families, in a registry of their own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Where the time of one choice went."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from worker.api import PeerId, Stages

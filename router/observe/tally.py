@@ -4,8 +4,6 @@ A chunk of each stream is observed every step. prometheus_client's own histogram
 locks and method calls for each, as much as all else that a chunk needs before it is written.
 """
 
-from __future__ import annotations
-
 import time
 from bisect import bisect_left
 from collections import Counter

@@ -10,8 +10,6 @@ would jump back when a router is replaced. What windows drafted and accepted is 
 which is an engine of its own here. All routers know it, so only the first by name exports it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

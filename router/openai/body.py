@@ -1,7 +1,5 @@
 """The bytes of an answer: its whole body, or the events of its stream."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """POST /v1/chat/completions: messages to a prompt, answers to chat choices."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """POST /v1/completions: prompts as text or token ids, answers to text choices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta

@@ -1,7 +1,5 @@
 """The constraint of an output, from the fields of a request that may ask for one."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported

@@ -1,7 +1,5 @@
 """How answers are drawn where a request says nothing: the model's `generation_config.json`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any, cast

@@ -1,7 +1,5 @@
 """Logprobs of tokens in the two forms of OpenAI's API."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from router.dispatch.mailbox import Scored

@@ -1,7 +1,5 @@
 """From an HTTP body to a `Prepared` request: checks, template, tokenizer, grammar. Any thread."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -1,7 +1,5 @@
 """A request that has passed every check: `prepare` makes it, `http.answer` answers it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol

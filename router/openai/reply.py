@@ -4,8 +4,6 @@ A field that is UNSET is not written. So a field that OpenAI's published schema 
 default, and is written even where it is null.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 

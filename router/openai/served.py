@@ -1,7 +1,5 @@
 """What the API's endpoints know of the model that they serve."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field

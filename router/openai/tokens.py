@@ -1,7 +1,5 @@
 """POST /tokenize and /detokenize, in vLLM's form."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 from pydantic import Field

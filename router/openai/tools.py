@@ -1,7 +1,5 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ They need no key: what they show, but for reasons of deaths, is in `/config` and
 A chat does.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

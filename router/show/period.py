@@ -3,8 +3,6 @@
 Nothing is observed for it: it takes the differences of what the metrics count anyway.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

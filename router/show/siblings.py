@@ -4,8 +4,6 @@ Whoever asks the port reaches one of them, and never knows which. So that one as
 the port that each has of its own, and answers with one page.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The routes for probes, Prometheus and operators."""
 
-from __future__ import annotations
-
 from html import escape
 from importlib import metadata
 

@@ -6,8 +6,6 @@ encode PROBES at the start, and CI compares them over every kind of tokenizer
 (`test_router_encoding.py`).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the schemas of most client libraries do not, and mean none. Strings and integers
 one. Free objects, free values, patterns, arrays and decimals stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple, cast
 
 Schema = dict[str, Any]

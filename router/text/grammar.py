@@ -4,8 +4,6 @@ A grammar is checked here against the model's own tokenizer, so that a schema th
 meet is the client's error (400) and never a worker's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -3,8 +3,6 @@
 Both take time in proportion to the new tokens, however long the answer already is.
 """
 
-from __future__ import annotations
-
 import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """Separates reasoning from the answer that follows it."""
 
-from __future__ import annotations
-
 from router.text.parsers import THINK, THINK_END, Parsed, Parser, held
 
 

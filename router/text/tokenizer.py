@@ -1,7 +1,5 @@
 """Text to tokens: the model's tokenizer and its chat template."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Made-up results of the load harness: what a small cluster of prefill and decode workers does."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Each benchmark in a small form on the CPU: its command runs, and its file has a row a case."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import math

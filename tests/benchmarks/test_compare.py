@@ -1,7 +1,5 @@
 """Two checkouts by turns: who is started when, and what the table says of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Start times of open loops: their rates, their laws, their errors."""
 
-from __future__ import annotations
-
 import math
 import re
 

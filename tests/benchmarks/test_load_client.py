@@ -1,7 +1,5 @@
 """The load harness's client against servers that answer well, badly and not at all."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

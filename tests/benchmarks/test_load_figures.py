@@ -1,7 +1,5 @@
 """The load harness's figures, its result file, its report and its plot."""
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The load harness as its user runs it: against a stub with known delays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

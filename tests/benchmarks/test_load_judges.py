@@ -1,7 +1,5 @@
 """The comparison with aiperf, without aiperf: what both replay, and what is compared."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The load harness's command line, its search for the highest rate, and what it shows meanwhile."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

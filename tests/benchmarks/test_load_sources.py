@@ -1,7 +1,5 @@
 """Prompts, traces and whole workloads of the load harness: exact counts, the same for a seed."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

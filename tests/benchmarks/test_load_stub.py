@@ -1,7 +1,5 @@
 """The stub server over real sockets: what it promises any HTTP client, and the clock it keeps."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """The table of served figures: the same recorded loads against servers with known delays."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

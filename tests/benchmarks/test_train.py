@@ -1,7 +1,5 @@
 """How the bundled models were made: laws of their text, and a few steps of the drafters."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -3,8 +3,6 @@
 python -m tests.browser.behaviour        # in half a minute
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable, Iterator

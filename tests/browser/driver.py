@@ -1,7 +1,5 @@
 """Chromium, driven by Playwright, and what has to hold of every page at any time."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ python -m tests.browser.screens          # as root, for a network namespace; min
 python -m tests.browser.screens --cluster       # without what needs no cluster
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

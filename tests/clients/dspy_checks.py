@@ -1,7 +1,5 @@
 """dspy against a running cluster: `python dspy_checks.py URL`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import warnings

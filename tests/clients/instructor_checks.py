@@ -1,7 +1,5 @@
 """instructor against a running cluster: `python instructor_checks.py URL`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import instructor

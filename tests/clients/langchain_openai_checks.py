@@ -1,7 +1,5 @@
 """langchain-openai against a running cluster: `python langchain_openai_checks.py URL`."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import operator

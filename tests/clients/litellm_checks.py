@@ -1,7 +1,5 @@
 """litellm against a running cluster: `python litellm_checks.py URL`."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

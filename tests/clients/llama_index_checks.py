@@ -1,7 +1,5 @@
 """llama-index-llms-openai-like against a running cluster: `python llama_index_checks.py URL`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from llama_index.core.llms import ChatMessage

@@ -1,7 +1,5 @@
 """OpenAI's own client, of any major version: `python openai_checks.py URL`."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from typing import Any, Literal

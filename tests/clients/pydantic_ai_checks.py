@@ -1,7 +1,5 @@
 """pydantic-ai against a running cluster: `python pydantic_ai_checks.py URL`."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -5,8 +5,6 @@ solves word problems and knows nothing else: that an answer has the form that wa
 kvlane's doing, and what stands in it is the model's text.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ place of the GPU. FlashInfer's runs over a double of the library. Both as they a
 tests/gpu/test_attention_on_cuda.py.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 from typing import Any

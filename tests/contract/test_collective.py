@@ -1,7 +1,5 @@
 """Every collective keeps the same promises, at one rank or at two."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pages with three regions (target, draft, tail) from pool to pool, by every transport."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What every routing policy must keep, run for every row of the table."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

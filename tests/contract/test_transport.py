@@ -3,8 +3,6 @@
 Sources are processes that serve random bytes; killed and stopped by pid, and always reaped.
 """
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

@@ -1,7 +1,5 @@
 """The commands of a README, which are run as they stand there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]

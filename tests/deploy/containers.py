@@ -3,8 +3,6 @@
 For programs that have called `tests.support.namespaces.enter`.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ secrets, configuration and probes of the pods are those of the render; so is the
 `helm test`, which has to pass through prefill, pull and decode.
 """
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

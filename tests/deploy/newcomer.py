@@ -4,8 +4,6 @@ tests/deploy/build laptop             # installs, up to `kvlane serve`; minutes
 python -m tests.deploy.newcomer       # as root; serves and asks, in half a minute
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -9,8 +9,6 @@ the answers are those of the model alone. A second submit changes nothing, one w
 is refused, `down` ends all, and a submit after that starts it again.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

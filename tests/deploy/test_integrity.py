@@ -3,8 +3,6 @@
 Ports, paths, options, settings of the configuration and of Ray, metrics, images, users, packages.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

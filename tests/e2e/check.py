@@ -3,8 +3,6 @@
 By hand: `python -m tests.e2e.check URL [NUMBER]`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import sys

@@ -1,7 +1,5 @@
 """Moves pytest into a namespace before any cluster starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.e2e.harness import enter_namespace

@@ -1,7 +1,5 @@
 """HTTP/1.1 by hand: keep-alive connections that can be dropped at any byte."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

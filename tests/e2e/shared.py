@@ -5,8 +5,6 @@ it, one after the other, as they join a user's. Where there is no network namesp
 starts a Ray of its own: one that can be joined would listen on the machine's address.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -3,8 +3,6 @@
 Debian's package `chromium` is enough. The port makes the origin another one.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import shutil

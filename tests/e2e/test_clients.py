@@ -1,7 +1,5 @@
 """Software written for OpenAI, of several versions, against a real cluster."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

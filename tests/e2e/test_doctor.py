@@ -1,7 +1,5 @@
 """The doctor of what runs: it measures every path of KV, and says which is not as asked."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

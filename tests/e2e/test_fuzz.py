@@ -1,7 +1,5 @@
 """Mutated bodies against a real cluster, by clients of which some hang up at any moment."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

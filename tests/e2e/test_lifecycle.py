@@ -3,8 +3,6 @@
 A cluster is costly to start, so each of three lives shows all that it can.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -1,7 +1,5 @@
 """OpenAI's document and our own against a real cluster, by schemathesis: no finding."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

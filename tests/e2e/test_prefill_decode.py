@@ -1,7 +1,5 @@
 """OpenAI's client against a cluster: texts as of one process, prompts computed elsewhere."""
 
-from __future__ import annotations
-
 import asyncio
 
 from benchmarks.train.problems import held_out_problems

@@ -1,7 +1,5 @@
 """What `serve` refuses before anything starts: so it needs no lane of clusters."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Workers of several ranks on the CPU: the texts of one rank, any rank's death, nothing left."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import re

@@ -1,7 +1,5 @@
 """The same cluster with its workers on two Ray nodes, submitted as a Ray job."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

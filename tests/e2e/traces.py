@@ -8,8 +8,6 @@ which part of the requests' time its stages tell; fails if a span lies outside i
 part is below 99 % in the median, or if no exemplar of the time to the first token names the trace.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -5,8 +5,6 @@ does that once, `python -m tests.e2e.watch ADDRESS local|joined`, and prints a l
 that it reads: what `status --json` would print, or null while nothing runs.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

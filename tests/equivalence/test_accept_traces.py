@@ -1,7 +1,5 @@
 """`return_trace`: what a request is told of its windows is what the scheduler settled."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -4,8 +4,6 @@ One request at a time in one process is compared with `transformers`, the change
 in float64; everything else with one request at a time. All in float32.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

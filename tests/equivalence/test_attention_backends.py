@@ -5,8 +5,6 @@ with: one that is off by one anywhere, after chunks, prefix hits, preemption or 
 unseen, changes the ids.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

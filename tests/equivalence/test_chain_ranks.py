@@ -1,7 +1,5 @@
 """A chain drafter that is divided among two ranks drafts as the whole one does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

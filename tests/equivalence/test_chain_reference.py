@@ -2,8 +2,6 @@
 drafts, and against ones that are wrong in a small way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias

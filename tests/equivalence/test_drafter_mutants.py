@@ -1,7 +1,5 @@
 """What goes wrong in drafters without a word turns the laws red."""
 
-from __future__ import annotations
-
 import pkgutil
 import random
 from collections.abc import Callable

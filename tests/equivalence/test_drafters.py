@@ -5,8 +5,6 @@ are equal in all cases, and right in all of them. Texts equal those of
 plain decode. At the end draft rows and tails of all pages in the prefix trees are compared, too.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ The oracle of greedy ids is `transformers`; the oracle of seeded ids is one requ
 process with one page of everything. All in float32, where the laws hold exactly.
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

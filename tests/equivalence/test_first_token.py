@@ -3,8 +3,6 @@
 The oracle is one request at a time in one process. All in float32, where the laws hold exactly.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock

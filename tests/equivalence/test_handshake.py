@@ -1,7 +1,5 @@
 """Which workers exchange KV: those of equal configuration and weights, whatever their names."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 from collections.abc import Iterator

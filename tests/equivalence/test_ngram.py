@@ -3,8 +3,6 @@
 Requests of every kind wait for, preempt and share few rows and pages.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Both workers, in lockstep: first as fast as they go, then with delays from sever
 schedule is the same, not a bit of an answer may differ; where it is drawn too, no token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from unittest import mock

@@ -4,8 +4,6 @@ Ranks of this process sum over gloo. In float32 sums in another order differ in 
 no draw of these texts is so close that it shows.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from functools import cache

@@ -1,7 +1,5 @@
 """Pages with regions beside the target's are served and pulled as pages without are."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

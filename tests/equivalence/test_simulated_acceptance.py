@@ -1,7 +1,5 @@
 """Simulated acceptance, from the client to the worker: the figures fit, and nothing hides it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where the time before the first token went: each stage is told, once, and they add up."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 

@@ -1,7 +1,5 @@
 """Structured output always parses and validates: hundreds of schemas through a decode worker."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

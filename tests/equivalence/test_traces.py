@@ -1,7 +1,5 @@
 """A request's trace through a router and both workers, as a collector gets it."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@ and logprobs have to equal those of plain decode, and the accept trace what the 
 requests of every kind that wait for, preempt and share few rows and pages.
 """
 
-from __future__ import annotations
-
 import pkgutil
 import random
 from collections.abc import Callable, Sequence

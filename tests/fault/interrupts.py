@@ -6,8 +6,6 @@ SIGINT (to the process group, as a terminal does), SIGTERM and SIGHUP take turns
 runs in namespaces of its own, where every process that is left is one of serve's.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -4,8 +4,6 @@ The worker speaks the real wire. What it does with a request is the test's: eith
 the double's own thread for every Generate, or the test itself takes requests with `take`.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import socket

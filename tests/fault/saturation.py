@@ -6,8 +6,6 @@ A saturated engine has to stay live. One that was stopped (SIGSTOP) has to be no
 seconds, and is replaced. Needs root: it runs in namespaces of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import os

@@ -3,8 +3,6 @@
 Two moments here, three with --whole; `python -m tests.fault.interrupts --num 200` tries more.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 

@@ -3,8 +3,6 @@
 Then everything is at its baseline.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """SIGKILL of a prefill worker whose first tokens clients have, and whose KV is on its way."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any

@@ -5,8 +5,6 @@ once, its text is the undisturbed one, all counters are back at zero within leas
 bytes that were read after prefill gave their pages away are never used.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

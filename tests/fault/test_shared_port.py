@@ -1,7 +1,5 @@
 """Several routers on one port: their shares, one scrape, the death of one, and one that leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading

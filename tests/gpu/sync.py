@@ -1,7 +1,5 @@
 """Steps under torch's own detector of host syncs."""
 
-from __future__ import annotations
-
 import traceback
 
 import torch

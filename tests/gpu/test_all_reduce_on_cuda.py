@@ -1,7 +1,5 @@
 """All-reduce over peer memory among GPUs: many calls in a row, odd values, ranks that come late."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import random

@@ -5,8 +5,6 @@ and 66 s for FA3 on 16 cores. GQA ratio, page size, layer groups and lengths cos
 are tested in full for two of them; KVLANE_TEST_FULL=1 adds the others (six in all).
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec

@@ -3,8 +3,6 @@
 The CPU's are tested in tests/unit/test_chunk_rows.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

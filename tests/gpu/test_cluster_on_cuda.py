@@ -3,8 +3,6 @@
 In float32, with the bundled model; every prompt is computed by the prefill worker and pulled.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Iterator

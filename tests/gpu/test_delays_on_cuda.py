@@ -6,8 +6,6 @@ step; and the other way round, the pinned results. The mutants write into each o
 host does where the device is late, and the device where it is not and the host is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The digest of weights on a GPU: the CPU's value, and what it costs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Drafters on a GPU: kernels, graphs and pulls leave what plain torch on the CPU says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The engine laws on one GPU, in float32, against the CPU's ids."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.equivalence.test_structured import accepted, answers_of, check

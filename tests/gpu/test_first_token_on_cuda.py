@@ -1,7 +1,5 @@
 """First tokens drawn by a prefill worker on CUDA: the CPU's, without a wait, graphs intact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Full decode graphs: equal to eager, and without effect on anything that is not the batch's."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ their own, as IPC wants it; this one only watches the source's device. With `-s`
 memory took to come back, and the reader's log says how long the GIL was held.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing

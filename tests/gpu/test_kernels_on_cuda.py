@@ -1,7 +1,5 @@
 """The small Triton kernels on one GPU, at real sizes, against their torch twins on the same GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -5,8 +5,6 @@ no room if anything still holds its predecessor's. Every prompt is computed by t
 while there is one. Run with -s to see how long each recovery took.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products by algorithms of cuBLASLt that a table names, on one GPU."""
 
-from __future__ import annotations
-
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from itertools import islice
 

@@ -1,7 +1,5 @@
 """What `worker.start.memory` does to a real device."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -5,8 +5,6 @@ their memory pool. Plain traced pieces are equal to eager bit for bit, Inductor'
 launched without a graph.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from importlib.util import find_spec

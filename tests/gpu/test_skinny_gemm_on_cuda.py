@@ -1,7 +1,5 @@
 """The weight-streaming product on one GPU: exactness, repeatability, overlapping launches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

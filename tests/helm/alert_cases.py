@@ -4,8 +4,6 @@ One value a minute, in promtool's notation: `1+0x5` is 1 for minute 0 to 5, `0+6
 minute, `_x5` are five minutes without a sample.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 ROUTER = 'job="kvlane",role="router",worker="router-0",model="tiny"'

@@ -4,8 +4,6 @@ tests/helm/install                       # .tools/helm: Helm 3, Helm 4, kubernet
 python -m tests.helm.charts DIRECTORY    # all renders, to compare those of two commits
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The definitions of KubeRay, prometheus-operator, KEDA and Gateway API lie beside
 ../shared/data; where they are absent, the tests that need them are skipped.
 """
 
-from __future__ import annotations
-
 import tarfile
 from functools import cache
 from typing import Any

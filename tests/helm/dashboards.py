@@ -1,7 +1,5 @@
 """The dashboards as Grafana reads them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

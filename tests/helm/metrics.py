@@ -1,7 +1,5 @@
 """What the product exports, from the registries of its own metric classes."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

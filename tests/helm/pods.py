@@ -8,8 +8,6 @@ names of Services stand in /etc/hosts, and we ask what the probes would ask. The
 `helm test` runs, and the pods end as Kubernetes ends them. There is no API server and no kubelet.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import shlex

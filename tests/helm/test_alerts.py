@@ -1,7 +1,5 @@
 """The alerts fire, are quiet and resolve when they should; each has its section of the runbook."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

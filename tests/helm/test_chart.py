@@ -1,7 +1,5 @@
 """The chart as two Helms and nine Kubernetes see it."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

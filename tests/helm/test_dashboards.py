@@ -1,7 +1,5 @@
 """The dashboards ask for what the product exports, say what to do, and have their places."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

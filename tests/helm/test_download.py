@@ -1,7 +1,5 @@
 """The init containers that fetch a model, run as they are rendered, against a hub of our own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 What charts get wrong installs, comes up healthy, and then does not route or scrapes nothing.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The pods' own commands, run as they are rendered. Four Ray nodes: with --whole only."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

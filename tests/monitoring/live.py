@@ -10,8 +10,6 @@ only a GPU's worker has, the times of its graphs, is served beside, made up.
 Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

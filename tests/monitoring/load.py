@@ -1,7 +1,5 @@
 """A small cluster under load, and what goes wrong with it, for every panel to have data."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

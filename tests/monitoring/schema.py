@@ -6,8 +6,6 @@
 Then a few faults are planted, each of which has to be noticed.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What tests of the router share: a small model, and a router with one worker for each module."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

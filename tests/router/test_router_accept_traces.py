@@ -1,7 +1,5 @@
 """`return_trace`: each choice brings the windows of its decode steps, if it is asked to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Schemas closed and bounded: what llguidance then accepts, and that it satisfies the original."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling fields, logprobs, several choices and echo, as clients ask and workers see them."""
 
-from __future__ import annotations
-
 import threading
 from operator import contains
 from typing import Any

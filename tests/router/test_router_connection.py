@@ -1,7 +1,5 @@
 """What `router.http.connection` adds to httptools, seen through a raw socket."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import socket

@@ -1,7 +1,5 @@
 """generation_config.json: what applies where a request says nothing, and where that is said."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

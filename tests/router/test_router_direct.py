@@ -1,7 +1,5 @@
 """Streams whose text leaves without a task: byte for byte those that take the general way."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

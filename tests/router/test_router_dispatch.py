@@ -3,8 +3,6 @@
 Every test asks a served router by HTTP. Replies run in threads, so that the test can play worker.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The front door: methods and paths that mean the same, refused bodies, CORS, slow clients."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

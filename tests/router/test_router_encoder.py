@@ -1,7 +1,5 @@
 """What is known of a prompt's parts changes none of its tokens."""
 
-from __future__ import annotations
-
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor

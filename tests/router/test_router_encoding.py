@@ -1,7 +1,5 @@
 """fastokens is asked where its ids are those of tokenizers."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """One HTTP request as the client and the logs see it: its id, its line, its times."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

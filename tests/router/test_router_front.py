@@ -1,7 +1,5 @@
 """Endpoints beside generation: tokens, API keys, models, probes, configuration, metrics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The application runs in this very loop over a wire that is a decode worker at on
 that reaches it must survive the wire's own encoding and fit float32.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

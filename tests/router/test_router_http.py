@@ -1,7 +1,5 @@
 """The OpenAI surface, served for real on 127.0.0.1 and asked by the official client and httpx."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Clients, deadlines and the router's own life: leaving, draining, stopping, members, ports."""
 
-from __future__ import annotations
-
 import threading
 
 import httpx

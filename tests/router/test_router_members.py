@@ -1,7 +1,5 @@
 """What the router believes of members' load between two Pongs."""
 
-from __future__ import annotations
-
 import pytest
 
 from router.dispatch.members import Members

@@ -1,7 +1,5 @@
 """/openapi.json, /docs and /: they say what is served, and need no other server."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """/dashboard: files and their headers, and the data behind them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser

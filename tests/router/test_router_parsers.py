@@ -1,7 +1,5 @@
 """Parsers of answers: what they find does not depend on how the text was cut."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

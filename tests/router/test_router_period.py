@@ -1,7 +1,5 @@
 """Percentiles, rates and history of the last minutes, from counts; and parts of several routers."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

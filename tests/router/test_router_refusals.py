@@ -1,7 +1,5 @@
 """Bodies that are wrong: 400, with the field that is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Chunks of several tokens, as steps that verify windows make: what clients get is the same."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

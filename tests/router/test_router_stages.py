@@ -1,7 +1,5 @@
 """`return_stages`: where the time of a choice went, next to its finish reason, if asked for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import httpx

@@ -1,7 +1,5 @@
 """Structured output: grammars that the tokenizer can follow, and 400 for those it cannot."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tokens to text and back: laws over random tokens, random splits and random stop strings."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

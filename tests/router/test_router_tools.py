@@ -1,7 +1,5 @@
 """Tools and reasoning through the HTTP front, with the templates of both formats."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a router's own spans say of requests that are refused, sent again, or fail."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator
 

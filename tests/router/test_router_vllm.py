@@ -1,7 +1,5 @@
 """The router's figures under vLLM's names: what public queries ask for is there, and is true."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

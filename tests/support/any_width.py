@@ -1,7 +1,5 @@
 """Widths of verify windows that change at random."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

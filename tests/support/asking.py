@@ -1,7 +1,5 @@
 """Many concurrent requests through the official `openai` client."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass

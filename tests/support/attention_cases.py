@@ -1,7 +1,5 @@
 """Shapes that every attention backend has to serve, and a few of them that hold every pair."""
 
-from __future__ import annotations
-
 from tests.support.pairwise import every, pairwise
 
 RATIOS = (1, 2, 4, 8)  # query heads for each kv head

@@ -1,7 +1,5 @@
 """ByLengthAttention where there is no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar
 

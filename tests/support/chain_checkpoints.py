@@ -1,7 +1,5 @@
 """Directories of small chain drafters with random weights, as each project would publish them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

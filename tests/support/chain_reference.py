@@ -6,8 +6,6 @@ t - 1), so slot 0 has none, and nothing attends to it. Nothing here is shared wi
 the definition of the noise.
 """
 
-from __future__ import annotations
-
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence

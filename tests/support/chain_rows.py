@@ -1,7 +1,5 @@
 """One request's draft rows, run by a chain drafter over pages of its own."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

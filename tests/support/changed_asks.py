@@ -1,7 +1,5 @@
 """Requests of every kind that changes logits or reports more than tokens, among plain ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.equivalence.test_structured import accepted

@@ -1,7 +1,5 @@
 """A collector of spans: OTLP over HTTP, parsed as OpenTelemetry's own messages."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

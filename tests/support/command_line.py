@@ -1,7 +1,5 @@
 """The configuration that a command line of `kvlane` means, without running it."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 Of third-party libraries only those are there before the fork that read no environment.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What metrics stand at."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

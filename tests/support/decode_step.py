@@ -1,7 +1,5 @@
 """Which files of worker/ run during one step of a decode worker; see tests.support.structure."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from pathlib import Path

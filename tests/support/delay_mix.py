@@ -1,7 +1,5 @@
 """Requests of every kind, over so few pages and rows that they wait for, preempt and share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import msgspec

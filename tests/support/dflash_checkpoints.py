@@ -1,7 +1,5 @@
 """Directories of small DFlash drafters with random weights, as each project would publish them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

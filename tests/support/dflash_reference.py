@@ -5,8 +5,6 @@ and without a cache; a block attends by an explicit mask over all keys. Nothing 
 the worker but the definition of the noise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Judges of a drafter that serves: its traces and its pages against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Workers in lockstep for tests of drafters: four layers of the bundled model, in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers of one process and a client that speaks the router's side of the wire to them."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import time

@@ -4,8 +4,6 @@ As fitted_drafters.py: all tensors are random but the last layer's o_proj and do
 of its own, which are solved for by least squares on texts of the target.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

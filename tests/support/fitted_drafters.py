@@ -6,8 +6,6 @@ on texts of the target: so that a row's output is near the next feature, and its
 the next token. That takes a second, and most first drafts of those very texts are right.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path

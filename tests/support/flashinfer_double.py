@@ -4,8 +4,6 @@ What they are told by plan() is all that they go by, so our side of the library'
 by what they compute: which pages, how much of the last one, which rows, which mask.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """A model hub on localhost: what huggingface_hub asks of one to download a snapshot."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """A steady load of requests whose texts are known, and a worker killed under it again and again."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Processes that serve memory by a transport of the table: to be pulled from, stopped, killed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

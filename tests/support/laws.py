@@ -1,7 +1,5 @@
 """What the laws of workers have in common: a configuration, and answers that have ended."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

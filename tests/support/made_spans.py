@@ -1,7 +1,5 @@
 """A tracer whose spans stay in this process."""
 
-from __future__ import annotations
-
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter

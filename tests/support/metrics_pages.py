@@ -3,8 +3,6 @@
 python -m tests.support.metrics_pages       # writes router/METRICS.md, after a change
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import subprocess

@@ -3,8 +3,6 @@
 Imports nothing of kvlane, so that the same bodies go to a double and to a real cluster.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -3,8 +3,6 @@
 `enter` starts the program over in namespaces in which nothing else runs; all of it dies with it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Prompt lookup, token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

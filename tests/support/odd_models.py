@@ -1,7 +1,5 @@
 """Copies of the bundled model whose template or tokenizer fails."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

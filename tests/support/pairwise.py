@@ -1,7 +1,5 @@
 """A few cases of a product of factors that hold every pair of values of any two of them."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A shared machine may have a tenth of its cores for minutes (seen: 88 % were take
 may stand still for seconds. So no test may fail because something was slow.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

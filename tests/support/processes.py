@@ -3,8 +3,6 @@
 A spawned process imports torch and the worker anew, which takes seconds of a core.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker

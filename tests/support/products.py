@@ -1,7 +1,5 @@
 """Products by the project's own kernel, and laws that hold for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Prompts for the bundled model, as token ids."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 

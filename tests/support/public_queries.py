@@ -4,8 +4,6 @@ Variables of dashboards are replaced: the model is `tiny`, the interval a minute
 Prometheus adds (job, namespace, pod, instance) are left out.
 """
 
-from __future__ import annotations
-
 import re
 
 MODEL = "tiny"

@@ -1,7 +1,5 @@
 """Doubles for pulls, and decode's side of the pull protocol without prefill workers."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace

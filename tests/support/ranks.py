@@ -1,7 +1,5 @@
 """Tensor-parallel ranks of a worker without its engines: a pool and a shm transport for each."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any

@@ -4,8 +4,6 @@ As with a real graph, a replay runs no Python of the forward: it sees the tensor
 nothing else. Ops do run during the capture here, so what breaks leave unfilled is poisoned.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

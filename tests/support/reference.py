@@ -1,7 +1,5 @@
 """Texts of one process: one decode worker that computes prompts by itself."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import json

@@ -1,7 +1,5 @@
 """Engines whose pages have a drafter's regions as well, before there are drafters."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

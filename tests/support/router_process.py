@@ -1,7 +1,5 @@
 """A router in a process of its own; what it imports is in the process that it is forked from."""
 
-from __future__ import annotations
-
 import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Router processes on one port without Ray: each is forked, told its members, drained or killed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Metrics of a running cluster, summed."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import httpx

@@ -5,8 +5,6 @@ Its answers are no sense. They differ from prompt to prompt and end after differ
 tokens, as the end of text has taken the place of a token that it draws now and then.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil

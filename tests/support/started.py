@@ -1,7 +1,5 @@
 """A process that was started for a test, with its output in a file."""
 
-from __future__ import annotations
-
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

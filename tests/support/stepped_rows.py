@@ -1,7 +1,5 @@
 """Rows of the step state just behind a step, drawn at random, for tests of what follows it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Tokenizers of every kind that models have, trained on two lines, and texts to tell them apart."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every trace has to be: one tree, each span within its parent, stages without gaps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

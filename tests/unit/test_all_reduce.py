@@ -1,7 +1,5 @@
 """Sums over ranks, of processes that poll each other's memory, under Triton's interpreter."""
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable

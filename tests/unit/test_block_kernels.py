@@ -1,7 +1,5 @@
 """What a block drafter's rows are made by: twins and kernels against plain loops."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

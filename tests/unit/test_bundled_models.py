@@ -1,7 +1,5 @@
 """The models in `worker/assets`: the tokenizer, its chat template, and how well drafters draft."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

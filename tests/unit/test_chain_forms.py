@@ -1,7 +1,5 @@
 """Published chain drafters: how their directories are read, loaded and computed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Under the interpreter; compiled for sm_90. `changed_rows` is what the GPU's tests use as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """What chunks of prompts become on the device: rows, padding, and row starts of the step state."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Sequence

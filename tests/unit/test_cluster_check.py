@@ -1,7 +1,5 @@
 """Mistakes that `serve` tells before Ray starts, each with its path, without heavy imports."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

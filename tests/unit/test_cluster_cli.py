@@ -1,7 +1,5 @@
 """Commands that need no cluster: version, config; chat and bench against a known server."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """The configuration tree: sources, error messages, size."""
 
-from __future__ import annotations
-
 from operator import attrgetter
 from pathlib import Path
 

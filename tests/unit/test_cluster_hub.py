@@ -3,8 +3,6 @@
 Each download runs in a process of its own: huggingface_hub reads its environment when imported.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

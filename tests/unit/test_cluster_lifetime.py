@@ -1,7 +1,5 @@
 """State files and directories that outlive nobody."""
 
-from __future__ import annotations
-
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

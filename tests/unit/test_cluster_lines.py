@@ -1,7 +1,5 @@
 """Lines of a start and of logs, for people and for machines."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """The monitor against doubles: no Ray, no sockets, real asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

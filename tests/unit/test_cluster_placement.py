@@ -1,7 +1,5 @@
 """What a user is told when Ray has no room."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

@@ -1,7 +1,5 @@
 """Which router of a node listens alone, and which join it."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

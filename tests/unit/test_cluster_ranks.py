@@ -1,7 +1,5 @@
 """A worker of several ranks as one process: doubles of Ray's actor handles, real asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 The supervisor is a process of its own, a script below: it forks, and signals are blocked in it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`kvlane top`: rows of a known state, and the command itself against a router."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

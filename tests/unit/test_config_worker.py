@@ -1,7 +1,5 @@
 """The worker's configuration: refusals name their path, `resolved` leaves no `auto`."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any

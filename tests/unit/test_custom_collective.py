@@ -5,8 +5,6 @@ instead of NCCL, and the kernels run under Triton's interpreter. tests/contract/
 and tests/gpu/test_all_reduce_on_cuda.py have the same on GPUs.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -6,8 +6,6 @@ every token up to its own, so any mix-up of pages changes what a later step read
 is a pure function of what was read, the seed and the position.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace

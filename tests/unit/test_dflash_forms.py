@@ -1,7 +1,5 @@
 """Published DFlash drafters: how their directories are read."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """DFlash drafters of every published form load whole, and a block is what plain torch says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is refused of DFlash drafters' configurations, each by its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a decode worker dials a prefill worker: what it refuses, and what it reads to measure."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """The digest of configuration and weights: what changes it, and what does not."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import shutil

@@ -3,8 +3,6 @@
 The twins here; the kernels under the interpreter, and compiled for sm_90.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The doctor on a machine as it is, on broken ones, and on what workers would tell."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

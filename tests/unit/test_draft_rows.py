@@ -1,7 +1,5 @@
 """Where a chain drafter's rows go, and how it draws: twins and kernels against plain loops."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Exemplars: the last trace of each bucket of a latency histogram, in OpenMetrics' form only."""
 
-from __future__ import annotations
-
 import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families

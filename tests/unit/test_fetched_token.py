@@ -3,8 +3,6 @@
 Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
 """
 
-from __future__ import annotations
-
 import time
 
 import msgspec

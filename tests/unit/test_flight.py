@@ -1,7 +1,5 @@
 """When steps are launched and settled: late enough for arrivals, early enough for the device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event

@@ -3,8 +3,6 @@
 tests/gpu/test_graphs_on_cuda.py has the same laws for real graphs.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Iterator

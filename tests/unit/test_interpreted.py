@@ -1,7 +1,5 @@
 """Every test file of Triton kernels, under Triton's interpreter."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

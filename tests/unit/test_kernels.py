@@ -1,7 +1,5 @@
 """Each reference op against its formula in float64, written another way."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The KV cache's byte layout: sizes, hash, and that the views lie where the layout says."""
 
-from __future__ import annotations
-
 import dataclasses
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Layer groups: KV is announced group by group while later layers compute, and pulled once."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """A worker is live while its steps settle or nothing is to be done, to its peers and to a probe."""
 
-from __future__ import annotations
-
 import json
 import queue
 import threading

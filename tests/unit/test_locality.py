@@ -1,7 +1,5 @@
 """Conditional disaggregation: local only where the estimate says so."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Tables of cuBLASLt's algorithms: what is read, refused, shipped, and what happens without one."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tomllib

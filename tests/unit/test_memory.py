@@ -1,7 +1,5 @@
 """What a worker may take of a device, and that workers of one device are built in turn."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

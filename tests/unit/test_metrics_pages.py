@@ -1,7 +1,5 @@
 """Pages of metrics: fit for Prometheus, and as router/METRICS.md says."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

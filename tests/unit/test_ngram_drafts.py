@@ -1,7 +1,5 @@
 """Prompt lookup: twin and kernel against a plain loop."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

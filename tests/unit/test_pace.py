@@ -1,7 +1,5 @@
 """Pace: step lengths and layer groups by measured times, the way ADR 0016 argues."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Pages, tree and reservations together: random requests against a model of who holds what."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The page allocator against a model that remembers where each page is."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

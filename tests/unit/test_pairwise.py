@@ -1,7 +1,5 @@
 """Products that are run in part: the part holds every pair of values."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Philox against Random123's known answers, and the noise that is made of it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -3,8 +3,6 @@
 tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The prefill scheduler under random load, one step ahead of a device double."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence

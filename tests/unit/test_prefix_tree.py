@@ -1,7 +1,5 @@
 """The prefix tree against a dictionary of prefixes."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Which tiles linear layers ask for, the scratch there is for them, and where results go."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """How soon decode looks again at pulls that run: soon after they began, then by their age."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """A rank's loop: what it is told is done in order, and waits for its own steps where it has to."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where ranks meet: a port that can be bound, an address that others reach."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

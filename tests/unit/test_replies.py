@@ -1,7 +1,5 @@
 """Replies: one frame a router and turn, finals until acknowledged, never anything else again."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """The wings of the router, and which of them may import which."""
 
-from __future__ import annotations
-
 from tests.support.structure import REPOSITORY, Tree
 
 # A wing imports from those before it in this list; all import from the root's modules.

@@ -1,7 +1,5 @@
 """`sample` against the exact distribution, with every filter and penalty alone and all together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace

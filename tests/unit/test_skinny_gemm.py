@@ -1,7 +1,5 @@
 """The weight-streaming product against float64, under Triton's interpreter; compiled for sm_90."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

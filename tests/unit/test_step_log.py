@@ -1,7 +1,5 @@
 """A worker's log of steps: what each line says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import msgspec

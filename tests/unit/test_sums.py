@@ -1,7 +1,5 @@
 """What is counted of the sums among ranks is what they sum."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

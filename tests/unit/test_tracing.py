@@ -1,7 +1,5 @@
 """Stages of a request as spans; a collector that is dead; when OpenTelemetry is missing."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """The runs that a pull is made of. Every byte of every pair of ranks: test_sources."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The width of windows follows what is accepted and what steps cost."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What a worker counts of its steps, from the start; and the port at which it is asked."""
 
-from __future__ import annotations
-
 import socket
 import urllib.request
 

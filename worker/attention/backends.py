@@ -1,7 +1,5 @@
 """The attention backends by name, one row each. Free of torch, so that a name is checked early."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 ATTENTION: Mapping[str, str] = {

@@ -1,7 +1,5 @@
 """The contract of attention over the paged cache, and the backends that keep it."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol

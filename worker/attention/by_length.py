@@ -1,7 +1,5 @@
 """Prompts by two backends: our kernels for steps that graphs hold, FlashInfer's for long ones."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar

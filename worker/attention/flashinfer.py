@@ -1,7 +1,5 @@
 """Attention by FlashInfer, planned on the host. The library is optional."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar

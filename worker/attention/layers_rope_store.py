@@ -1,7 +1,5 @@
 """Keys and values of several layers at once, of tokens that do not attend: norm, rope, KV store."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor

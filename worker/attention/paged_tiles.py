@@ -1,7 +1,5 @@
 """How a batch of paged attention is cut into tiles and splits, by rule from its host bounds."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import lru_cache
 

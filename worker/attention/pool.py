@@ -1,7 +1,5 @@
 """What backends share that attend over a region of the pool themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable
 from typing import ClassVar
 

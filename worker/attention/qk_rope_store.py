@@ -1,7 +1,5 @@
 """From the packed projection to attention's input in one pass: q/k norm, rope, and the KV store."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

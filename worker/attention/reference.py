@@ -1,7 +1,5 @@
 """Attention in plain torch, for any device, page size, dtype of float and head size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

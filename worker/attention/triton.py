@@ -1,7 +1,5 @@
 """Attention by this project's own Triton kernels; every length is read on the device alone."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Hashable
 from typing import ClassVar

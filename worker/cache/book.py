@@ -5,8 +5,6 @@ Invariants, checked by `check()`:
     num_reserved <= free + evictable, so a reserved page can always be bound for compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

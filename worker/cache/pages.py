@@ -5,8 +5,6 @@ ordered behind that step by the device's stream; a pull is not. So a freed page 
 last step launched before it was freed has settled, and only then may a pull write into it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The KV cache's memory: one allocation per region, seen by kernels as views of its layers."""
 
-from __future__ import annotations
-
 import mmap
 import os
 

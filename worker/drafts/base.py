@@ -1,7 +1,5 @@
 """The seam of drafters: what proposes the tokens that verify windows check."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
 
-from __future__ import annotations
-
 from worker.attention.base import AttentionBackend, AttentionShape, build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool

@@ -11,8 +11,6 @@ has no row. Two regions of the KV layout hold all state:
             row of the next token is made of it, on whichever worker
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

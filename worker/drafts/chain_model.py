@@ -1,7 +1,5 @@
 """Chain drafters: one layer that drafts token by token, on features of the target."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

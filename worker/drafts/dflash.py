@@ -7,8 +7,6 @@ itself. Its own keys and values lie in the slots from L on until the next step's
 page that has such slots is shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple

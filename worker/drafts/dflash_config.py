@@ -1,7 +1,5 @@
 """Read a DFlash drafter's directory into one checked record. Free of torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from worker.drafts.draft_reading import DrafterFile

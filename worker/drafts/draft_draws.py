@@ -6,8 +6,6 @@ seeded requests as for greedy ones. Filters, penalties and masks are left out. S
 be accepted, and the answers stay the same.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

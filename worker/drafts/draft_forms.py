@@ -4,8 +4,6 @@ A field that no form has is refused, and so is a value of one that we do not com
 would lower acceptance without any error. Free of torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias

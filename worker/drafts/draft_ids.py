@@ -1,7 +1,5 @@
 """Which of the target's token ids a drafter's head has rows for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -9,8 +9,6 @@ tokens and keeps `a` draws has KV of L' = L + a now. Its draft rows are:
                 kept: features of the model      proposes 1      proposes 2  proposes 3
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

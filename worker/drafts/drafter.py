@@ -1,7 +1,5 @@
 """What the networks of drafters have in common."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from torch import Tensor, nn

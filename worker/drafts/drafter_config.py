@@ -1,7 +1,5 @@
 """Who reads the directory of a drafter with weights. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What drafters with weights compute. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias

@@ -1,7 +1,5 @@
 """What drafters with weights take in of a step: the target's features of its tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 

@@ -4,8 +4,6 @@ A row that had KV of L tokens and keeps `a` draws has KV of the first `a` tokens
 at positions L to L + a - 1. KV behind them in the window belongs to refused drafts.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

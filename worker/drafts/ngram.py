@@ -8,8 +8,6 @@ the text ends before there are enough drafts, it is continued periodically. Afte
 lookup decoding" (2023).
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ matcher, which consumes the request's output. Masks are computed while the forwa
 (`DecodeLoop.turn`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import takewhile

@@ -5,8 +5,6 @@ takes the likeliest block leader again and again, and reads that block once more
 leader. So only blocks with a reported token are read again.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

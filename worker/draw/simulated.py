@@ -1,7 +1,5 @@
 """Simulated acceptance: throughput of speculation on weights that no drafter was trained for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batch: all tensors of one forward pass, in a record that is built whole and then only read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

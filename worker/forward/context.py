@@ -1,7 +1,5 @@
 """ForwardContext: the current forward pass, the only ambient state that a layer may read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

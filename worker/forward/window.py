@@ -1,7 +1,5 @@
 """WindowShape: what a decode step's work depends on besides its rows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from worker.forward.batch import HostLengths

@@ -1,7 +1,5 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn

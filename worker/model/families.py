@@ -1,7 +1,5 @@
 """The architectures that can be served, one row each: how they differ. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal

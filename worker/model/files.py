@@ -1,7 +1,5 @@
 """The weight files of a model directory, and whether they are whole. Free of torch."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

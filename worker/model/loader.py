@@ -1,7 +1,5 @@
 """Build one rank of a model and fill it, from safetensors files or with seeded noise."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path

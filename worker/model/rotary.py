@@ -1,7 +1,5 @@
 """The table of rotary position embedding; one serves all layers of a model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """A Hugging Face model directory's configuration, read into one checked record."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

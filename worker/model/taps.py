@@ -1,7 +1,5 @@
 """Hidden states that leave a model on the way: what a drafter is fed with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 The SDK reads the variables OTEL_* itself; what the configuration says wins.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """StepMeter: what a loop knows of its own steps. WorkerStats and the metrics are made from it."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """StepLog: a line of JSON for each settled step, to see where the time of served steps goes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

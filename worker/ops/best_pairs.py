@@ -9,8 +9,6 @@ A NaN is above every number in the twins, as in torch's argmax, and below every 
 as in those that find the best of a row on one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ first start on a machine, with one core busy. A step run within `compile_ahead` 
 each launch only asks for its kernel.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

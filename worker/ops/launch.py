@@ -1,7 +1,5 @@
 """Launch options that the small kernels share."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

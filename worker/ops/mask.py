@@ -1,7 +1,5 @@
 """Which keys a query row sees: constants of an attention backend's instance, and of its kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from worker.errors import UserError

@@ -1,7 +1,5 @@
 """RMS norms, alone and fused with the residual before them, and SwiGLU."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

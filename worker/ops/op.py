@@ -4,8 +4,6 @@ The definition `NAME_ref` stands in `FILE.py`, its kernel's launcher `NAME_trito
 `FILE_triton.py` beside it. A CPU never imports the latter.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What a chain drafter's layer begins with, in one pass: embedding, two norms, one row of both."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -4,8 +4,6 @@ Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel Random Numbers: As Eas
 SC 2011. The same constants and rounds as Random123 and Triton's tl.philox.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

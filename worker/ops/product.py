@@ -1,7 +1,5 @@
 """x @ w.T for every linear layer: which kernel computes it is decided by shape and device alone."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

@@ -1,7 +1,5 @@
 """Rotary position embedding from a precomputed table, with the scalings of Llama 3 and "linear"."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """How a model stretches its rope frequencies. Free of torch: a model's description holds it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from worker.errors import Unsupported

@@ -1,7 +1,5 @@
 """Collectives among the ranks of one worker: the contract, their table, and the group of one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import ClassVar, Protocol
 

@@ -1,7 +1,5 @@
 """Tensor parallelism on the GPUs of one host: our kernels over peer memory, NCCL beside them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

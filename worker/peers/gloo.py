@@ -1,7 +1,5 @@
 """Tensor parallelism on the CPU, over PyTorch's gloo."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any, ClassVar
 

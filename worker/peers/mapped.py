@@ -4,8 +4,6 @@ Calls go to the driver's library: its ABI is stable, and every host with a GPU h
 the driver's own allocations: memory of torch's allocator may be of a kind that IPC cannot export.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 from ctypes import byref, c_char, c_char_p, c_size_t, c_uint, c_uint64

@@ -1,7 +1,5 @@
 """Tensor parallelism on GPUs of any hosts, over PyTorch's NCCL."""
 
-from __future__ import annotations
-
 import os
 from datetime import timedelta
 from typing import Any, ClassVar

@@ -9,8 +9,6 @@ consistency model"). They are never torn within an element, and no L1 holds what
 the interpreter they are plain loads and stores of memory that processes share.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from worker.ops.jit import INTERPRETED

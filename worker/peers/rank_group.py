@@ -4,8 +4,6 @@ What memory holds, what the weights are, who listens where: a rank that decided 
 enter other collectives than its peers, and all of them would wait for ever.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Where the ranks of a worker meet, and by which address. Free of torch."""
 
-from __future__ import annotations
-
 import socket
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """The store in which the ranks of a group find each other."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store

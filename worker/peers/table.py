@@ -1,7 +1,5 @@
 """Which algorithm sums a message: a function of its bytes, measured at start-up."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol

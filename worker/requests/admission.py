@@ -1,7 +1,5 @@
 """Admission of requests on a decode worker, and the choice of where a prompt is prefilled."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

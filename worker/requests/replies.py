@@ -1,7 +1,5 @@
 """Replies: frames of token chunks to routers; final chunks again until they are acknowledged."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

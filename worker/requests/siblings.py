@@ -5,8 +5,6 @@ first choice's prompt is in the prefix tree, later choices match its whole pages
 rest, less than a page, by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 from worker.api import Generate, PeerId

@@ -1,7 +1,5 @@
 """Requests: all requests of a decode worker, from their admission to their end."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

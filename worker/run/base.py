@@ -1,7 +1,5 @@
 """The seam of graphs: ChunkGraphs launches a step of prompt chunks, DecodeGraphs a decode step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol

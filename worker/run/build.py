@@ -5,8 +5,6 @@ rows are padding. Draws are run for every number of rows for which kernels diffe
 compiles none.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

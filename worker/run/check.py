@@ -6,8 +6,6 @@ both times. Those of chunks decide which graphs are kept, those of decode steps 
 policy. It runs on an idle engine, and leaves the initial step state and zero pages.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

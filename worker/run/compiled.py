@@ -9,8 +9,6 @@ breaks there as in the model's own forward. `run/piecewise.py` captures and repl
 See ADR 0014.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence

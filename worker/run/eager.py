@@ -1,7 +1,5 @@
 """Launches a step without graphs: the host launches every op, one after the other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -10,8 +10,6 @@ under way the launch waits, by the measured times of steps and launches (ADR 002
 thread waits for messages meanwhile, so it handles whatever arrives.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable

@@ -13,8 +13,6 @@ and tails without a graph of their own. A graph's inputs are row numbers and mas
 0, the sink, which writes to page 0 and draws nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """LayerGroups: events that say when each layer group's KV is final, before the step has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -10,8 +10,6 @@ between pieces cost time when a layer takes about 100 us. For these captures the
 has to read lengths on the device (static_plan). Steps with a layer hook never use them.
 """
 
-from __future__ import annotations
-
 import bisect
 import logging
 import time

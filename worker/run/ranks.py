@@ -6,8 +6,6 @@ collectives. No tokens come back: every rank draws the same itself. (With `engin
 reports a digest of them.)
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 

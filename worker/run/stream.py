@@ -5,8 +5,6 @@ the piece's host code in the caller's thread, which enqueues kernels; a CPU stre
 thread. Nothing else in an engine asks which of the two it has.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

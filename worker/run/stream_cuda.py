@@ -1,7 +1,5 @@
 """The stream of a CUDA device; see `stream.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache

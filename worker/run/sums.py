@@ -1,7 +1,5 @@
 """Sums: the algorithm and the bytes of each layer's all-reduces, counted step by step."""
 
-from __future__ import annotations
-
 from worker.model.decoder import Decoder
 from worker.observe.metrics import WorkerMetrics
 from worker.run.flight import Step

@@ -9,8 +9,6 @@ Lengths: a request has n = len(req.tokens) settled tokens, and KV of n - 1. A st
 its width at most. So KV on the device is n - 1 + num_slots_in_flight tokens at most.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from operator import attrgetter

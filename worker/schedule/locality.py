@@ -5,8 +5,6 @@ stalls. A remote one costs the candidate's queue, its compute time and the pull.
 (The idea of disaggregating only what pays is DistServe's and Dynamo's; the estimate is our own.)
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from worker.api import Candidate

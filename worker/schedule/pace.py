@@ -4,8 +4,6 @@ Both are chosen by the estimated time until decode has all KV, from step times m
 and link rates measured by decode workers (ADR 0016).
 """
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ half-way, and announced pages are never preempted. If decode asks for it, the st
 prompt also draws the token that follows.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

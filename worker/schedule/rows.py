@@ -1,7 +1,5 @@
 """RowTable: which rows are free, and the row changes that the next plan carries."""
 
-from __future__ import annotations
-
 import heapq
 
 from worker.api import Sampling

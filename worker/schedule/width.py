@@ -5,8 +5,6 @@ share of windows whose draft j was accepted, among windows whose drafts before j
 takes the width with most kept tokens a second, by measured times of steps. Host only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from worker.plan import Drawn, max_rows

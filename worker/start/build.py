@@ -1,7 +1,5 @@
 """Builds an engine: everything that a worker needs before it can serve."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

@@ -1,7 +1,5 @@
 """What can be checked of workers before one starts: names and directories. Free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@ They find accidents: another fine-tune, another revision, a damaged file. They d
 somebody who makes two models of one digest on purpose.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

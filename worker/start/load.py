@@ -1,7 +1,5 @@
 """Loads a model onto its device: weights, KV pool, step state and graphs."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Sequence

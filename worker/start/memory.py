@@ -5,8 +5,6 @@ after the other (`DeviceMemory.exclusive`), and each takes all memory that it wi
 the next begins (`DeviceMemory.taking`).
 """
 
-from __future__ import annotations
-
 import errno
 import gc
 import logging

@@ -1,7 +1,5 @@
 """BatchBuffers: makes a prefill plan into a Batch, all tensors of one forward at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Prompt chunks: packed on the host for one upload, unpacked to batch rows and page tables."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

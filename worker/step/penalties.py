@@ -1,7 +1,5 @@
 """PenaltyTables: counts of tokens and logit biases, for rows that have penalties or biases."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 

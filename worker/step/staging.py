@@ -1,7 +1,5 @@
 """Staging: a device buffer that the host fills at every step, through a ring of pinned buffers."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 

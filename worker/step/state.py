@@ -5,8 +5,6 @@ rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands 
 padded rows, so whatever they write is harmless.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 

@@ -8,8 +8,6 @@ Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`,
 `close` of a peer belong to the engine loop. No transport has a polling thread: `poll` drives it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum

@@ -11,8 +11,6 @@ A prefill worker may draw the request's next token. It is appended to req.tokens
 most often before the KV lands, and stays there if the attempt fails later.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -3,8 +3,6 @@
 Imports nothing else of ours and no torch: the controller uses it too.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

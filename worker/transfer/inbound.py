@@ -1,7 +1,5 @@
 """Decode's side of the pull protocol: all its fetches. Prefill's side is in `outbound.py`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

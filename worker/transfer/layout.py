@@ -5,8 +5,6 @@ two sides have different numbers of tensor-parallel ranks, a range of kv heads i
 page and group. Nothing is staged or cut by token. What the bytes of a head mean plays no role.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,8 +7,6 @@ bound on network delay nor synchronised clocks. A pull that ended within decode'
 read pages that prefill had not given away.
 """
 
-from __future__ import annotations
-
 MARGIN_S = 0.25  # a pull counts only if it ended this long before the lease does
 
 

@@ -8,8 +8,6 @@ socket is a descriptor of ours: a thread makes its time-out short, waits for the
 before, and only then drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """What mooncake's wheels need of the system, and what to install where it is missing."""
 
-from __future__ import annotations
-
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path

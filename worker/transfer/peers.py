@@ -5,8 +5,6 @@ link's rate is measured. A peer with another model, KV layout or transport is ne
 warning is logged. A lost peer that is still a member is dialled again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

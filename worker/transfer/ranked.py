@@ -11,8 +11,6 @@ cancelled at all, and runs until all have reported its end: until then a rank ma
 Links and pulls have numbers: while the pulls of a lost peer end, it may be dialled again.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

@@ -5,8 +5,6 @@ Page ids are the same on all ranks of a worker. So the same (local page, remote 
 the KV for every rank, and only this file asks which bytes of which remote rank that means.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Routing policies by name."""
 
-from __future__ import annotations
-
 from router.dispatch.policy.base import Policy
 from worker.registry import resolve
 

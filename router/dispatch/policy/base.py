@@ -1,7 +1,5 @@
 """What a routing policy is asked, and what it answers."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

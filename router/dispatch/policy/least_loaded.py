@@ -1,7 +1,5 @@
 """The decode worker with the smallest share of its rows taken; prefill by expected wait."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Every worker in turn, whatever its load."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from router.dispatch.members import Known
