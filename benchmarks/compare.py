@@ -10,7 +10,7 @@ median over starts. The order is before, after, after, before, ..., so that a ma
 slower counts for both. The interval holds 95 % of the ratios when starts are drawn anew, with
 replacement, among each checkout's own. The JSON file is written after each start.
 
-It takes any benchmark that writes `--json` as `benchmarks.engine` or `benchmarks.windows` does.
+It takes any benchmark that writes `--json` as `benchmarks.engine`, `windows` or `router` does.
 """
 
 import json
@@ -29,7 +29,7 @@ SIDES = ("before", "after")
 # What tells rows apart, where both checkouts write it.
 FIELDS = (
     "batch", "rows", "prompt_len", "tokens", "sampling", "width", "accept", "launched", "launch",
-    "path",
+    "path", "figure",
 )  # fmt: skip
 RESAMPLES = 10_000
 
@@ -72,7 +72,9 @@ def start(checkout: Path, command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def rows_of(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of `benchmarks.engine` its steps; of `benchmarks.windows` its rates."""
+    """Of `benchmarks.engine` its steps; of `windows` its rates; of `router` figures with units."""
+    if "figures" in measured:
+        return [{"figure": name, "median_ms": value} for name, value in measured["figures"].items()]
     if "rates" not in measured:
         return [row for step in measured["steps"] for row in launches(step)]
     return [
@@ -106,7 +108,7 @@ def compared(started: Sequence[tuple[str, list[dict[str, Any]]]]) -> list[dict[s
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as markdown: medians of starts, their number, least and most."""
-    lines = ["| | before, ms | after, ms | after / before |", "|---|---|---|---|"]
+    lines = ["| in ms, or as it says | before | after | after / before |", "|---|---|---|---|"]
     for row in rows:
         cells = [
             f"{statistics.median(times):.3f} ({len(times)}: {min(times):.3f} to {max(times):.3f})"

@@ -99,3 +99,10 @@ def test_rates_of_windows_are_rows_too() -> None:
     (compared_row,) = compared([("before", [row]), ("after", [row])])
     assert compared_row["name"] == "rows 32, width 4, accept 2.9"
     assert compared_row["before"] == [6.5]
+
+
+def test_figures_of_the_router_are_rows_too() -> None:
+    rows = rows_of({"figures": {"cost: request, 40 tokens, us": 900.0}})
+    (compared_row,) = compared([("before", rows), ("after", rows)])
+    assert compared_row["name"] == "figure cost: request, 40 tokens, us"
+    assert compared_row["after"] == [900.0]
