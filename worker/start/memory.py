@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -70,12 +69,18 @@ class DeviceShare:
         return share - self.weights - self.reserve
 
 
-class DeviceMemory(Protocol):
-    """The memory of the device that a worker runs on. Built as `cls(engine)`."""
+class DeviceMemory:
+    """The memory of the device that a worker runs on.
+
+    This one is a CPU's: nothing is measured, and engine.cpu_pool_bytes bounds the KV pool.
+    """
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Exclude other processes that load on this device."""
-        ...
+        return nullcontext()
 
     def wait_for_share(self) -> None:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
@@ -83,70 +88,37 @@ class DeviceMemory(Protocol):
         Peers may still map the memory of the worker that ran on this GPU before, which keeps it
         allocated. Skipped when engine.num_pages is set: what is needed is not known then.
         """
-        ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Measure the peak memory that `work` needs; its result is freed."""
-        ...
+        return 0
 
     def beside_weights(self) -> int:
         """Bytes of the worker's share that its weights, which are loaded, leave."""
-        ...
+        return self._engine.cpu_pool_bytes
 
     def pool_pages(
         self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
     ) -> tuple[int, str]:
         """Pages of the pool, and the figures behind it; see `num_pages`."""
-        ...
+        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
+        most, limit = int(config.engine.max_num_reqs) * row_pages + 1, self.beside_weights()
+        return min(most, limit // page_bytes), f"engine.cpu_pool_bytes is {limit}"
 
     def taking(self, num_bytes: int) -> AbstractContextManager[None]:
         """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
 
         Other processes on the device then see them as taken, and our first large step finds them.
         """
-        ...
+        return nullcontext()
 
 
-class CpuMemory:
-    """DeviceMemory of a CPU: nothing is measured, engine.cpu_pool_bytes bounds the KV pool."""
-
-    def __init__(self, engine: EngineConfig) -> None:
-        self._limit = engine.cpu_pool_bytes
+class CudaMemory(DeviceMemory):
+    """Of a GPU, which other workers may share."""
 
     def exclusive(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wait_for_share(self) -> None:
-        pass
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return 0
-
-    def beside_weights(self) -> int:
-        return self._limit
-
-    def pool_pages(
-        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
-    ) -> tuple[int, str]:
-        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
-        most = int(config.engine.max_num_reqs) * row_pages + 1
-        return min(most, self._limit // page_bytes), f"engine.cpu_pool_bytes is {self._limit}"
-
-    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class CudaMemory:
-    """DeviceMemory of a GPU, which other workers may share."""
-
-    def __init__(self, engine: EngineConfig) -> None:
-        self._engine = engine
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
         uuid = torch.cuda.get_device_properties().uuid
-        with process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}"):
-            yield
+        return process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}")
 
     def free_bytes(self) -> int:
         """Measure free device memory, after emptying this process's allocator cache."""
@@ -209,7 +181,7 @@ class CudaMemory:
 
 def memory_of(engine: EngineConfig) -> DeviceMemory:
     """The memory of the device that the resolved configuration names."""
-    return CpuMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
+    return DeviceMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
 
 
 @contextmanager
@@ -222,24 +194,19 @@ def process_lock(name: str, resource: str) -> Iterator[None]:
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         began_at, logged_at = time.monotonic(), float("-inf")
-        while not _bound(lock, name):
+        while True:
+            try:
+                lock.bind(f"\0{name}")
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
             if (now := time.monotonic()) - logged_at > LOG_EVERY_S:
                 waited_s = now - began_at
                 log.info("waiting for another process to load on %s (%.0f s)", resource, waited_s)
                 logged_at = now
             time.sleep(POLL_S)
         yield
-
-
-def _bound(lock: socket.socket, name: str) -> bool:
-    """Bind `lock` to the name, which one socket at a time can have; False if it is taken."""
-    try:
-        lock.bind(f"\0{name}")
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
 
 
 def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
