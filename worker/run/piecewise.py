@@ -59,14 +59,6 @@ class Bucket:
     full: bool = False  # captured without breaks (in up to 3 segments)
 
 
-@dataclass(slots=True, frozen=True)
-class CapturedChunks:
-    """One bucket's graphs, and their result. The next replay of any bucket overwrites that."""
-
-    capture: Capture
-    hidden: Tensor  # [bucket, hidden], or of the last-token rows; memory of the capture
-
-
 class PiecewiseChunks:
     """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
@@ -85,8 +77,10 @@ class PiecewiseChunks:
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
         self.traced, self.rounding = traced, rounding
-        self.piecewise: dict[int, CapturedChunks] = {}
-        self.full: dict[int, CapturedChunks] = {}
+        # By padded tokens, with the hidden states [tokens, hidden], or of the last-token rows. The
+        # next replay of any bucket overwrites these.
+        self.piecewise: dict[int, Capture[Tensor]] = {}
+        self.full: dict[int, Capture[Tensor]] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         placement = loaded.model.placement
         shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
@@ -121,7 +115,7 @@ class PiecewiseChunks:
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
-            sum(graph.capture.num_segments for graph in captured),
+            sum(graph.num_segments for graph in captured),
             time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
         )  # fmt: skip
         began = time.monotonic()
@@ -145,18 +139,18 @@ class PiecewiseChunks:
         captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
-        if captured is None or len(captured.hidden) != num_hidden:
+        if captured is None or len(captured.made) != num_hidden:
             return self._eager.launch(batch, on_layer)
         attention, model = self.loaded.attention.prefill, self.loaded.model
         self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
         if fixed:
             assert on_layer is None, "a graph without breaks calls no hook"
-            captured.capture.replay()
-            return Forward(captured.hidden, "graph")
+            captured.replay()
+            return Forward(captured.made, "graph")
         attn_plan = attention.plan(batch)
         with forward_context(batch, attention, attn_plan, on_layer=on_layer):
-            captured.capture.replay()
-        return Forward(captured.hidden, "piecewise")
+            captured.replay()
+        return Forward(captured.made, "piecewise")
 
     def close(self) -> None:
         self.piecewise.clear()
@@ -165,10 +159,11 @@ class PiecewiseChunks:
     def capture_bucket(self, bucket: Bucket) -> None:
         """Capture the graphs of one bucket."""
         for full in self._kinds(bucket):
-            captured, capture = self.full if full else self.piecewise, Capture(self._memory)
-            body = self._body(bucket.num_tokens, full=full)
-            hidden = self._memory.alias(capture.record(body))
-            captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
+            capture = Capture[Tensor](self._memory)
+            capture.made = self._memory.alias(
+                capture.record(self._body(bucket.num_tokens, full=full))
+            )
+            (self.full if full else self.piecewise)[bucket.num_tokens] = capture
         bucket.full = bucket.num_tokens in self.full
 
     def _kinds(self, bucket: Bucket) -> Sequence[bool]:
@@ -177,7 +172,7 @@ class PiecewiseChunks:
         unbroken = static and not self.loaded.always_hooked and bucket.num_tokens <= MAX_FULL
         return (False, True) if unbroken else (False,)
 
-    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
+    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture[Tensor] | None], Tensor]:
         """What is captured: the forward of a batch of padding."""
         attention, buffers = self.loaded.attention.prefill, self.loaded.buffers
         longest = min(num_tokens, self.loaded.max_len)
@@ -186,7 +181,7 @@ class PiecewiseChunks:
         else:
             batch = buffers.blank_chunk(num_tokens)
 
-        def body(under_way: Capture | None) -> Tensor:
+        def body(under_way: Capture[Tensor] | None) -> Tensor:
             breaks = Cuts(under_way, CUT_AFTER) if full and under_way is not None else under_way
             runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
             attn_plan = attention.plan(batch) if runs_attention else None
