@@ -1,7 +1,5 @@
 """Launches a step without graphs: the host launches every op, one after the other."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -11,9 +9,8 @@ from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail
-from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
+from worker.run.base import ChunkGraphs, Decoded, DecodeGraphs, Forward, LoadedModel
 from worker.run.segments import GraphMemory
 
 
@@ -76,33 +73,11 @@ def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
     return draw(head, loaded.state, forwarded.sampled, hidden, draws)
 
 
-class _Eager:
-    """StepGraphs that captures nothing."""
+class EagerChunks(ChunkGraphs):
+    """ChunkGraphs without graphs."""
 
     def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
         self._loaded = loaded
-
-    def run_buckets(self) -> None:
-        """Nothing will be captured."""
-
-    def capture_largest(self) -> None:
-        """Nothing to capture."""
-
-    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Nothing to prepare."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class EagerChunks(_Eager):
-    """ChunkGraphs without graphs."""
-
-    def padded(
-        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
-    ) -> PaddedShape:
-        return PaddedShape()
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
@@ -111,8 +86,11 @@ class EagerChunks(_Eager):
         return Forward(hidden, "eager")
 
 
-class EagerDecode(_Eager):
+class EagerDecode(DecodeGraphs):
     """DecodeGraphs without graphs."""
+
+    def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
+        self._loaded = loaded
 
     def launch(self, plan: Plan, tail: Tail) -> Decoded:
         rows = self._loaded.state.upload(plan.decode, torch.int64)

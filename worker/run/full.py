@@ -28,7 +28,7 @@ from worker.forward.draws import Masks
 from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
-from worker.run.base import BucketCheck, Decoded, LoadedModel
+from worker.run.base import BucketCheck, Decoded, DecodeGraphs, LoadedModel
 from worker.run.check import Launches, check_bucket
 from worker.run.eager import EagerDecode, draw_and_propose, draw_eagerly
 from worker.run.segments import Capture, GraphMemory
@@ -36,7 +36,7 @@ from worker.run.segments import Capture, GraphMemory
 log = logging.getLogger("kvlane.graph")
 
 
-class FullDecode:
+class FullDecode(DecodeGraphs):
     """DecodeGraphs that replays whole steps.
 
     Args:
@@ -88,11 +88,6 @@ class FullDecode:
 
     @torch.inference_mode()
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Capture every bucket at every width.
-
-        Raises:
-            AssertionError: a graph and eager differ, and engine.strict is set.
-        """
         began = time.monotonic()
         for i, shape in enumerate(self._shapes):
             progress("capture", i, len(self._shapes))

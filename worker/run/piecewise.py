@@ -27,7 +27,7 @@ from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan
-from worker.run.base import BucketCheck, Forward, LoadedModel, PaddedShape
+from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel, PaddedShape
 from worker.run.check import check_chunk_bucket
 from worker.run.eager import EagerChunks
 from worker.run.segments import Capture, Cuts, GraphMemory
@@ -59,7 +59,7 @@ class Bucket:
     full: bool = False  # captured without breaks (in up to 3 segments)
 
 
-class PiecewiseChunks:
+class PiecewiseChunks(ChunkGraphs):
     """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
     traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states; None:
@@ -101,13 +101,8 @@ class PiecewiseChunks:
 
     @torch.inference_mode()
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Capture every bucket, the largest first, so that smaller ones reuse its memory.
-
-        Raises:
-            AssertionError: a bucket and eager differ, and engine.strict is set.
-        """
         began, free = time.monotonic(), self._memory.free_bytes()
-        for i, bucket in enumerate(reversed(self.buckets)):
+        for i, bucket in enumerate(reversed(self.buckets)):  # smaller ones reuse its memory
             progress("capture", i, len(self.buckets))
             self.capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)

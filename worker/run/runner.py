@@ -13,7 +13,9 @@ from torch import Tensor
 
 from worker.draw.sampler import Result
 from worker.forward.draws import Masks
+from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
 from worker.plan import Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
@@ -23,7 +25,6 @@ from worker.run.flight import Step
 from worker.run.groups import LayerGroups
 from worker.run.ranks import Ranks
 from worker.run.stream import stream_of
-from worker.run.sums import Sums
 from worker.step.state import SampledRows
 
 JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
@@ -39,7 +40,7 @@ class ModelRunner:
         graphs: launch steps, op by op or by replays.
         meter: times steps.
         step_log: gets a line of each step; None: there is no log.
-        sums: counts all-reduces of steps; None: the worker has one rank.
+        sums: counts the all-reduces of steps; None: the worker has one rank.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class ModelRunner:
         graphs: Graphs,
         meter: StepMeter,
         step_log: StepLog | None = None,
-        sums: Sums | None = None,
+        sums: WorkerMetrics | None = None,
     ) -> None:
         self.loaded, self.graphs, self.meter = loaded, graphs, meter
         self.stream = stream_of(loaded.state.device)
@@ -110,7 +111,7 @@ class ModelRunner:
             self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
         if self._sums is not None:
-            self._sums.settled(step)
+            count_sums(self.loaded.model, self._sums, step)
         if self._log is not None:
             wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
             self._log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
@@ -229,6 +230,18 @@ def _join_ranks(loaded: LoadedModel) -> None:
     if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
         nothing = collective.buffer((JOINED,), loaded.model.placement.dtype)
         collective.all_reduce(nothing.zero_())
+
+
+def count_sums(model: Decoder, metrics: WorkerMetrics, step: Step) -> None:
+    """Count the algorithm and the bytes of a finished step's all-reduces, the same in all layers.
+
+    A replayed graph runs no Python, so a sum cannot be counted where it is launched. But its
+    algorithm depends on the number of tokens alone, in captured graphs as well.
+    """
+    dtype, kind = model.placement.dtype, "prefill" if step.plan.chunks else "decode"
+    num_bytes = step.num_tokens * model.spec.hidden_size * dtype.itemsize
+    algorithm = model.collective.algorithm(num_bytes, dtype)
+    metrics.all_reduce_bytes(kind, algorithm).observe(num_bytes)
 
 
 def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:

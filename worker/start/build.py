@@ -24,7 +24,6 @@ from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
 from worker.run.runner import ModelRunner
-from worker.run.sums import Sums
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS
 
@@ -88,7 +87,7 @@ def build_engine(
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
+    sums = metrics if start.rank_group.size > 1 else None
     step_log = _step_log(config, name) if leads else None
     return Engine(
         config=config,

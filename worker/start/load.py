@@ -29,7 +29,7 @@ from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
-from worker.run.stream_cuda import on_step_stream
+from worker.run.stream import on_step_stream
 from worker.start.digest import (
     PartSum,
     combined,
