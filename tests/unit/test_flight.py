@@ -6,7 +6,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from worker.drafts.draft_ids import DraftIds
 from worker.drafts.drafter_shape import DrafterShape
 from worker.model.decoder import Decoder
-from worker.model.layers import VocabParallelEmbedding
+from worker.model.layers import RotaryEmbedding, VocabParallelEmbedding
 from worker.model.loader import LoadFormat, check_format, fill_with_noise, read_weights
-from worker.model.rotary import RotaryEmbedding
 from worker.model.shard import Shard, split_heads
 
 

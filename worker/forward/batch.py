@@ -31,6 +31,14 @@ class HostLengths:
     seq_lens: Sequence[int]  # [num_reqs]; KV lengths after this step, at least query_lens
 
 
+class WindowShape(NamedTuple):
+    """What a decode step's work depends on besides its rows."""
+
+    width: int  # tokens of a row's window: the last drawn one and the drafts behind it
+    max_seq_len_ub: int  # host bound of the KV lengths after the step, with whole windows
+    host: HostLengths | None = None  # None: wider than 1, so nobody knows them; or captured
+
+
 @dataclass(frozen=True, slots=True)
 class DraftRows:
     """What a chain drafter's rows of a batch of chunks are made of, a line for each token.

@@ -1,23 +1,24 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     SelfAttention,
     VocabParallelEmbedding,
     gate_up_rows,
     selected,
 )
-from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard, split_heads
-from worker.model.taps import Taps
 
 
 class FeedForward(nn.Module):
@@ -80,6 +81,31 @@ class DecoderLayer(nn.Module):
             | self.post_norm.shards(f"{prefix}.post_attention_layernorm")
             | self.feed_forward.shards(f"{prefix}.mlp")
         )
+
+
+class Taps:
+    """A buffer for the residual after some layers of a decoder, which each step fills anew.
+
+    layers: numbers of the tapped layers, ascending, each once; max_tokens: of a step, padding
+    included; hidden_size, placement: of the model.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], max_tokens: int, hidden_size: int, placement: Placement
+    ) -> None:
+        assert all(a < b for a, b in pairwise(layers))
+        shape = max_tokens, len(layers) * hidden_size
+        self._buffer = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+        parts = self._buffer.view(max_tokens, len(layers), hidden_size).unbind(1)
+        self._columns = dict(zip(layers, parts, strict=True))
+
+    def after(self, layer: int) -> Tensor | None:
+        """Where the residual after `layer` goes: [max_tokens, hidden], strided; None: nowhere."""
+        return self._columns.get(layer)
+
+    def rows(self, num_tokens: int) -> Tensor:
+        """What the latest step has left: [num_tokens, number of taps * hidden]."""
+        return self._buffer[:num_tokens]
 
 
 class Decoder(nn.Module):

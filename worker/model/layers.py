@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
-from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape
 from worker.model.shard import (
     HeadSplit,
@@ -31,6 +30,7 @@ from worker.model.shard import (
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm
 from worker.ops.product import gated_product, product
+from worker.ops.rope import rope_inv_freq, rope_table
 from worker.peers.base import Collective
 
 
@@ -284,6 +284,18 @@ class VocabParallelEmbedding(nn.Module):
 
 def _gather(collective: Collective, pairs: Tensor) -> Tensor:
     return collective.all_gather(pairs, dim=0).view(collective.size, -1)
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for positions 0 .. max_positions − 1, f32; one table serves all layers of a model."""
+
+    table: Tensor  # [max_positions, head_dim] f32
+
+    def __init__(self, shape: LayerShape, max_positions: int, device: torch.device) -> None:
+        super().__init__()
+        inv_freq = rope_inv_freq(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        table = rope_table(inv_freq, max_positions, device)
+        self.register_buffer("table", table, persistent=False)
 
 
 class SelfAttention(nn.Module):

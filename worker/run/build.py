@@ -15,9 +15,8 @@ import torch
 from worker.api import MAX_LOGPROBS
 from worker.draw.sampler import Draws
 from worker.errors import Unsupported
-from worker.forward.batch import HostLengths
+from worker.forward.batch import HostLengths, WindowShape
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, no_progress
 from worker.ops.compile_ahead import compile_ahead
 from worker.plan import TAILS, Plan, max_rows

@@ -5,10 +5,9 @@ from torch import Tensor
 
 from worker.attention.base import AttentionBackend
 from worker.draw.sampler import Draws, Result, draw
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, WindowShape
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
 from worker.plan import TAILS, Plan, Tail
 from worker.run.base import ChunkGraphs, Decoded, DecodeGraphs, Forward, LoadedModel
 from worker.run.segments import GraphMemory

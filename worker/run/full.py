@@ -24,8 +24,8 @@ from torch import Tensor
 from worker.api import MAX_LOGPROBS
 from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
+from worker.forward.batch import WindowShape
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
 from worker.run.base import BucketCheck, Decoded, DecodeGraphs, LoadedModel
