@@ -1,5 +1,8 @@
 """BatchBuffers: makes a prefill plan into a Batch, all tensors of one forward at once."""
 
+import struct
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,7 +21,6 @@ from worker.step.chunk_rows import (
     line_width,
     pack,
 )
-from worker.step.staging import Staging
 from worker.step.state import StepState
 
 # Most requests of a fixed-shape batch, and most tokens of each. For a fixed shape attention splits
@@ -27,6 +29,44 @@ FIXED_REQS = 4
 MAX_FIXED_LEN = SHORT_KEYS
 # Most requests of a long step for which only hidden states of last tokens are computed.
 MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
+DEPTH = 4  # uploads in flight before the host waits; an engine has at most two steps in flight
+GRAIN = 256  # words; sizes of copies are multiples of it, so that their views are made once
+
+
+class Staging:
+    """`words` (i32, on the device), which the host fills at every step, through pinned buffers.
+
+    An upload stays until the next one, which runs behind all work on the current stream. On the
+    CPU the host writes `words` directly.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        num_words = -(-num_words // GRAIN) * GRAIN
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._host = None if device.type == "cuda" else self.words.numpy().data
+        ends = range(0, num_words + 1, GRAIN)
+        # Memory of a pinned buffer; (from, to) of its copies by the number of grains; the event
+        # behind the latest of these copies.
+        ring = []
+        for _ in range(DEPTH if self._host is None else 0):
+            pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+            copies = [(pinned[:end], self.words[:end]) for end in ends]
+            ring.append((pinned.numpy().data, copies, torch.cuda.Event()))
+        self._ring = cycle(ring)
+
+    def upload(self, values: Sequence[int]) -> None:
+        """words[: len(values)] = values. Words up to the next multiple of GRAIN change as well."""
+        num = len(values)
+        assert num <= len(self.words)
+        if self._host is not None:
+            struct.pack_into(f"{num}i", self._host, 0, *values)
+            return
+        host, copies, copied = next(self._ring)
+        copied.synchronize()  # the copy DEPTH uploads ago must have left this buffer
+        struct.pack_into(f"{num}i", host, 0, *values)
+        source, target = copies[-(-num // GRAIN)]
+        target.copy_(source, non_blocking=True)
+        copied.record()
 
 
 class BatchBuffers:
