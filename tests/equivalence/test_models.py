@@ -302,8 +302,6 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
     file.unlink()
     with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
         load(tmp_path)
-    with pytest.raises(ValueError, match="unknown load format"):
-        load(tmp_path, load_format="gguf")
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path):

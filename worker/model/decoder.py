@@ -22,7 +22,7 @@ from worker.model.shard import Shard, split_heads
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] -> this rank's part of the sum."""
 
     def __init__(self, shape: LayerShape, placement: Placement) -> None:
         super().__init__()
@@ -32,11 +32,9 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
         return self.down(self.gate_up.gated(hidden))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         return self.gate_up.shards(prefix) | self.down.shards(prefix)
 
 
@@ -63,10 +61,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
-        part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
-        the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        rows: [n] i64; only the hidden states of these rows are returned; None: of all. The KV of
-        all tokens is stored and attended to either way.
+        part: [num_tokens, hidden_size]; of the layer before, or, with residual None, the embedded
+        tokens. The layer's true input is residual + the ranks' sum of part. rows: [n] i64; only
+        their hidden states are returned; None: all. KV is stored and read of all tokens anyway.
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
         part = self.attention(hidden, positions, rows)
@@ -74,7 +71,6 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(hidden), residual
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         return (
             self.input_norm.shards(f"{prefix}.input_layernorm")
             | self.attention.shards(f"{prefix}.self_attn")
@@ -100,7 +96,7 @@ class Taps:
         self._columns = dict(zip(layers, parts, strict=True))
 
     def after(self, layer: int) -> Tensor | None:
-        """Where the residual after `layer` goes: [max_tokens, hidden], strided; None: nowhere."""
+        """Where the residual after `layer` goes: [max_tokens, hidden], strided."""
         return self._columns.get(layer)
 
     def rows(self, num_tokens: int) -> Tensor:
@@ -155,11 +151,10 @@ class Decoder(nn.Module):
         return self.embedding(input_ids)
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """All layers and the final norm, within a forward_context().
+        """All layers and the final norm, within a forward_context(): [num_tokens, hidden_size].
 
-        hidden: [num_tokens, hidden_size] from `embed`, not changed; positions: [num_tokens] i64;
-        rows: [n] i64, the rows whose hidden states are returned; None: all.
-        Returns [num_tokens, hidden_size], or [n, hidden_size].
+        hidden: from `embed`, not changed; positions: [num_tokens] i64; rows: [n] i64, the rows
+        whose hidden states are returned; None: all.
         """
         part, residual, last = hidden, None, len(self.layers) - 1
         for number, layer in enumerate(self.layers):
@@ -168,14 +163,10 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
-        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size], on all ranks.
-
-        whole: see VocabParallelEmbedding.logits.
-        """
+        """See VocabParallelEmbedding.logits; hidden: after the final norm."""
         return self.head.logits(hidden, whole=whole)
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
         shards = self.embedding.shards("model.embed_tokens") | self.norm.shards("model.norm")
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -185,7 +176,6 @@ class Decoder(nn.Module):
         return shards
 
     def ignores(self, name: str) -> bool:
-        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
         return tied_head or ignored

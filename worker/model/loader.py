@@ -51,34 +51,22 @@ def load_model(
 ) -> Decoder:
     """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
 
-    Reads one tensor at a time, and only this rank's part of it. "dummy" reads no file: weights
-    follow from `seed` and their names, so any number of ranks makes the same model (on one
-    type of device).
-
-    Raises:
-        ValueError: unknown format; a file is missing or broken; tensors are
-            missing, unexpected or of another shape (all of them are named, up to eight).
+    "dummy" reads no file: weights follow from `seed` and their names, so any number of ranks makes
+    the same model (on one type of device). Raises UserError as `read_weights`.
     """
-    check_format(load_format)
     model = Decoder(shape, Placement(collective, dtype, device))
     if load_format == "dummy":
         fill_with_noise(model.shards(), seed, progress)
     else:
-        read_weights(model, Path(path), progress)
+        read_weights(model, path, progress)
     return model.eval()
 
 
-def check_format(load_format: str) -> None:
-    """Raise a UserError for a format that is not one of LoadFormat."""
-    if load_format not in ("safetensors", "dummy"):
-        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
-
-
 def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
-    """Fill `model` from the safetensors files of directory `path`.
+    """Fill `model` from the safetensors files of directory `path`, one tensor after the other.
 
     Raises:
-        ValueError: a file is missing or broken; tensors are missing, unexpected or of another
+        UserError: a file is missing or broken; tensors are missing, unexpected or of another
             shape (all of them are named, up to eight).
     """
     shards = model.shards()
