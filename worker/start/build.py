@@ -47,11 +47,7 @@ class Place:
         return f"{self.name}/{self.incarnation}"
 
     def join(self, rank: int, size: int) -> RankGroup:
-        """Join the worker's other ranks.
-
-        Raises:
-            PeerLost: they did not come.
-        """
+        """Join the worker's other ranks; PeerLost if they do not come."""
         return RankGroup(rank, size, self.rendezvous, self.peer)
 
 
@@ -66,7 +62,7 @@ def build_engine(
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
+    name: for logs and metrics; host: for the transport; rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
@@ -83,12 +79,13 @@ def build_engine(
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
-    metrics = _metrics(config, name, book)
+    metrics = _metrics(config, name, book, loaded.checks)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
-    _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
     sums = metrics if start.rank_group.size > 1 else None
-    step_log = _step_log(config, name) if leads else None
+    step_log, device = None, torch.device(str(config.engine.device))
+    if leads and config.engine.step_log:
+        step_log = StepLog(config.engine.step_log, name, device)
     return Engine(
         config=config,
         spec=start.shape,
@@ -138,12 +135,6 @@ def probe() -> Machine:
     return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
 
 
-def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
-    if not config.engine.step_log:
-        return None
-    return StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
-
-
 def model_layout(
     config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
@@ -172,7 +163,9 @@ def _num_groups(config: WorkerConfig, num_layers: int) -> int:
     return chosen
 
 
-def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
+def _metrics(
+    config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
+) -> WorkerMetrics:
     """Make the metrics, with those that stay constant and the page gauges, read at each scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
@@ -181,11 +174,8 @@ def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
     metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
     metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
     metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
-    return metrics
-
-
-def _count_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
         metrics.bucket_differs(check.kind, check.name).set(not check.equal)
+    return metrics

@@ -4,10 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
 
-import msgspec
 import torch
 
 from worker.attention.base import AttentionShape, build_attentions
@@ -20,7 +17,7 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.loader import load_model
+from worker.model.loader import Loadable, load_model
 from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
@@ -30,14 +27,7 @@ from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
 from worker.run.stream import on_step_stream
-from worker.start.digest import (
-    PartSum,
-    combined,
-    dummy_digest,
-    model_digest,
-    part_sums,
-    weights_digest,
-)
+from worker.start.digest import dummy_digest, models_digest
 from worker.start.memory import (
     explain_shortage,
     fit,
@@ -83,13 +73,6 @@ class Loaded:
     digest: str  # of all that a page's bytes depend on; equal for any number of ranks
 
 
-class Weights(NamedTuple):
-    """The models of a worker, loaded."""
-
-    model: Decoder
-    drafter: DrafterModel | None
-
-
 def load(start: Start) -> Loaded:
     """Load everything that the configuration names, on all ranks at once.
 
@@ -105,14 +88,13 @@ def load(start: Start) -> Loaded:
         memory.wait_for_share()
         took.ended("waiting for the device")
         with explain_shortage("loading the weights"):
-            weights = _load_weights(start)
-            digest = _digest(start, weights)
+            weights, digest = _load_weights(start)
         took.ended("weights")
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
-            weights.model.tap((), 0)  # those of that run go
+            weights[0].tap((), 0)  # those of that run go
         took.ended("largest steps")
         pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
         config = fit(config, start.configured_len, pages)
@@ -127,7 +109,7 @@ def load(start: Start) -> Loaded:
                 if config.engine.strict:
                     poison(pool)
                 took.ended("graphs and their checks")
-                weights.model.collective.check()
+                weights[0].collective.check()
     log.info("%s worker loaded in %s", config.role, took)
     return Loaded(config, model, graphs, checks, digest)
 
@@ -164,40 +146,26 @@ def _collective(start: Start) -> Collective:
     return collective
 
 
-def _load_weights(start: Start) -> Weights:
-    config = start.config
+def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], str]:
+    """The models of a worker, and the digest of both."""
+    config, collective = start.config, _collective(start)
+    device, dtype = torch.device(config.engine.device), DTYPES[config.model.dtype]
+    load_format, seed = config.model.load_format, config.model.seed
     model = load_model(
         config.model.directory,
         start.shape,
-        _collective(start),
-        device=torch.device(config.engine.device),
-        dtype=DTYPES[config.model.dtype],
-        load_format=config.model.load_format,
-        seed=config.model.seed,
+        collective,
+        device=device,
+        dtype=dtype,
+        load_format=load_format,
+        seed=seed,
         progress=start.progress,
     )
-    if start.drafter_shape is None:
-        return Weights(model, None)
-    return Weights(model, load_drafter(config, start.drafter_shape, model))
-
-
-def _digest(start: Start, weights: Weights) -> str:
-    """See `Loaded.digest`."""
-    config = start.config
-
-    def digest_of(part: Decoder | DrafterModel) -> str:
-        if config.model.load_format == "dummy":
-            device = torch.device(config.engine.device)
-            noise = dummy_digest(config.model.seed, DTYPES[config.model.dtype], device)
-            return model_digest(part.spec, noise)
-        sums = start.rank_group.gather(msgspec.msgpack.encode(part_sums(part.shards())))
-        decode = msgspec.msgpack.Decoder(list[PartSum]).decode
-        return model_digest(part.spec, weights_digest(chain.from_iterable(map(decode, sums))))
-
-    digests = {"target": digest_of(weights.model)}
-    if weights.drafter is not None:
-        digests["draft"] = digest_of(weights.drafter)
-    return combined(digests)
+    drafter, models = None, dict[str, Loadable](target=model)
+    if start.drafter_shape is not None:
+        drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
+    noise = dummy_digest(seed, dtype, device) if load_format == "dummy" else ""
+    return (model, drafter), models_digest(models, start.rank_group, noise)
 
 
 def _assemble(

@@ -43,7 +43,7 @@ class DeviceShare:
 
     @property
     def why(self) -> str:
-        """The numbers, for messages."""
+        """The numbers."""
         share = self.fraction * self.total
         return (
             f"engine.memory_fraction {self.fraction:g} of {self.total / GIB:.2f} GiB is "
@@ -169,7 +169,6 @@ class CudaMemory(DeviceMemory):
             torch.empty(min(left, free), dtype=torch.uint8, device="cuda")
 
     def _share(self, reserve_bytes: int) -> DeviceShare:
-        """Measure it; the weights are loaded."""
         return DeviceShare(
             total=torch.cuda.get_device_properties().total_memory,
             free=self.free_bytes(),
@@ -232,21 +231,15 @@ def with_max_num_reqs(
     memory: DeviceMemory,
     minimum: Callable[[int], int] = int,
 ) -> WorkerConfig:
-    """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
+    """Decide engine.max_num_reqs by the memory beside the weights.
 
     The size of steps and graphs depends on it, so it comes before they are measured. minimum: of
-    what the worker's ranks measured.
-
-    Raises:
-        UserError: as `num_pages`.
+    what the worker's ranks measured. Raises UserError as `num_pages`.
     """
-    engine = config.engine
-    if engine.max_num_reqs != "auto":
+    if config.engine.max_num_reqs != "auto":
         return config
-    if engine.num_pages != "auto":
-        num_bytes = int(engine.num_pages) * layout.page_bytes
-    else:
-        num_bytes = memory.beside_weights()
+    pages = config.engine.num_pages
+    num_bytes = memory.beside_weights() if pages == "auto" else int(pages) * layout.page_bytes
     num_reqs = minimum(reqs_held(config, num_bytes, layout.page_bytes))
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
     return _with_engine(config, max_num_reqs=num_reqs)
@@ -284,13 +277,10 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
 def num_pages(
     config: WorkerConfig, layout: KVLayout, memory: DeviceMemory, reserve_bytes: int
 ) -> int:
-    """Number of pages of the pool, page 0 (written by padding) included.
+    """Number of pages of the pool, page 0 (written by padding) included, beside loaded weights.
 
-    Call it once the weights are loaded. reserve_bytes: what steps and graphs need beside them.
-
-    Raises:
-        UserError: the worker's share is not free, or too small for a single page; the message has
-            the numbers.
+    reserve_bytes: what steps and graphs need beside them. Raises UserError, with the numbers, if
+    the worker's share is not free, or too small for a single page.
     """
     if config.engine.num_pages != "auto":
         return int(config.engine.num_pages)
@@ -319,11 +309,7 @@ def explain_shortage(doing: str) -> Iterator[None]:
 
 
 def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> WorkerConfig:
-    """Lower max_model_len to what the pool can hold.
-
-    Raises:
-        UserError: model.max_model_len is set (not "auto") and exceeds what the pool holds.
-    """
+    """Lower max_model_len to what the pool can hold; UserError if the user has set it."""
     holds = (num_pages - 1) * int(config.kv.page_size)
     if int(config.model.max_model_len) <= holds:
         return config
