@@ -37,14 +37,9 @@ log = logging.getLogger("kvlane.graph")
 
 
 class FullDecode(DecodeGraphs):
-    """DecodeGraphs that replays whole steps.
+    """DecodeGraphs that replays whole steps, on a CUDA device.
 
-    Args:
-        loaded: on a CUDA device.
-        memory: of all captures.
-
-    Raises:
-        Unsupported: the attention backend plans on the host, which a replay cannot repeat.
+    Raises Unsupported if the attention backend plans on the host, which a replay cannot repeat.
     """
 
     def __init__(self, loaded: LoadedModel, memory: GraphMemory) -> None:
@@ -95,11 +90,9 @@ class FullDecode(DecodeGraphs):
         num, took_s = len(self._captured) + len(self._tails), time.monotonic() - began
         log.info("%d decode graphs in %.1f s", num, took_s)
         eager = Launches(self._eager_step, partial(draw_eagerly, self._loaded))
-        graph = Launches(self._replay, self.draw)
-        found = [
-            check_bucket(self._loaded, *shape, eager, graph) for shape in reversed(self._shapes)
-        ]
-        return [check for check in found if check is not None]
+        graph, shapes = Launches(self._replay, self.draw), reversed(self._shapes)
+        checks = (check_bucket(self._loaded, *shape, eager, graph) for shape in shapes)
+        return [check for check in checks if check is not None]
 
     def launch(self, plan: Plan, tail: Tail) -> Decoded:
         num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
@@ -107,13 +100,8 @@ class FullDecode(DecodeGraphs):
         padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
         replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
         hidden, sampled, result, path, num_tokens = replayed
-        return Decoded(
-            hidden[: num * plan.width],
-            None if sampled is None else sampled.first(num),
-            None if result is None else result.first(num, -1),
-            path,
-            num_tokens,
-        )
+        sampled, result = sampled and sampled.first(num), result and result.first(num, -1)
+        return Decoded(hidden[: num * plan.width], sampled, result, path, num_tokens)
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
         num_rows, with_logprobs = len(forwarded.hidden) // plan.width, plan.num_logprobs >= 0

@@ -65,10 +65,7 @@ class LayerGroups:
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """If the step fails, record all events so that `wait` returns.
-
-        On the CPU `Step.wait` then raises the error; on CUDA `launch` has raised it.
-        """
+        """If the step fails, record all events so that `wait` returns; the step raises."""
         try:
             yield
         except BaseException:

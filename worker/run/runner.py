@@ -17,7 +17,7 @@ from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
-from worker.plan import Drawn, Plan
+from worker.plan import Drawn, Plan, Tail
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
@@ -34,13 +34,7 @@ class ModelRunner:
     """Runs plans on one stream: row changes and forward, then the sampling tail.
 
     A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
-
-    Args:
-        loaded: the model and all that its steps need.
-        graphs: launch steps, op by op or by replays.
-        meter: times steps.
-        step_log: gets a line of each step; None: there is no log.
-        sums: counts the all-reduces of steps; None: the worker has one rank.
+    sums: counts the all-reduces of steps; None: the worker has one rank.
     """
 
     def __init__(
@@ -55,18 +49,15 @@ class ModelRunner:
         self.stream = stream_of(loaded.state.device)
         self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
         self._state, self._log, self._sums = loaded.state, step_log, sums
-        # Result of a masked plan's forward, until the tail is launched.
-        self._forwarded: Decoded | None = None
+        self._forwarded: Decoded | None = None  # of a masked plan, until its tail is launched
 
     def launch(
         self, plan: Plan, groups: LayerGroups | None = None, shape: PaddedShape | None = None
     ) -> Step:
         """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
 
-        Args:
-            plan: of the step.
-            groups: the layer hook of a prefill step; the tail is enqueued behind its last event.
-            shape: chosen by `padded_shape` on the leader; None: this rank leads, and chooses here.
+        groups: the layer hook of a prefill step; the tail is enqueued behind its last event.
+        shape: chosen by `padded_shape` on the leader; None: this rank leads, and chooses here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
         log = self._log
@@ -97,12 +88,9 @@ class ModelRunner:
             self._log.tail_launched(step.plan)
 
     def settle(self, step: Step) -> list[Drawn]:
-        """Wait for a step and read its tokens.
+        """Wait for a step and read its tokens; raises PeerLost as `check_ranks`.
 
         A turn waits for the device in three places: here, `LayerGroups.wait` and `Step.drafts`.
-
-        Raises:
-            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
@@ -135,14 +123,9 @@ class ModelRunner:
         plan = step.plan
         if plan.decode:
             self.begin(plan)
-            apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
-            forwarded = self.graphs.decode.launch(plan, "none" if apart else plan.tail)
-        else:
-            forwarded = self.run_chunks(step)
-        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
-        if forwarded.sampled is None:
-            return forwarded.result
-        return self.draw(plan, forwarded)
+        apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
+        forwarded = self._launch_forward(step, "none" if apart else plan.tail)
+        return forwarded.result if forwarded.sampled is None else self.draw(plan, forwarded)
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> _Drafts | None:
@@ -157,12 +140,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> None:
         """The forward of a masked step; its tail is launched once the masks are made."""
-        if step.plan.decode:
-            forwarded = self.graphs.decode.launch(step.plan, "none")
-        else:
-            forwarded = self.run_chunks(step)
-        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
-        self._forwarded = forwarded
+        self._forwarded = self._launch_forward(step, "none")
 
     @torch.inference_mode()
     def tail(self, plan: Plan, masks: Masks) -> Result:
@@ -170,6 +148,12 @@ class ModelRunner:
         assert self._forwarded is not None
         forwarded, self._forwarded = self._forwarded, None
         return self.draw(plan, forwarded, masks)
+
+    def _launch_forward(self, step: Step, tail: Tail) -> Decoded:
+        plan = step.plan
+        made = self.graphs.decode.launch(plan, tail) if plan.decode else self.run_chunks(step)
+        step.path, step.num_tokens = made.path, made.num_tokens
+        return made
 
     def run_chunks(self, step: Step) -> Decoded:
         """Run the forward of a prefill step, then apply the plan's row changes.
@@ -191,11 +175,9 @@ class ModelRunner:
         sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
         if not sampled:
             return Decoded(hidden, None, None, path, batch.num_tokens)
-        at, rows, position = (
-            self._state.upload(column, torch.int64) for column in zip(*sampled, strict=True)
-        )
-        valid = torch.ones_like(rows, dtype=torch.bool)
-        sampled_rows = SampledRows(rows, position, valid)
+        columns = zip(*sampled, strict=True)
+        at, rows, position = (self._state.upload(column, torch.int64) for column in columns)
+        sampled_rows = SampledRows(rows, position, torch.ones_like(rows, dtype=torch.bool))
         return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens)
 
     def _seed(self, plan: Plan) -> None:
