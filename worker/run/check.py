@@ -1,9 +1,9 @@
 """The start-up check: compares every captured bucket with the same step launched op by op.
 
-At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
-compiler fuses ops, they have to be close, because it rounds differently. The check also measures
-both times. Those of chunks decide which graphs are kept, those of decode steps feed the width
-policy. It runs on an idle engine, and leaves the initial step state and zero pages.
+At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit, or
+close where a compiler fuses ops and rounds differently. The times of both are measured: those of
+chunks decide which graphs are kept, those of decode steps feed the width policy. The check runs on
+an idle engine, and leaves the initial step state and zero pages.
 """
 
 import logging
@@ -55,21 +55,17 @@ def check_bucket(
     scene = DecodeScene(loaded, bucket, width)
     if scene.num_slots < width + 2:
         return None
-    # `changed`: the draws behind a forward, with penalties and masks; without logprobs, with them.
     tails = TAILS_CHECKED if width == 1 else ("greedy",)
-    plain = [Plan(0, tail=tail, width=width) for tail in tails]
-    changed = [
-        Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width)
-        for num in (-1, NUM_LOGPROBS)
-    ]
-    equal = True
+    plans, equal = [Plan(0, tail=tail, width=width) for tail in tails], True
+    for num in (-1, NUM_LOGPROBS):  # draws behind a forward, with penalties and masks
+        plans.append(Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width))
     if width > 1:
         scene.set()
         result = eager.step(scene.rows, "greedy", width).result
         assert result is not None
         scene.drafts = result.drawn[:, : width - 1].clone()
     name = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
-    for plan in plain + changed:
+    for plan in plans:
         outcomes = (scene.outcome(launches, plan) for launches in (eager, graph))
         same = [torch.equal(a, b) for a, b in zip(*outcomes, strict=True)]
         if not all(same):
@@ -91,12 +87,11 @@ def check_chunk_bucket(
     fixed_shape: bool,
     rounding: float = 0.0,
 ) -> BucketCheck | None:
-    """Run one batch of chunks, padded to `num_tokens`, op by op and by replays: the two `ways`.
+    """As `check_bucket`, of a batch of chunks padded to `num_tokens`; `ways`: op by op, by replays.
 
-    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
-    this share of its norm, and KV is not compared: wrong KV shows in the hidden states that attend
-    to it. Returns None if the pool is too small.
+    Compares the KV, and the hidden states of all tokens but padding. With `rounding`, a row of
+    hidden states may differ by this share of its norm, and KV is not compared: wrong KV shows in
+    the hidden states that attend to it. fixed_shape: see `BatchBuffers.chunks`.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
     name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
@@ -141,7 +136,7 @@ class _Scene:
             cache.normal_(generator=generator)
 
     def written(self) -> Tensor:
-        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
+        """Sums of bits, as values may be NaN, of the pages but the sink: [num caches] i64."""
         types = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(types[cache.element_size()]) for cache in self._caches]
         return torch.stack([words.sum(dtype=torch.int64) for words in bits])
@@ -155,16 +150,18 @@ class _Scene:
         alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
         kind that comes last would look slower than it is.
         """
+        on_gpu = self._loaded.state.device.type == "cuda"
+        synchronize = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
         for launch in launches:
             launch()
-        best, device = [float("inf")] * len(launches), self._loaded.state.device
+        best = [float("inf")] * len(launches)
         for _ in range(num_rounds):
             for i, launch in enumerate(launches):
-                _synchronize(device)
+                synchronize()
                 began = time.perf_counter()
                 for _ in range(NUM_TIMED):
                     launch()
-                _synchronize(device)
+                synchronize()
                 best[i] = min(best[i], time.perf_counter() - began)
         return [1e3 * seconds / NUM_TIMED for seconds in best]
 
@@ -228,7 +225,7 @@ class DecodeScene(_Scene):
         return [tensor.clone() for tensor in made if tensor is not None]
 
     def set(self) -> None:
-        """Set rows, pages and KV to the same history as before every launch."""
+        """Set rows, pages and KV to the same history."""
         self.reset()
         self._loaded.state.apply(self._plan)
         if self.drafts is not None:
@@ -238,10 +235,9 @@ class DecodeScene(_Scene):
 
 
 class ChunkScene(_Scene):
-    """Chunks that almost fill a bucket; every second one continues a prefix.
+    """Chunks that fill 15/16 of a bucket; every second one continues a prefix that ends in a page.
 
-    There are three chunks: fewer if limits are lower, more if max_len is too short for three. 1/16
-    of the bucket stays padding. The prefixes end within a page.
+    There are three chunks: fewer if limits are lower, more if max_len is too short for three.
     """
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
@@ -267,7 +263,7 @@ class ChunkScene(_Scene):
         super().__init__(loaded, num_reqs * num_pages + 1)
 
     def set(self) -> Batch:
-        """Fill the pages as before every launch; returns the batch over them."""
+        """Fill the pages; returns the batch over them."""
         self.fill()
         buffers = self._loaded.buffers
         return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
@@ -291,8 +287,3 @@ def _is_near(actual: Tensor, expected: Tensor, rounding: float) -> bool:
     """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
     error = torch.linalg.vector_norm(actual.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -126,7 +126,7 @@ def split_and_compile(traced: GraphModule, compile_piece: PieceCompiler) -> Grap
         num_pieces += 1
         key = fingerprint(part)
         if key not in made:
-            inputs = [node.meta["example_value"] for node in _inputs(part)]
+            inputs = [x.meta["example_value"] for x in part.graph.find_nodes(op="placeholder")]
             made[key] = _Piece(compile_piece(part, inputs))
         setattr(split, name, made[key])
     log.info(
@@ -167,25 +167,19 @@ def fingerprint(piece: GraphModule) -> Hashable:
     """A key that is equal for pieces with the same ops on inputs of the same types and sizes."""
     number = {node: i for i, node in enumerate(piece.graph.nodes)}
 
-    def ops() -> Any:
-        for node in piece.graph.nodes:
-            arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
-            if node.op == "placeholder":
-                yield _type_of(node.meta["example_value"])
-            else:
-                yield node.op, node.target, repr(arguments)
+    def key(node: Node) -> Hashable:
+        if node.op == "placeholder":
+            return _type_of(node.meta["example_value"])
+        arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
+        return node.op, node.target, repr(arguments)
 
-    return tuple(ops())
+    return tuple(map(key, piece.graph.nodes))
 
 
 def _type_of(value: object) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(value)
     return value.dtype, str(value.device), repr((*value.shape,)), repr(value.stride())
-
-
-def _inputs(piece: GraphModule) -> list[Node]:
-    return [node for node in piece.graph.nodes if node.op == "placeholder"]
 
 
 class TracedForward:
@@ -204,9 +198,7 @@ class TracedForward:
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """See Decoder.forward; for two tokens or more.
 
-        Raises:
-            RuntimeError: from the first call, if the trace is not valid for every smaller number
-                of tokens.
+        The first call raises RuntimeError if the trace does not hold for fewer tokens.
         """
         num_tokens = hidden.shape[0]
         if self._split is None:
@@ -251,9 +243,8 @@ def _name(value: object, hidden: Tensor, positions: Tensor) -> object:
 def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
     """Build PiecewiseChunks over the forward that Inductor compiled.
 
-    Raises:
-        Unsupported: there is a drafter, the worker has several ranks, or engine.max_prefill_tokens
-            is 1, which Dynamo cannot make a dynamic size.
+    Raises Unsupported if there is a drafter, the worker has several ranks, or
+    engine.max_prefill_tokens is 1, which Dynamo cannot make a dynamic size.
     """
     refusals = (
         (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),

@@ -36,17 +36,14 @@ NUM_LAUNCHES = 8  # recent launches; the next is assumed to take as long as the 
 class Step:
     """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner.
 
-    Args:
-        plan: of the step.
-        shape: of a prefill step's batch.
-        groups: the layer hook of a prefill step; None: it has none.
+    shape: of a prefill step's batch; groups: its layer hook, if it has one.
     """
 
     def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
         self.plan, self.shape, self.groups = plan, shape, groups
-        # How the step was launched, for metrics, and how many tokens its forward computed, padding
-        # included. Both are known once `wait` has returned.
-        self.path, self.num_tokens = "", 0
+        # Known once `wait` has returned:
+        self.path = ""  # how the step was launched, for metrics
+        self.num_tokens = 0  # computed by its forward, padding included
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
         self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
@@ -78,14 +75,9 @@ class Step:
 class Flight:
     """`running`, the step that the device computes, and the one that was launched behind it.
 
-    A turn asks, in this order: `launch_due` (then `launched`), `take_ended`,
-    `take_tail_due`, `idle_s`.
-
-    Args:
-        meter: predicts the ends of steps.
-        overlap: a step is launched while the one before it runs.
-        wake: begins a turn of the loop, from any thread; called at the end of a step where the
-            stream can do so.
+    A turn asks, in this order: `launch_due` (then `launched`), `take_ended`, `take_tail_due`,
+    `idle_s`. meter: predicts the ends of steps; overlap: a step is launched while the one before it
+    runs; wake: begins a turn of the loop, called from any thread where the stream can do so.
     """
 
     def __init__(

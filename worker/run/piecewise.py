@@ -88,10 +88,9 @@ class PiecewiseChunks(ChunkGraphs):
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
-        """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
         for bucket in reversed(self.buckets):
             self._launch_variants(bucket.num_tokens)
-            if self.traced is None:
+            if self.traced is None:  # else torch.compile comes with the captures
                 for full in self._kinds(bucket):
                     self._body(bucket.num_tokens, full=full)(None)
 
@@ -129,13 +128,12 @@ class PiecewiseChunks(ChunkGraphs):
         return shape
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
         fixed = batch.host is None
         captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
         if captured is None or len(captured.made) != num_hidden:
-            return self._eager.launch(batch, on_layer)
+            return self._eager.launch(batch, on_layer)  # the batch matches no graph
         attention, model = self.loaded.attention.prefill, self.loaded.model
         self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
         if fixed:
@@ -233,14 +231,15 @@ class PiecewiseChunks(ChunkGraphs):
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
-        graphs = (
-            (bucket.piecewise, self.piecewise, "piecewise"),
-            (bucket.full, self.full, "unbroken"),
-        )
-        for kept, captured, kind in graphs if self.loaded.model.collective.size == 1 else ():
-            if not kept and captured.pop(num_tokens, None) is not None:
-                why = "not faster, or not compared"
-                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
+        for kind, kept, captured in (
+            ("piecewise", bucket.piecewise, self.piecewise),
+            ("unbroken", bucket.full, self.full),
+        ):
+            if kept or self.loaded.model.collective.size > 1 or num_tokens not in captured:
+                continue
+            del captured[num_tokens]
+            why = "not faster, or not compared"
+            log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
         return [check for check in (piecewise, full) if check is not None]
 
 
@@ -255,12 +254,8 @@ def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = Fal
 
     Reasons: `too_long`; `dropped`: eager was as fast; `padding`: the padded step would take longer
     than eager, by its tokens (over twice as many) or by the measured times. `padded` adds `many`:
-    there are more requests than the graph computes hidden states for.
-
-    Args:
-        num_tokens: of the batch.
-        buckets: by number of tokens, ascending.
-        full: the unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
+    there are more requests than the graph computes hidden states for. buckets: ascending; full: the
+    unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
     """
     at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
     if at == len(buckets):
