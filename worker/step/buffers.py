@@ -116,7 +116,7 @@ class BatchBuffers:
             padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
                 of two, so that few kernel variants are compiled. 0: do neither.
             fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
-                tokens. Shapes and host bounds then depend on `padded_tokens` alone; `host` is None.
+                tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
@@ -144,8 +144,10 @@ class BatchBuffers:
 
     def max_reqs(self, padded_tokens: int) -> int:
         """Most requests that a graph of `padded_tokens` tokens can serve."""
-        long = padded_tokens >= LONG_STEP_TOKENS and not self._all_hidden
-        return MAX_LAST_TOKEN_ROWS if long else padded_tokens
+        return MAX_LAST_TOKEN_ROWS if self._is_long(padded_tokens) else padded_tokens
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
 
     def blank_chunk(self, num_tokens: int) -> Batch:
         """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
@@ -195,8 +197,7 @@ class BatchBuffers:
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
         """Fill `Batch.last_token_rows`; its length is the same for any number of requests."""
         num_reqs = len(query_start) - 1
-        long = num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
-        if not long or num_reqs > MAX_LAST_TOKEN_ROWS:
+        if not self._is_long(num_tokens) or num_reqs > MAX_LAST_TOKEN_ROWS:
             return None
         self._last_token_rows.zero_()
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
@@ -213,8 +214,6 @@ class BatchBuffers:
         The rest is pages for which the upload has no room, and pages of rows without a chunk in
         this plan: a decode worker may start decode rows in a prefill step.
         """
-        if not plan.pages:
-            return {}
         new, others, num_pages = dict[int, NewPages](), [], 0
         rows, width = {chunk.row for chunk in plan.chunks}, self._state.page_table.shape[1]
         for each in plan.pages:

@@ -51,20 +51,16 @@ class SentChunks:
 
 
 def line_width(num_reqs: int) -> int:
-    """i32 words of a line: one more than requests, rounded up to 16 bytes.
-
-    A kernel would be compiled anew for a pointer that is not a multiple of 16 bytes.
-    """
+    """i32 words of a line: one more than requests, rounded up to 16 bytes, as kernels expect."""
     return -(-(num_reqs + 1) // 4) * 4
 
 
 def pack(
     words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, NewPages], num_lines: int
 ) -> tuple[list[int], SentChunks]:
-    """Make the words to upload to the beginning of `words`, and their description for the kernel.
+    """Make the values to upload to the beginning of `words`, and their description for the kernel.
 
-    new: pages by row, for those of the chunks' rows that get some; num_lines: requests, padded ones
-    included.
+    new: pages of the chunks' rows that get some; num_lines: requests, padded ones included.
     """
     num_reqs, width = len(chunks), line_width(num_lines)
     assert num_reqs <= num_lines
