@@ -66,8 +66,7 @@ class Fields:
     def place(self, *places: str) -> tuple[Fields, str]:
         """(object, field) of the first of `places` that has a value; of the last if none has.
 
-        Raises:
-            UserError: two of them differ.
+        Raises UserError if two of them differ.
         """
         held = self._held(places)
         for where, field, value in held[1:]:
@@ -117,11 +116,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def read_fields(path: Path) -> Fields:
-    """The JSON object in the file `path`.
-
-    Raises:
-        UserError: there is no such file, or it holds something else.
-    """
+    """The JSON object in the file `path`; UserError if there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:

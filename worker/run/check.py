@@ -10,9 +10,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -195,19 +194,16 @@ class DecodeScene(_Scene):
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
         vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
-        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True)
-        start = RowStart(
+        text, penalties, slot = (), dict[str, Any](), 0
+        if row <= min(num_slots, NUM_PENALIZED):
+            text, slot = tuple(range(min(100, vocab_size))), row
+            penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
+            penalties["logit_bias"] = ((row, 1.5),)
+        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True, **penalties)
+        return RowStart(
             row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
-            last_token=row % vocab_size,
+            last_token=row % vocab_size, penalty_slot=slot, prompt=text, output=text[::2],
         )  # fmt: skip
-        if row > min(num_slots, NUM_PENALIZED):
-            return start
-        penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
-        sampling = msgspec.structs.replace(sampling, **penalties, logit_bias=((row, 1.5),))
-        text = tuple(range(min(100, vocab_size)))
-        return msgspec.structs.replace(
-            start, sampling=sampling, penalty_slot=row, prompt=text, output=text[::2]
-        )
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
         """One step from the scene's history: hidden states, KV, counts and the draws.

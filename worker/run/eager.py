@@ -27,17 +27,9 @@ def forward(
 
 
 def draw_eagerly(
-    loaded: LoadedModel,
-    forwarded: Decoded,
-    plan: Plan,
-    masks: Masks | None,
-    *,
-    ends_prompts: bool = False,
+    loaded: LoadedModel, forwarded: Decoded, plan: Plan, masks: Masks | None
 ) -> Result:
-    """Draw the tokens behind a forward op by op; see DecodeGraphs.draw.
-
-    ends_prompts: the forward was one of chunks.
-    """
+    """Draw the tokens behind a forward op by op; see DecodeGraphs.draw."""
     state, tail = loaded.state, plan.tail
     if state.device.type == "cuda" and (plan.penalized or masks is not None):
         # One tail serves every batch. With several, there would be six times as many kernels to
@@ -46,7 +38,7 @@ def draw_eagerly(
         masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
     sent = masks and Masks(*(state.pinned(x).to(state.device, non_blocking=True) for x in masks))
     draws = Draws(tail, plan.penalized, plan.num_logprobs, sent)
-    if not ends_prompts:
+    if not plan.chunks:
         return draw_and_propose(loaded, forwarded, draws)
     result = draw_rows(loaded, forwarded, draws)
     if loaded.drafter is not None and loaded.decodes:

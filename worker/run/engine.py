@@ -19,7 +19,7 @@ from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
 from worker.run.base import BucketCheck
-from worker.run.groups import LayerGroups
+from worker.run.flight import LayerGroups
 from worker.run.ranks import FromLeader
 from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport

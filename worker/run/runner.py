@@ -21,8 +21,7 @@ from worker.plan import Drawn, Plan, Tail
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
-from worker.run.flight import Step
-from worker.run.groups import LayerGroups
+from worker.run.flight import LayerGroups, Step
 from worker.run.ranks import Ranks
 from worker.run.stream import stream_of
 from worker.step.state import SampledRows
@@ -39,16 +38,15 @@ class ModelRunner:
 
     def __init__(
         self,
-        loaded: LoadedModel,
         graphs: Graphs,
         meter: StepMeter,
         step_log: StepLog | None = None,
         sums: WorkerMetrics | None = None,
     ) -> None:
-        self.loaded, self.graphs, self.meter = loaded, graphs, meter
-        self.stream = stream_of(loaded.state.device)
+        self.loaded, self.graphs, self.meter = graphs.loaded, graphs, meter
+        self.stream = stream_of(self.loaded.state.device)
         self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
-        self._state, self._log, self._sums = loaded.state, step_log, sums
+        self._state, self._log, self._sums = self.loaded.state, step_log, sums
         self._forwarded: Decoded | None = None  # of a masked plan, until its tail is launched
 
     def launch(
@@ -189,7 +187,7 @@ class ModelRunner:
         """Draw what follows a forward; masks: of its rows, on the host."""
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
-        return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+        return draw_eagerly(self.loaded, forwarded, plan, masks)
 
 
 class _Drafts(NamedTuple):

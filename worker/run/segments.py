@@ -140,7 +140,7 @@ class Capture(Generic[Made]):
         return self._open
 
     def replay(self) -> None:
-        """Enqueue everything on the current stream; breaks run now, within the current context."""
+        """Enqueue everything on the current stream; breaks run now, in the current context."""
         assert self._parts, "record() first"
         for segment, here in self._parts:
             segment.replay()

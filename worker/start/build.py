@@ -72,7 +72,7 @@ def build_engine(
     leads = start.rank_group.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
     loaded = load(start)
-    config, pool = loaded.config, loaded.model.pool
+    config, pool = loaded.config, loaded.graphs.loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
@@ -94,7 +94,7 @@ def build_engine(
         identity=start.model_layout.identity(config.model.name, loaded.digest),
         pool=pool,
         book=book,
-        runner=ModelRunner(loaded.model, loaded.graphs, meter, step_log, sums),
+        runner=ModelRunner(loaded.graphs, meter, step_log, sums),
         transport=transport,
         metrics=metrics,
         meter=meter,

@@ -67,7 +67,6 @@ class Loaded:
     """What `load` returns."""
 
     config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
-    model: LoadedModel
     graphs: Graphs
     checks: Sequence[BucketCheck]
     digest: str  # of all that a page's bytes depend on; equal for any number of ranks
@@ -103,15 +102,14 @@ def load(start: Start) -> Loaded:
             log.info("KV pool: %d pages, %s", pages, layout.describe())
             took.ended("pool")
             with memory.taking(reserve_bytes):
-                model = _assemble(config, pool, *weights)
-                graphs = build_graphs(model)
+                graphs = build_graphs(_assemble(config, pool, *weights))
                 checks = graphs.capture(start.progress)
                 if config.engine.strict:
                     poison(pool)
                 took.ended("graphs and their checks")
                 weights[0].collective.check()
     log.info("%s worker loaded in %s", config.role, took)
-    return Loaded(config, model, graphs, checks, digest)
+    return Loaded(config, graphs, checks, digest)
 
 
 class _Took:
