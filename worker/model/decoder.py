@@ -107,8 +107,7 @@ class Taps:
 class Decoder(nn.Module):
     """One rank of a model: embed, then forward, then logits of the rows that need them.
 
-    Raises:
-        Unsupported: the model cannot be divided among the collective's ranks.
+    Raises Unsupported if the model cannot be divided among the collective's ranks.
     """
 
     # Tensors that some checkpoints carry and no forward pass needs.
@@ -136,8 +135,7 @@ class Decoder(nn.Module):
         """Keep the residual after each of `layers` in later steps of up to `max_tokens` tokens.
 
         The norm behind a tapped layer writes the sum that it makes anyway into the buffer, so a tap
-        costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped; with
-        empty `layers` none are left.
+        costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped.
         """
         taps = Taps(layers, max_tokens, self.spec.hidden_size, self.placement)
         for number, layer in enumerate(self.layers):

@@ -73,12 +73,9 @@ class Loaded:
 
 
 def load(start: Start) -> Loaded:
-    """Load everything that the configuration names, on all ranks at once.
+    """Load everything that the configuration names, on all ranks at once; see `build_engine`.
 
     Workers that share a GPU load one after the other.
-
-    Raises:
-        UserError: see `build_engine`.
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)

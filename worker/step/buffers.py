@@ -11,12 +11,11 @@ from torch import Tensor
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
-from worker.plan import LONG_STEP_TOKENS, Plan
+from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
 from worker.step.chunk_rows import (
     DRAFT_LINES,
     NUM_LINES,
     TOKEN_LINES,
-    NewPages,
     chunk_rows,
     line_width,
     pack,
@@ -208,19 +207,19 @@ class BatchBuffers:
         words = self._staging.words
         return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
 
-    def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
+    def _new_pages(self, plan: Plan) -> dict[int, RowPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.
 
         The rest is pages for which the upload has no room, and pages of rows without a chunk in
         this plan: a decode worker may start decode rows in a prefill step.
         """
-        new, others, num_pages = dict[int, NewPages](), [], 0
+        new, others, num_pages = dict[int, RowPages](), [], 0
         rows, width = {chunk.row for chunk in plan.chunks}, self._state.page_table.shape[1]
         for each in plan.pages:
             fits = num_pages + len(each.pages) <= self._page_words
             if each.row in rows and each.row not in new and fits:
                 assert each.first + len(each.pages) <= width
-                new[each.row] = NewPages(each.first, each.pages)
+                new[each.row] = each
                 num_pages += len(each.pages)
             else:
                 others.append(each)

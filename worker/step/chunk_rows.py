@@ -3,26 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.plan import Chunk
+from worker.plan import Chunk, RowPages
 
 NUM_LINES = 6
 TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
 
 
-class NewPages(NamedTuple):
-    """page_table[row, first : first + len(pages)] = pages, for the row of one chunk."""
-
-    first: int
-    pages: Sequence[int]
-
-
-NOTHING_NEW = NewPages(0, ())
+NOTHING_NEW = RowPages(0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ def line_width(num_reqs: int) -> int:
 
 
 def pack(
-    words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, NewPages], num_lines: int
+    words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, RowPages], num_lines: int
 ) -> tuple[list[int], SentChunks]:
     """Make the values to upload to the beginning of `words`, and their description for the kernel.
 
