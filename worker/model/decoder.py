@@ -14,11 +14,10 @@ from worker.model.layers import (
     RowParallelLinear,
     SelfAttention,
     VocabParallelEmbedding,
-    gate_up_rows,
     selected,
 )
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, split_heads
+from worker.model.shard import Part, Shard, split_even, split_heads
 
 
 class FeedForward(nn.Module):
@@ -27,7 +26,8 @@ class FeedForward(nn.Module):
     def __init__(self, shape: LayerShape, placement: Placement) -> None:
         super().__init__()
         size, width, collective = shape.hidden_size, shape.intermediate_size, placement.collective
-        rows = gate_up_rows(width, collective.rank, collective.size)
+        held = split_even("intermediate_size", width, collective.rank, collective.size)
+        rows = dict.fromkeys(("gate_proj", "up_proj"), Part(width, held))
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=False)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=False)
 

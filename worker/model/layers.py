@@ -17,16 +17,7 @@ from torch import Tensor, nn
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
 from worker.model.shape import LayerShape
-from worker.model.shard import (
-    HeadSplit,
-    Part,
-    Shard,
-    all_of,
-    split_even,
-    split_heads,
-    stacked,
-    whole,
-)
+from worker.model.shard import Part, Shard, all_of, split_even, split_heads, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm
 from worker.ops.product import gated_product, product
@@ -162,21 +153,6 @@ class ReplicatedLinear(Linear):
         super().__init__({"": all_of(out_features)}, all_of(in_features), placement, bias=bias)
 
 
-def qkv_rows(heads: HeadSplit, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Part]:
-    """This rank's rows of the query, key and value projections; counts are the whole model's."""
-    q = slice(heads.first_head * head_dim, (heads.first_head + heads.num_heads) * head_dim)
-    first, num = heads.first_kv_head, heads.num_kv_heads
-    kv = Part(num_kv_heads * head_dim, slice(first * head_dim, (first + num) * head_dim))
-    return {"q_proj": Part(num_heads * head_dim, q), "k_proj": kv, "v_proj": kv}
-
-
-def gate_up_rows(intermediate_size: int, rank: int, size: int) -> dict[str, Part]:
-    """This rank's rows of the feed-forward's gate and up projections."""
-    held = split_even("intermediate_size", intermediate_size, rank, size)
-    part = Part(intermediate_size, held)
-    return {"gate_proj": part, "up_proj": part}
-
-
 def selected(x: Tensor, rows: Tensor | None) -> Tensor:
     """The rows of `x` with these numbers; None: all."""
     return x if rows is None else x.index_select(0, rows)
@@ -292,18 +268,18 @@ class SelfAttention(nn.Module):
     ) -> None:
         """in_features: of q, k and v; None: the hidden size."""
         super().__init__()
-        num_heads, head_dim, features = shape.num_heads, shape.head_dim, shape.features
-        collective, eps = placement.collective, shape.rms_norm_eps
-        heads = split_heads(num_heads, shape.num_kv_heads, collective.rank, collective.size)
-        self.qkv = ColumnParallelLinear(
-            in_features or shape.hidden_size,
-            qkv_rows(heads, num_heads, shape.num_kv_heads, head_dim),
-            placement,
-            bias=features.qkv_bias,
-        )
-        self.output = RowParallelLinear(
-            "o_proj", num_heads * head_dim, shape.hidden_size, placement, bias=features.output_bias
-        )
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
+        size, width = shape.hidden_size, num_heads * head_dim
+        heads = split_heads(num_heads, num_kv_heads, collective.rank, collective.size)
+        first, first_kv = heads.first_head * head_dim, heads.first_kv_head * head_dim
+        q = Part(width, slice(first, first + heads.num_heads * head_dim))
+        kv_rows = slice(first_kv, first_kv + heads.num_kv_heads * head_dim)
+        kv = Part(num_kv_heads * head_dim, kv_rows)
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        in_features = in_features or size
+        self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
+        self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None
         if features.qk_norm:
             self.q_norm = RMSNorm(head_dim, eps, placement)

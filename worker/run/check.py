@@ -177,19 +177,18 @@ class DecodeScene(_Scene):
     def __init__(self, loaded: LoadedModel, bucket: int, width: int = 1) -> None:
         self.drafts: Tensor | None = None  # [bucket, width - 1] i64: of the rows; None: none
         pool, page_size = loaded.pool, loaded.pool.layout.page_size
-        longest = min(MAX_CHECK_LEN, loaded.max_len - 1)
-        self.num_pages = min(-(-longest // page_size), (pool.num_pages - 1) // bucket)  # of a row
-        self.num_slots = self.num_pages * page_size  # of a row
+        most = min(MAX_CHECK_LEN, loaded.max_len - 1)
+        num_pages = min(-(-most // page_size), (pool.num_pages - 1) // bucket)  # of a row
+        self.num_slots = num_pages * page_size  # of a row
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
-        num_tokens = width * (2 * NUM_ROUNDS * NUM_TIMED + 3)  # of all steps to come, at most
-        longest = max(1, self.num_pages * page_size - num_tokens)
+        # All steps to come have to fit behind the longest history.
+        longest = max(1, self.num_slots - width * (2 * NUM_ROUNDS * NUM_TIMED + 3))
         starts = tuple(self._start(loaded, row, longest) for row in range(1, bucket + 1))
-        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, self.num_pages))
-        words = -(-loaded.model.spec.vocab_size // 32)
-        every_second = torch.full((words,), 0x55555555, dtype=torch.int32)
-        masks = torch.stack((torch.full_like(every_second, -1), every_second))
-        self._masks = Masks(masks, (torch.arange(bucket * width) % 3 == 0).long())
-        super().__init__(loaded, bucket * self.num_pages + 1)
+        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, num_pages))
+        every_second = torch.full((2, -(-loaded.model.spec.vocab_size // 32)), 0x55555555).int()
+        every_second[0] = -1  # no mask
+        self._masks = Masks(every_second, (torch.arange(bucket * width) % 3 == 0).long())
+        super().__init__(loaded, bucket * num_pages + 1)
 
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:

@@ -193,7 +193,7 @@ class TracedForward:
         self._model, self._compile_piece = model, compile_piece
         self._split: GraphModule | None = None
         self._max_tokens = 0
-        self._inputs: list[Any] = []  # of the traced graph; a str names an argument
+        self._inputs: list[Any] = []  # of the traced graph; a str names one that differs by call
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """See Decoder.forward; for two tokens or more.
@@ -217,9 +217,13 @@ class TracedForward:
             self._split = split_and_compile(traced, self._compile_piece)
             return called
 
+        names = {id(hidden): "hidden", id(positions): "positions"}
+
         def called(*inputs: Any) -> tuple[Tensor]:
             if not self._inputs:
-                self._inputs += (_name(x, hidden, positions) for x in inputs)
+                for x in inputs:
+                    name = "num_tokens" if isinstance(x, int) else names.get(id(x))
+                    self._inputs.append(name or x)
             return (hidden,)  # not used
 
         for argument in (hidden, positions):
@@ -231,13 +235,6 @@ class TracedForward:
             for num_tokens in range(2, hidden.shape[0]):
                 traced(hidden[:num_tokens], positions[:num_tokens])
         torch.compiler.reset()  # free what Dynamo keeps of the trace
-
-
-def _name(value: object, hidden: Tensor, positions: Tensor) -> object:
-    """The name of an input that differs by call; any other input itself."""
-    if isinstance(value, int):
-        return "num_tokens"
-    return "hidden" if value is hidden else "positions" if value is positions else value
 
 
 def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:

@@ -170,7 +170,13 @@ class ModelRunner:
         self._seed(plan)
         # For example "eager_padding": launched eagerly, as padding to a bucket would cost more.
         path = f"{path}_{shape.refused}" if shape.refused else path
-        sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
+        one_each = batch.last_token_rows is not None  # hidden states are one a chunk, not a token
+        ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
+        sampled = [  # index of the hidden state, row, position to draw
+            (i if one_each else end - 1, chunk.row, chunk.start + len(chunk.tokens))
+            for i, (chunk, end) in enumerate(zip(plan.chunks, ends, strict=True))
+            if chunk.sample
+        ]
         if not sampled:
             return Decoded(hidden, None, None, path, batch.num_tokens)
         columns = zip(*sampled, strict=True)
@@ -231,17 +237,3 @@ def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
     num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
     longest = plan.max_seq_len_ub
     return graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
-
-
-def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:
-    """For each chunk that samples: the index of its hidden state, its row, the position to draw.
-
-    one_each: there is one hidden state for each chunk, not for every token.
-    """
-    ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
-    last = range(len(plan.chunks)) if one_each else [end - 1 for end in ends]
-    return [
-        (at, chunk.row, chunk.start + len(chunk.tokens))
-        for at, chunk in zip(last, plan.chunks, strict=True)
-        if chunk.sample
-    ]

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -79,51 +80,37 @@ def load(start: Start) -> Loaded:
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
-    took = _Took()
+    began_at = time.monotonic()
+    ended_at = {"": began_at}  # when each part ended; work in flight counts for the next
     with memory.exclusive(), on_step_stream(device):
         memory.wait_for_share()
-        took.ended("waiting for the device")
+        ended_at["waiting for the device"] = time.monotonic()
         with explain_shortage("loading the weights"):
             weights, digest = _load_weights(start)
-        took.ended("weights")
+        ended_at["weights"] = time.monotonic()
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
             weights[0].tap((), 0)  # those of that run go
-        took.ended("largest steps")
+        ended_at["largest steps"] = time.monotonic()
         pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
             pool = KVPool(layout, pages, device)
             log.info("KV pool: %d pages, %s", pages, layout.describe())
-            took.ended("pool")
+            ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
                 graphs = build_graphs(_assemble(config, pool, *weights))
                 checks = graphs.capture(start.progress)
                 if config.engine.strict:
                     poison(pool)
-                took.ended("graphs and their checks")
+                ended_at["graphs and their checks"] = ended = time.monotonic()
                 weights[0].collective.check()
-    log.info("%s worker loaded in %s", config.role, took)
+    parts = pairwise(ended_at.items())
+    took = ", ".join(f"{part} {end - begin:.1f}" for (_, begin), (part, end) in parts)
+    log.info("%s worker loaded in %.1f s: %s", config.role, ended - began_at, took)
     return Loaded(config, graphs, checks, digest)
-
-
-class _Took:
-    """Seconds of each part of a start."""
-
-    def __init__(self) -> None:
-        self._began_at = self._last_at = time.monotonic()
-        self._parts: list[str] = []
-
-    def ended(self, part: str) -> None:
-        """End `part`, which began where the last one ended. Work in flight counts for the next."""
-        now = time.monotonic()
-        self._parts.append(f"{part} {now - self._last_at:.1f}")
-        self._last_at = now
-
-    def __str__(self) -> str:
-        return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
 
 
 def _collective(start: Start) -> Collective:

@@ -12,14 +12,7 @@ from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
-from worker.step.chunk_rows import (
-    DRAFT_LINES,
-    NUM_LINES,
-    TOKEN_LINES,
-    chunk_rows,
-    line_width,
-    pack,
-)
+from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
 # Most requests of a fixed-shape batch, and most tokens of each. For a fixed shape attention splits
