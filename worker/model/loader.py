@@ -65,13 +65,11 @@ def load_model(
 def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
     """Fill `model` from the safetensors files of directory `path`, one tensor after the other.
 
-    Raises:
-        UserError: a file is missing or broken; tensors are missing, unexpected or of another
-            shape (all of them are named, up to eight).
+    Raises UserError if a file is missing or broken, or if tensors are missing, unexpected or of
+    another shape (all of them are named, up to eight).
     """
     shards = model.shards()
-    missing = set(shards)
-    unexpected: list[str] = []
+    missing, unexpected = set(shards), list[str]()
     for file in weight_files(path):
         for name, tensor in _tensors(file, shards):
             if tensor is not None:
@@ -80,12 +78,8 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
                 progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
                 unexpected.append(name)
-    problems = [
-        f"{label} tensors: {listed(names)}"
-        for label, names in (("missing", sorted(missing)), ("unexpected", unexpected))
-        if names
-    ]
-    if problems:
+    kinds = ("missing", sorted(missing)), ("unexpected", unexpected)
+    if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.spec.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 

@@ -69,8 +69,8 @@ class BucketCheck:
 class Forward(NamedTuple):
     """One launched forward of chunks."""
 
-    # Hidden states after the final norm, [num_tokens, hidden]; if the batch has n last_token_rows,
-    # of these tokens only, [n, hidden]. The next step may overwrite them.
+    # After the final norm, [num_tokens, hidden]; if the batch has n last_token_rows, of these
+    # tokens only, [n, hidden]. The next step may overwrite it.
     hidden: Tensor
     path: str  # for metrics: "graph" (without breaks), "piecewise" or "eager"
 
@@ -97,8 +97,7 @@ class StepGraphs:
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
         """Prepare and check every bucket; called once, before the first launch.
 
-        Raises:
-            AssertionError: a graph and eager differ, and engine.strict is set.
+        Raises AssertionError if a graph and eager differ, and engine.strict is set.
         """
         return ()
 

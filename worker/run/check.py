@@ -47,9 +47,7 @@ def check_bucket(
 
     In windows the first draft of each row is right, and so are some of the others by chance. State
     and pages of `loaded` must be unused, and are reset. None: the pool is too small.
-
-    Raises:
-        AssertionError: the results differ, and engine.strict is set.
+    Raises AssertionError if the results differ, and engine.strict is set.
     """
     scene = DecodeScene(loaded, bucket, width)
     if scene.num_slots < width + 2:

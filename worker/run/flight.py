@@ -37,11 +37,9 @@ NUM_LAUNCHES = 8  # recent launches; the next is assumed to take as long as the 
 class LayerGroups:
     """The layer hook of one prefill step: records an event as each layer group becomes final.
 
-    Pages of other regions (a drafter's) travel with the last group (`RankPair.runs`). So if there
-    are other regions, the last event is recorded once these are written, too.
-
-    With several ranks a layer's KV is final when all ranks have stored theirs. The leader knows
-    that after the layer's all-reduce, so a group counts as final from the next layer on.
+    Pages of other regions (a drafter's) travel with the last group, whose event is recorded once
+    these are written, too. With several ranks a layer's KV is final when all have stored theirs.
+    The leader knows that after the layer's all-reduce: a group is final from the next layer on.
 
     If the stream launches in the engine thread, `while_launching` is called at each layer, once the
     store of its KV is enqueued. Meanwhile that thread announces the groups of the previous step.
@@ -86,7 +84,7 @@ class LayerGroups:
             self._while_launching()
 
     def on_regions(self) -> None:
-        """Called once the step has written all regions: the groups that are left become final."""
+        """Make the groups that are left final: the step has written all regions."""
         for event in self._events[self._by_layers :]:
             event.record()
 

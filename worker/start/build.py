@@ -139,28 +139,23 @@ def model_layout(
     config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
     """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
+    num_groups = config.kv.num_groups
+    if num_groups == "auto":
+        # On a CPU a pull is short beside a step: little to gain by hiding it.
+        most = 1 if config.engine.device == "cpu" else MAX_GROUPS
+        num_groups = max(n for n in range(1, most + 1) if spec.num_layers % n == 0)
+        log.debug("kv.num_groups = %d (of %d layers)", num_groups, spec.num_layers)
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        num_groups=_num_groups(config, spec.num_layers),
+        num_groups=num_groups,
         page_size=int(config.kv.page_size),
         dtype=config.model.dtype,
     )
-    if drafter is None:
-        return ModelLayout((target,))
-    return ModelLayout((target, *regions(drafter, target.page_size, target.dtype)))
-
-
-def _num_groups(config: WorkerConfig, num_layers: int) -> int:
-    if config.kv.num_groups != "auto":
-        return config.kv.num_groups
-    if config.engine.device == "cpu":  # a pull is short beside a step: little to gain by hiding it
-        return 1
-    chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
-    log.debug("kv.num_groups = %d (of %d layers)", chosen, num_layers)
-    return chosen
+    drafted = () if drafter is None else regions(drafter, target.page_size, target.dtype)
+    return ModelLayout((target, *drafted))
 
 
 def _metrics(

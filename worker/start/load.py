@@ -42,8 +42,6 @@ from worker.step.state import StateShape, StepState, Windows
 
 log = logging.getLogger("kvlane.start")
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 @dataclass(frozen=True, slots=True)
 class Start:
@@ -131,7 +129,7 @@ def _collective(start: Start) -> Collective:
 def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], str]:
     """The models of a worker, and the digest of both."""
     config, collective = start.config, _collective(start)
-    device, dtype = torch.device(config.engine.device), DTYPES[config.model.dtype]
+    device, dtype = torch.device(config.engine.device), getattr(torch, config.model.dtype)
     load_format, seed = config.model.load_format, config.model.seed
     model = load_model(
         config.model.directory,

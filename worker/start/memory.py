@@ -85,8 +85,8 @@ class DeviceMemory:
     def wait_for_share(self) -> None:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
 
-        Peers may still map the memory of the worker that ran on this GPU before, which keeps it
-        allocated. Skipped when engine.num_pages is set: what is needed is not known then.
+        Peers may still map, and so keep, the memory of the worker that ran on this GPU before.
+        Skipped when engine.num_pages is set: what is needed is not known then.
         """
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
@@ -185,11 +185,10 @@ def memory_of(engine: EngineConfig) -> DeviceMemory:
 
 @contextmanager
 def process_lock(name: str, resource: str) -> Iterator[None]:
-    """Hold a lock between the processes of a host; waiting for it is logged.
+    """Hold a lock between the processes of a host; `cluster.start_timeout_s` bounds the wait.
 
     The lock is an abstract socket address: the kernel frees it however the process ends, and no
     file is left. Processes in different network namespaces do not see each other's locks.
-    `cluster.start_timeout_s` bounds the wait.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         began_at, logged_at = time.monotonic(), float("-inf")
@@ -266,7 +265,6 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
     """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
 
     A larger batch costs memory for steps and graphs, which only pays if its requests have KV pages.
-    MIN_AUTO_REQS need little of it, and requests may be shorter than ROW_TOKENS.
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
     row_bytes = -(-num_tokens // int(config.kv.page_size)) * page_bytes

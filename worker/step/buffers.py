@@ -101,14 +101,10 @@ class BatchBuffers:
     def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
         """Build the batch of a prefill plan, and write the plan's pages to the page table.
 
-        The batch lies in buffers that the next call overwrites.
-
-        Args:
-            plan: has chunks, no more than the state has rows.
-            padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
-                of two, so that few kernel variants are compiled. 0: do neither.
-            fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
-                tokens. Shapes and host bounds then depend on `padded_tokens` alone.
+        The batch lies in buffers that the next call overwrites. padded_tokens: pad it to so many
+        and round max_query_len up to a power of two, so that few kernel variants are compiled; 0:
+        do neither. fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
+        tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
