@@ -27,7 +27,8 @@ class FeedForward(nn.Module):
         super().__init__()
         size, width, collective = shape.hidden_size, shape.intermediate_size, placement.collective
         held = split_even("intermediate_size", width, collective.rank, collective.size)
-        rows = dict.fromkeys(("gate_proj", "up_proj"), Part(width, held))
+        part = Part(width, held)
+        rows = {"gate_proj": part, "up_proj": part}
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=False)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=False)
 

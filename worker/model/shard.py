@@ -83,12 +83,8 @@ def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> Head
         raise Unsupported(
             f"{num_kv_heads} kv heads can be neither divided among {size} ranks nor copied evenly"
         )
-    return HeadSplit(
-        num_heads=num_heads // size,
-        num_kv_heads=max(1, num_kv_heads // size),
-        first_head=rank * (num_heads // size),
-        first_kv_head=rank * num_kv_heads // size,
-    )
+    held, held_kv = num_heads // size, max(1, num_kv_heads // size)
+    return HeadSplit(held, held_kv, rank * held, rank * num_kv_heads // size)
 
 
 def split_even(name: str, count: int, rank: int, size: int) -> slice:

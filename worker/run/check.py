@@ -191,11 +191,11 @@ class DecodeScene(_Scene):
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
         vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
-        text, penalties, slot = (), dict[str, Any](), 0
-        if row <= min(num_slots, NUM_PENALIZED):
-            text, slot = tuple(range(min(100, vocab_size))), row
-            penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
-            penalties["logit_bias"] = ((row, 1.5),)
+        slot = row if row <= min(num_slots, NUM_PENALIZED) else 0
+        text, penalties = (), dict[str, Any](logit_bias=((row, 1.5),) if slot else ())
+        if slot:
+            text = tuple(range(min(100, vocab_size)))
+            penalties |= dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
         sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True, **penalties)
         return RowStart(
             row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
@@ -212,9 +212,9 @@ class DecodeScene(_Scene):
         step = launches.step(self.rows, tail, plan.width)
         result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
         drawn = [result.drawn, result.values, result.ids] if result is not None else []
-        state = self._loaded.state
-        left = *state.columns.of_rows(), state.penalties.counts[1 : NUM_PENALIZED + 1]
-        made = step.hidden, self.written(), *left, *drawn
+        columns, counts = self._loaded.state.columns, self._loaded.state.penalties.counts
+        left = columns.active, columns.seq_len, columns.last_token, columns.drafts
+        made = step.hidden, self.written(), *left, counts[1 : NUM_PENALIZED + 1], *drawn
         return [tensor.clone() for tensor in made if tensor is not None]
 
     def set(self) -> None:

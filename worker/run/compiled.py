@@ -98,10 +98,7 @@ ATTEND = _custom_op(
 )
 
 # In plain torch, so that Inductor fuses them.
-DEFINITIONS: dict[Any, Callable[..., Any]] = {
-    RMS_NORM: rms_norm_ref,
-    ADD_RMS_NORM: add_rms_norm_ref,
-}
+DEFINITIONS = {RMS_NORM: rms_norm_ref, ADD_RMS_NORM: add_rms_norm_ref}
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
@@ -243,20 +240,14 @@ def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks
     Raises Unsupported if there is a drafter, the worker has several ranks, or
     engine.max_prefill_tokens is 1, which Dynamo cannot make a dynamic size.
     """
-    refusals = (
-        (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),
-        (
-            loaded.model.collective.size > 1,
-            "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
-            "engine.graph.prefill=piecewise, or tp to 1",
-        ),
-        (
-            loaded.drafter is not None,
-            "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
-            "engine.graph.prefill=piecewise",
-        ),
-    )
-    for refused, why in refusals:
+    refusals = {
+        "needs engine.max_prefill_tokens of 2 or more": int(loaded.config.max_prefill_tokens) < 2,
+        "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
+        "engine.graph.prefill=piecewise, or tp to 1": loaded.model.collective.size > 1,
+        "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
+        "engine.graph.prefill=piecewise": loaded.drafter is not None,
+    }
+    for why, refused in refusals.items():
         if refused:
             raise Unsupported(f"engine.graph.prefill=compiled {why}", "engine.graph.prefill")
     rounding = ROUNDING[loaded.model.placement.dtype]

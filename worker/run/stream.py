@@ -113,8 +113,7 @@ class _CpuHandle:
 class CudaStream:
     """The step stream of a device, made current in the thread that submits.
 
-    It is not the default stream: KV pulls are copies that wait for the default stream, so they
-    would wait for the step in flight.
+    It is not the default stream: KV pulls are copies that wait for that one.
     """
 
     launches_here = True
@@ -167,8 +166,7 @@ def step_stream(device: torch.device) -> torch.cuda.Stream:
 def on_step_stream(device: torch.device) -> Iterator[None]:
     """On CUDA, run the body on the stream of later steps, then wait for the device.
 
-    The caching allocator reuses freed memory only on the stream that allocated it. On the CPU, just
-    run the body.
+    The caching allocator reuses freed memory only on the stream that allocated it.
     """
     if device.type == "cpu":
         yield

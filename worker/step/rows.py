@@ -28,10 +28,6 @@ class RowColumns:
     # next step verifies. -1: there is none; no draw equals it.
     drafts: Tensor
 
-    def of_rows(self) -> tuple[Tensor, ...]:
-        """The columns that steps change."""
-        return self.active, self.seq_len, self.last_token, self.drafts
-
 
 @dataclass(slots=True, frozen=True)
 class SampledRows:
