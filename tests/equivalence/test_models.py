@@ -176,9 +176,8 @@ class Engine:
 
 
 def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
-    spec = read_model_shape(path)
-    collective = collective or SingleCollective()
-    return load_model(path, spec, collective, device=CPU, dtype=torch.float32, **options)
+    placement = Placement(collective or SingleCollective(), torch.float32, CPU)
+    return load_model(path, read_model_shape(path), placement, **options)
 
 
 def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:

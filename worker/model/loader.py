@@ -16,7 +16,6 @@ from worker.model.layers import Placement
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
 from worker.observe.metrics import Progress, no_progress
-from worker.peers.base import Collective
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -41,20 +40,18 @@ class Loadable(Protocol):
 def load_model(
     path: Path,
     shape: ModelShape,
-    collective: Collective,
+    placement: Placement,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Decoder:
-    """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
+    """This rank's part of the model in directory `path`, in eval mode.
 
     "dummy" reads no file: weights follow from `seed` and their names, so any number of ranks makes
     the same model (on one type of device). Raises UserError as `read_weights`.
     """
-    model = Decoder(shape, Placement(collective, dtype, device))
+    model = Decoder(shape, placement)
     if load_format == "dummy":
         fill_with_noise(model.shards(), seed, progress)
     else:

@@ -18,6 +18,7 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
+from worker.model.layers import Placement
 from worker.model.loader import Loadable, load_model
 from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress
@@ -128,15 +129,13 @@ def _collective(start: Start) -> Collective:
 
 def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], str]:
     """The models of a worker, and the digest of both."""
-    config, collective = start.config, _collective(start)
-    device, dtype = torch.device(config.engine.device), getattr(torch, config.model.dtype)
+    config, device = start.config, torch.device(start.config.engine.device)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
     load_format, seed = config.model.load_format, config.model.seed
     model = load_model(
         config.model.directory,
         start.shape,
-        collective,
-        device=device,
-        dtype=dtype,
+        Placement(_collective(start), dtype, device),
         load_format=load_format,
         seed=seed,
         progress=start.progress,
