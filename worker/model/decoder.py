@@ -83,8 +83,7 @@ class DecoderLayer(nn.Module):
 class Taps:
     """A buffer for the residual after some layers of a decoder, which each step fills anew.
 
-    layers: numbers of the tapped layers, ascending, each once; max_tokens: of a step, padding
-    included; hidden_size, placement: of the model.
+    layers: their numbers, ascending, each once; max_tokens: of a step, padding included.
     """
 
     def __init__(

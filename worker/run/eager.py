@@ -32,8 +32,8 @@ def draw_eagerly(
     """Draw the tokens behind a forward op by op; see DecodeGraphs.draw."""
     state, tail = loaded.state, plan.tail
     if state.device.type == "cuda" and (plan.penalized or masks is not None):
-        # One tail serves every batch. With several, there would be six times as many kernels to
-        # compile, and some would compile for the first time while requests wait.
+        # One tail serves every batch: with several, six times as many kernels would be compiled,
+        # some for the first time while requests wait.
         tail = TAILS[-1]
         masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
     sent = masks and Masks(*(state.pinned(x).to(state.device, non_blocking=True) for x in masks))

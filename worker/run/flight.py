@@ -119,10 +119,7 @@ class Step:
         return self.end is not None and self.end.done()
 
     def tells(self, wake: Callable[[], None]) -> bool:
-        """Have another thread call `wake` when the step is done; False: nothing will.
-
-        Only on the CPU, where a loop that polls takes the step's own core.
-        """
+        """See Handle.tells. Only on the CPU, where a loop that polls takes the step's own core."""
         return self.end is not None and self.end.tells(wake)
 
     def drafts(self) -> list[list[int]]:

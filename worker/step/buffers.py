@@ -114,7 +114,17 @@ class BatchBuffers:
         num_tokens = max(padded_tokens, sent.num_tokens)
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
-            return self._fixed_batch(num_tokens, sent.width)
+            if (batch := self._fixed_batches.get(num_tokens)) is not None:
+                self._last_tokens(num_tokens, batch.query_start)
+                return batch
+            batch = self._fixed_batches[num_tokens] = self._of_chunks(
+                num_tokens,
+                *self._lengths(num_lines, sent.width),
+                page_table=self._tables,
+                max_query_len=num_tokens,
+                max_seq_len_ub=self.max_fixed_len,
+            )
+            return batch
         if padded_tokens:
             longest = min(padded_tokens, power_of_two(longest))
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
@@ -150,20 +160,6 @@ class BatchBuffers:
             max_seq_len_ub=num_tokens,
             host=HostLengths([num_tokens], [num_tokens]),
         )
-
-    def _fixed_batch(self, num_tokens: int, width: int) -> Batch:
-        batch = self._fixed_batches.get(num_tokens)
-        if batch is None:
-            batch = self._fixed_batches[num_tokens] = self._of_chunks(
-                num_tokens,
-                *self._lengths(self.fixed_reqs, width),
-                page_table=self._tables,
-                max_query_len=num_tokens,
-                max_seq_len_ub=self.max_fixed_len,
-            )
-        else:
-            self._last_tokens(num_tokens, batch.query_start)
-        return batch
 
     def _of_chunks(
         self, num_tokens: int, query_start: Tensor, seq_lens: Tensor, **rest: Any

@@ -58,10 +58,9 @@ def pack(
     assert num_reqs <= num_lines
     query_start = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
     num_tokens, padding = query_start[-1], [0] * (width - num_reqs)
-    begin_of, begin = dict[int, int](), NUM_LINES * width + num_tokens
-    for row, each in new.items():
-        begin_of[row] = begin
-        begin += len(each.pages)
+    sizes = (len(each.pages) for each in new.values())
+    begins = accumulate(sizes, initial=NUM_LINES * width + num_tokens)
+    begin_of = dict(zip(new, begins, strict=False))
     of_chunks = [new.get(chunk.row, NOTHING_NEW) for chunk in chunks]
     last_pages = [each.first + len(each.pages) for each in of_chunks]
     values = [chunk.row for chunk in chunks] + padding
