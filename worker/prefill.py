@@ -13,8 +13,7 @@ from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersC
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
-from worker.run.flight import Flight, Step
-from worker.run.groups import LayerGroups
+from worker.run.flight import Flight, LayerGroups, Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.transfer.outbound import Outbound, OutboundContext

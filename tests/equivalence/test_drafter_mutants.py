@@ -145,7 +145,7 @@ def seen_causally(*, causal: bool, window: int | None) -> KeyMask:
 
 CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain_model.ChainDrafter"
 DFLASH = "worker.drafts.dflash"
-TAPS, PAIR_RUNS = "worker.model.taps.Taps.after", "worker.transfer.layout.RankPair.runs"
+TAPS, PAIR_RUNS = "worker.model.decoder.Taps.after", "worker.transfer.layout.RankPair.runs"
 ONE_LAYER_EARLY = given(lambda taps, layer: (taps, layer + 1))
 # What is active instead of valid: the last tokens of a request that ends are missing.
 ACTIVE = given(

@@ -176,9 +176,8 @@ class Engine:
 
 
 def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
-    spec = read_model_shape(path)
-    collective = collective or SingleCollective()
-    return load_model(path, spec, collective, device=CPU, dtype=torch.float32, **options)
+    placement = Placement(collective or SingleCollective(), torch.float32, CPU)
+    return load_model(path, read_model_shape(path), placement, **options)
 
 
 def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
@@ -302,8 +301,6 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path):
     file.unlink()
     with pytest.raises(ValueError, match=r"no \*\.safetensors file"):
         load(tmp_path)
-    with pytest.raises(ValueError, match="unknown load format"):
-        load(tmp_path, load_format="gguf")
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path):

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from worker.plan import Chunk, Plan, RowPages
-from worker.step.buffers import BatchBuffers
-from worker.step.staging import DEPTH, Staging
+from worker.step.buffers import DEPTH, BatchBuffers, Staging
 from worker.step.state import StateShape, StepState
 
 pytest.importorskip("triton", reason="Triton is not installed")

@@ -99,9 +99,9 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
         assert compared == [each.num_tokens for each in bench.runner.buckets] or not compared
     assert checks
     assert all(check.equal for check in checks)
-    segments = {each.capture.num_segments for each in bench.runner.piecewise.values()}
+    segments = {each.num_segments for each in bench.runner.piecewise.values()}
     assert segments == {bench.engine.spec.num_layers + 1}
-    assert {each.capture.num_segments for each in bench.runner.full.values()} <= {2, 3}
+    assert {each.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
 @pytest.mark.gpu(1)

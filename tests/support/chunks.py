@@ -69,7 +69,7 @@ def poison(bench: Bench) -> None:
     buffers._last_token_rows.fill_(1 << 40)
     runner.embedded.fill_(float("nan"))
     for captured in (*runner.piecewise.values(), *runner.full.values()):
-        captured.hidden.fill_(float("nan"))
+        captured.made.fill_(float("nan"))
 
 
 def counts_of(bucket: int) -> list[int]:

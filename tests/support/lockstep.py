@@ -130,7 +130,7 @@ class Lockstep:
         if num_prefill:
             engine = self._engine(PREFILL, sections)
             self.loops[PREFILL] = PrefillLoop(engine, self._post(PREFILL), "i")
-            member = engine.member("prefill-0", "i", "", "")
+            member = engine.member("prefill-0", "i", "", "", (engine.endpoint(),))
             self._post(DECODE).post(MembersChanged((member,)))
         for loop in self.loops.values():
             loop.flight.waits = False

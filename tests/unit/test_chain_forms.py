@@ -33,6 +33,7 @@ from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
+PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
 IDS = "eagle_aux_hidden_state_layer_ids"
 REDUCED = {"draft_vocab_size": 40}
 # What of each form can be set, all of it somewhere. A name begins with the form's.
@@ -77,8 +78,7 @@ def write_case(path: Path, case: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "load_format": "dummy"}
-    return load_model(Path(), TARGET, SingleCollective(), **options)
+    return load_model(Path(), TARGET, PLACEMENT, load_format="dummy")
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
@@ -211,8 +211,7 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(
     assert spec == replace(
         TARGET, architecture="MiMoForCausalLM", attention_bias=True, dtype=spec.dtype
     )
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
-    whole = load_model(tmp_path, spec, SingleCollective(), **options)
+    whole = load_model(tmp_path, spec, PLACEMENT)
     assert weights_digest(part_sums(whole.shards())) == weights_digest(part_sums(target.shards()))
 
     def load_drafter() -> ChainDrafter:

@@ -145,7 +145,7 @@ def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
 def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
     assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
     for captured in bench.runner.piecewise.values():
-        assert captured.capture.num_segments == bench.engine.spec.num_layers + 1
+        assert captured.num_segments == bench.engine.spec.num_layers + 1
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:

@@ -20,13 +20,14 @@ from worker.drafts.dflash_model import DFlashDrafter
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
 
 TARGET = shallow(4)
 CPU = torch.device("cpu")
-KIND: Any = {"device": CPU, "dtype": torch.float32}
+PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
 TAPS = {"taps": (0, 1, 2), "head_dim": 32}
 FORMS: dict[str, dict[str, Any]] = {
     "zlab": {},
@@ -57,7 +58,7 @@ NUM_TEXT, BLOCK = 21, 4
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
     target = read_model_shape(TARGET)
     written = write_dflash(directory, target, **TAPS | options)
-    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    model = load_model(TARGET, target, PLACEMENT)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
     drafter.fill(directory)
     return drafter, written
@@ -119,7 +120,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     target = read_model_shape(TARGET)
     write_dflash(tmp_path, target, num_layers=3, **TAPS)
     change_config(tmp_path, {"num_hidden_layers": 2})
-    model = load_model(TARGET, target, SingleCollective(), **KIND)
+    model = load_model(TARGET, target, PLACEMENT)
     drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
         drafter.fill(tmp_path)

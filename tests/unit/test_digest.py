@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from worker.config import ModelConfig
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.model.shard import Shard
@@ -41,7 +42,7 @@ def total(tensor: Tensor) -> int:
 
 
 def digest_of(directory: Path, dtype: torch.dtype = torch.float32) -> str:
-    model = load_model(directory, SPEC, SingleCollective(), device=CPU, dtype=dtype)
+    model = load_model(directory, SPEC, Placement(SingleCollective(), dtype, CPU))
     return weights_digest(part_sums(model.shards()))
 
 

@@ -6,7 +6,6 @@ from threading import Event
 from typing import Any
 
 import pytest
-import torch
 
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
@@ -211,7 +210,7 @@ def test_layer_groups_are_looked_at_while_their_step_computes(device: Device) ->
 
 
 def test_work_of_the_cpu_tells_its_end_once() -> None:
-    stream, told, may_end = CpuStream(torch.device("cpu")), [], Event()
+    stream, told, may_end = CpuStream(), [], Event()
     end = stream.submit(lambda: may_end.wait() and None)
     assert end.tells(lambda: told.append(end))
     assert end.tells(lambda: told.append(end))
@@ -222,7 +221,7 @@ def test_work_of_the_cpu_tells_its_end_once() -> None:
 
 
 def test_work_behind_a_failure_fails_in_the_same_way() -> None:
-    stream, ran = CpuStream(torch.device("cpu")), list[int]()
+    stream, ran = CpuStream(), list[int]()
     failed = stream.submit(lambda: ran.append(1 // 0))
     behind = stream.submit(lambda: ran.append(1))
     for handle in (failed, behind):

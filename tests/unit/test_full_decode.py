@@ -74,7 +74,7 @@ def test_texts_and_logprobs_through_graphs_equal_eager(
     replayed: Counter[object] = Counter()
     for kind, found in (("step", graphs._captured), ("tail", graphs._tails)):
         for key, captured in found.items():
-            captured.capture.replay = counting(captured.capture.replay, replayed, (kind, key[2]))
+            captured.replay = counting(captured.replay, replayed, (kind, key[2]))
     assert same_answers(served(cluster), eager)
     tails = {("tail", False), ("tail", True)}
     assert set(replayed) >= {("step", "none"), ("step", "greedy")} | tails

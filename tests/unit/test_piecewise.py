@@ -61,9 +61,9 @@ def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
     num_layers = bench.engine.spec.num_layers
     assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
     for captured in bench.runner.piecewise.values():
-        assert captured.capture.num_segments == num_layers + 1
+        assert captured.num_segments == num_layers + 1
     for captured in bench.runner.full.values():
-        assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
+        assert captured.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
 
 
 def test_kernels_are_compiled_for_every_chunk_that_is_captured(

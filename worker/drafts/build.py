@@ -15,9 +15,8 @@ from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.drafts.features import Features
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
-from worker.model.decoder import Decoder
+from worker.model.decoder import Decoder, Taps
 from worker.model.shape import ModelShape
-from worker.model.taps import Taps
 from worker.ops.mask import KeyMask
 from worker.plan import max_rows
 from worker.step.state import StepState

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from worker.drafts.draft_ids import DraftIds
 from worker.drafts.drafter_shape import DrafterShape
 from worker.model.decoder import Decoder
-from worker.model.layers import VocabParallelEmbedding
-from worker.model.loader import LoadFormat, check_format, fill_with_noise, read_weights
-from worker.model.rotary import RotaryEmbedding
+from worker.model.layers import RotaryEmbedding, VocabParallelEmbedding
+from worker.model.loader import LoadFormat, fill_with_noise, read_weights
 from worker.model.shard import Shard, split_heads
 
 
@@ -59,7 +58,6 @@ class DrafterModel(nn.Module):
         "dummy" gives a reduced vocabulary evenly spread ids. Raises ValueError as load_model, or
         if the drafter's ids do not fit the target's.
         """
-        check_format(load_format)
         if load_format == "dummy":
             tables = self.ids.shards()
             # Names of its own: a part that is called as one of the target's is not to equal it.

@@ -8,7 +8,7 @@ from torch import Tensor
 from worker.drafts.chain_model import ChainDrafter
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.forward.batch import Batch
-from worker.model.taps import Taps
+from worker.model.decoder import Taps
 from worker.step.state import StepState
 
 Model = TypeVar("Model", ChainDrafter, DFlashDrafter)

@@ -10,7 +10,7 @@ SHORT_KEYS = 2048  # a bound of seq_lens up to which attention of chunks may hav
 
 
 class Bounds(NamedTuple):
-    """A batch's padded shape, and what the host knows of its lengths: kernels are chosen by it."""
+    """A batch's padded shape and host bounds of its lengths, by which kernels are chosen."""
 
     num_reqs: int
     num_tokens: int
@@ -22,13 +22,21 @@ class Bounds(NamedTuple):
 class HostLengths:
     """The lengths of a batch as the host knows them, for attention backends that plan there.
 
-    seq_lens equal the device's for every request that is active there. A request that has ended on
-    the device stays in the host's batch for one more step, with a length that is too high by one.
-    Its page table is the sink's by then, and its result is not used.
+    seq_lens equal the device's for every request that is active there. One that has ended on the
+    device stays in the host's batch for one more step, with a length that is too high by one. Its
+    page table is the sink's by then, and its result is not used.
     """
 
     query_lens: Sequence[int]  # [num_reqs]; tokens of each request
     seq_lens: Sequence[int]  # [num_reqs]; KV lengths after this step, at least query_lens
+
+
+class WindowShape(NamedTuple):
+    """What a decode step's work depends on besides its rows."""
+
+    width: int  # tokens of a row's window: the last drawn one and the drafts behind it
+    max_seq_len_ub: int  # host bound of the KV lengths after the step, with whole windows
+    host: HostLengths | None = None  # None: wider than 1, so nobody knows them; or captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +82,5 @@ class Batch:
 
     @property
     def bounds(self) -> Bounds:
-        """By which kernels are chosen."""
+        """Of this batch."""
         return Bounds(self.num_reqs, self.num_tokens, self.max_query_len, self.max_seq_len_ub)

@@ -24,9 +24,8 @@ class LayerAttention(Protocol):
         """Attend up to each position; the tokens' own keys and values are stored already.
 
         q: [num_tokens, num_heads, head_dim] of the pool's dtype. Returns the same shape, in the
-        memory of `out` if that is given (of q's shape and dtype, contiguous); padded tokens are
-        zero. The plan is the current forward context's. Writes no slot. A request's result depends
-        on no slot past its own KV length.
+        memory of `out` if given (of q's shape and dtype, contiguous); padded tokens are zero. The
+        plan is the current context's. A result depends on no slot past its request's KV length.
         """
         ...
 

@@ -1,41 +1,41 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
     RMSNorm,
+    RotaryEmbedding,
     RowParallelLinear,
     SelfAttention,
     VocabParallelEmbedding,
-    gate_up_rows,
     selected,
 )
-from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, split_heads
-from worker.model.taps import Taps
+from worker.model.shard import Part, Shard, split_even, split_heads
 
 
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] -> this rank's part of the sum."""
 
     def __init__(self, shape: LayerShape, placement: Placement) -> None:
         super().__init__()
         size, width, collective = shape.hidden_size, shape.intermediate_size, placement.collective
-        rows = gate_up_rows(width, collective.rank, collective.size)
+        held = split_even("intermediate_size", width, collective.rank, collective.size)
+        part = Part(width, held)
+        rows = {"gate_proj": part, "up_proj": part}
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=False)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [num_tokens, hidden_size] -> this rank's part of the sum, same shape."""
         return self.down(self.gate_up.gated(hidden))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         return self.gate_up.shards(prefix) | self.down.shards(prefix)
 
 
@@ -62,10 +62,9 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(this rank's part of the feed-forward's output, the residual it is to be added to).
 
-        part: [num_tokens, hidden_size]; what the layer before returned, or, with residual None,
-        the embedded tokens. The layer's true input is residual + the ranks' sum of part.
-        rows: [n] i64; only the hidden states of these rows are returned; None: of all. The KV of
-        all tokens is stored and attended to either way.
+        part: [num_tokens, hidden_size]; of the layer before, or, with residual None, the embedded
+        tokens. The layer's true input is residual + the ranks' sum of part. rows: [n] i64; only
+        their hidden states are returned; None: all. KV is stored and read of all tokens anyway.
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
         part = self.attention(hidden, positions, rows)
@@ -73,7 +72,6 @@ class DecoderLayer(nn.Module):
         return self.feed_forward(hidden), residual
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         return (
             self.input_norm.shards(f"{prefix}.input_layernorm")
             | self.attention.shards(f"{prefix}.self_attn")
@@ -82,11 +80,34 @@ class DecoderLayer(nn.Module):
         )
 
 
+class Taps:
+    """A buffer for the residual after some layers of a decoder, which each step fills anew.
+
+    layers: their numbers, ascending, each once; max_tokens: of a step, padding included.
+    """
+
+    def __init__(
+        self, layers: Sequence[int], max_tokens: int, hidden_size: int, placement: Placement
+    ) -> None:
+        assert all(a < b for a, b in pairwise(layers))
+        shape = max_tokens, len(layers) * hidden_size
+        self._buffer = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
+        parts = self._buffer.view(max_tokens, len(layers), hidden_size).unbind(1)
+        self._columns = dict(zip(layers, parts, strict=True))
+
+    def after(self, layer: int) -> Tensor | None:
+        """Where the residual after `layer` goes: [max_tokens, hidden], strided."""
+        return self._columns.get(layer)
+
+    def rows(self, num_tokens: int) -> Tensor:
+        """What the latest step has left: [num_tokens, number of taps * hidden]."""
+        return self._buffer[:num_tokens]
+
+
 class Decoder(nn.Module):
     """One rank of a model: embed, then forward, then logits of the rows that need them.
 
-    Raises:
-        Unsupported: the model cannot be divided among the collective's ranks.
+    Raises Unsupported if the model cannot be divided among the collective's ranks.
     """
 
     # Tensors that some checkpoints carry and no forward pass needs.
@@ -114,8 +135,7 @@ class Decoder(nn.Module):
         """Keep the residual after each of `layers` in later steps of up to `max_tokens` tokens.
 
         The norm behind a tapped layer writes the sum that it makes anyway into the buffer, so a tap
-        costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped; with
-        empty `layers` none are left.
+        costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped.
         """
         taps = Taps(layers, max_tokens, self.spec.hidden_size, self.placement)
         for number, layer in enumerate(self.layers):
@@ -129,11 +149,10 @@ class Decoder(nn.Module):
         return self.embedding(input_ids)
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """All layers and the final norm, within a forward_context().
+        """All layers and the final norm, within a forward_context(): [num_tokens, hidden_size].
 
-        hidden: [num_tokens, hidden_size] from `embed`, not changed; positions: [num_tokens] i64;
-        rows: [n] i64, the rows whose hidden states are returned; None: all.
-        Returns [num_tokens, hidden_size], or [n, hidden_size].
+        hidden: from `embed`, not changed; positions: [num_tokens] i64; rows: [n] i64, the rows
+        whose hidden states are returned; None: all.
         """
         part, residual, last = hidden, None, len(self.layers) - 1
         for number, layer in enumerate(self.layers):
@@ -142,14 +161,10 @@ class Decoder(nn.Module):
         return normed
 
     def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
-        """hidden: [n, hidden_size] after the final norm -> [n, vocab_size], on all ranks.
-
-        whole: see VocabParallelEmbedding.logits.
-        """
+        """See VocabParallelEmbedding.logits; hidden: after the final norm."""
         return self.head.logits(hidden, whole=whole)
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
         shards = self.embedding.shards("model.embed_tokens") | self.norm.shards("model.norm")
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -159,7 +174,6 @@ class Decoder(nn.Module):
         return shards
 
     def ignores(self, name: str) -> bool:
-        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
         return tied_head or ignored

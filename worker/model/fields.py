@@ -42,7 +42,11 @@ class Fields:
 
     def number(self, *places: str, default: float | None = None) -> float:
         """A positive number; without a default it must be there."""
-        return float(self._read(places, default, "a positive number", _is_positive))
+
+        def is_positive(value: Any) -> bool:
+            return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+        return float(self._read(places, default, "a positive number", is_positive))
 
     def flag(self, *places: str, default: bool | None = False) -> bool:
         """A boolean, `default` if absent; None: it must be there."""
@@ -50,7 +54,11 @@ class Fields:
 
     def integers(self, *places: str) -> list[int]:
         """A list of integers of zero and more, empty if absent."""
-        return self._read(places, [], "a list of integers from 0 on", _are_integers)
+
+        def are_integers(value: Any) -> bool:
+            return isinstance(value, list) and all(map(_is_integer, value))
+
+        return self._read(places, [], "a list of integers from 0 on", are_integers)
 
     def inner(self, field: str) -> Fields:
         """The object that the field holds, without fields if it is absent."""
@@ -66,13 +74,13 @@ class Fields:
     def place(self, *places: str) -> tuple[Fields, str]:
         """(object, field) of the first of `places` that has a value; of the last if none has.
 
-        Raises:
-            UserError: two of them differ.
+        Raises UserError if two of them differ.
         """
         held = self._held(places)
         for where, field, value in held[1:]:
             first, name, other = held[0]
-            if not _same(value, other):
+            # As JSON has it, where true is not 1.
+            if value != other or isinstance(value, bool) != isinstance(other, bool):
                 raise where.error(field, f"{value!r}, but {first.prefix}{name} {other!r}")
         return held[0][:2] if held else self._at(places[-1])
 
@@ -99,29 +107,12 @@ class Fields:
         return value
 
 
-def _same(a: Any, b: Any) -> bool:
-    """As JSON has it, where true is not 1."""
-    return a == b and isinstance(a, bool) == isinstance(b, bool)
-
-
 def _is_integer(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_integer, value))
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
-
-
 def read_fields(path: Path) -> Fields:
-    """The JSON object in the file `path`.
-
-    Raises:
-        UserError: there is no such file, or it holds something else.
-    """
+    """The JSON object in the file `path`; UserError if there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:

@@ -12,11 +12,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files that the index names; without an index, all there are.
-
-    Raises:
-        UserError: the index is malformed, or files are missing.
-    """
+    """The weight files that the index names, or all; UserError if it is wrong or files miss."""
     index = path / INDEX_NAME
     if index.exists():
         files = [path / name for name in sorted(set(_weight_map(index).values()))]
@@ -33,8 +29,7 @@ def weight_files(path: Path) -> list[Path]:
 def check_weights(path: Path) -> None:
     """Compare the weight files with their own headers and with the index; reads no weights.
 
-    Raises:
-        UserError: a file is missing, cut short or broken, or lacks tensors that the index names.
+    Raises UserError if a file is missing, cut short or broken, or lacks tensors of the index.
     """
     held = tensor_names(path, weight_files(path))
     index = path / INDEX_NAME
@@ -45,8 +40,7 @@ def check_weights(path: Path) -> None:
 def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
     """The names of all tensors in `files`, by default the directory's, if it has any.
 
-    Raises:
-        UserError: see `weight_files`; or a file is cut short or broken.
+    Raises UserError as `weight_files`, or if a file is cut short or broken.
     """
     if files is None:
         files = weight_files(path) if any(path.glob("*.safetensors")) else ()

@@ -16,21 +16,12 @@ from torch import Tensor, nn
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
-from worker.model.rotary import RotaryEmbedding
 from worker.model.shape import LayerShape
-from worker.model.shard import (
-    HeadSplit,
-    Part,
-    Shard,
-    all_of,
-    split_even,
-    split_heads,
-    stacked,
-    whole,
-)
+from worker.model.shard import Part, Shard, all_of, split_even, split_heads, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm
 from worker.ops.product import gated_product, product
+from worker.ops.rope import rope_inv_freq, rope_table
 from worker.peers.base import Collective
 
 
@@ -53,14 +44,11 @@ class Placement:
 
 
 class Plain(nn.Module):
-    """A matrix in the model's dtype, without scales.
-
-    Linear layers know how a matrix is divided among ranks, its method alone how it is stored.
-    """
+    """A matrix [num_rows, num_columns] of this rank, in the model's dtype, without scales."""
 
     def __init__(self, tensor: nn.Parameter) -> None:
         super().__init__()
-        self.tensor = tensor  # [num_rows, num_columns], of this rank
+        self.tensor = tensor
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
@@ -74,7 +62,6 @@ class Plain(nn.Module):
         return gated_product(x, self.tensor)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        """Checkpoint name -> Shard; parts: rows of the matrices that this one stacks."""
         named = {f"{name}.weight": part for name, part in parts.items()}
         return stacked(self.tensor, named, columns)
 
@@ -82,11 +69,7 @@ class Plain(nn.Module):
 class Linear(nn.Module):
     """y = x Wᵀ + b. W stacks several of the checkpoint's matrices, so one product serves them all.
 
-    Args:
-        rows: this rank's rows of each of the matrices, by name below the layer's prefix.
-        columns: this rank's columns of all of them.
-        placement: of W and b.
-        bias: whether there is b.
+    rows: this rank's rows of the matrices, by name below the layer's prefix; columns: of all.
     """
 
     def __init__(
@@ -104,7 +87,6 @@ class Linear(nn.Module):
         return self.weight.product(x, self.bias)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this layer holds."""
         parts = {f"{prefix}.{name}".rstrip("."): part for name, part in self._rows.items()}
         shards = self.weight.shards(parts, self.columns)
         if self.bias is not None:
@@ -122,19 +104,13 @@ class ColumnParallelLinear(Linear):
         super().__init__(rows, all_of(in_features), placement, bias=bias)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
-        """The last `num_parts` of forward()'s parts; the others are not computed.
-
-        x: [num_tokens, in_features] -> [num_tokens, sum of their sizes].
-        """
+        """Compute only the last `num_parts` of forward()'s parts: [num_tokens, their sizes]."""
         start = sum(self.part_sizes[:-num_parts])
         bias = None if self.bias is None else self.bias[start:]
         return self.weight.product(x, bias, first_row=start)
 
     def gated(self, x: Tensor) -> Tensor:
-        """forward() of gate and up in one: silu(gate) · up. Two parts of one size, without bias.
-
-        x: [num_tokens, in_features] -> [num_tokens, size of a part].
-        """
+        """silu(gate) · up of the two parts: [num_tokens, in_features] -> [num_tokens, half]."""
         assert self.bias is None
         return self.weight.gated(x)
 
@@ -154,8 +130,7 @@ class RowParallelLinear(Linear):
         super().__init__(
             {name: all_of(out_features)}, Part(in_features, held), placement, bias=bias
         )
-        # The bias enters the sum once.
-        self._local_bias = self.bias if collective.rank == 0 else None
+        self._local_bias = self.bias if collective.rank == 0 else None  # it enters the sum once
         self._collective = collective
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,28 +153,13 @@ class ReplicatedLinear(Linear):
         super().__init__({"": all_of(out_features)}, all_of(in_features), placement, bias=bias)
 
 
-def qkv_rows(heads: HeadSplit, num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, Part]:
-    """This rank's rows of the query, key and value projections; counts are the whole model's."""
-    q = slice(heads.first_head * head_dim, (heads.first_head + heads.num_heads) * head_dim)
-    first, num = heads.first_kv_head, heads.num_kv_heads
-    kv = Part(num_kv_heads * head_dim, slice(first * head_dim, (first + num) * head_dim))
-    return {"q_proj": Part(num_heads * head_dim, q), "k_proj": kv, "v_proj": kv}
-
-
-def gate_up_rows(intermediate_size: int, rank: int, size: int) -> dict[str, Part]:
-    """This rank's rows of the feed-forward's gate and up projections."""
-    held = split_even("intermediate_size", intermediate_size, rank, size)
-    part = Part(intermediate_size, held)
-    return {"gate_proj": part, "up_proj": part}
-
-
 def selected(x: Tensor, rows: Tensor | None) -> Tensor:
     """The rows of `x` with these numbers; None: all."""
     return x if rows is None else x.index_select(0, rows)
 
 
 class RMSNorm(nn.Module):
-    """Every rank holds the whole weight."""
+    """Every rank holds the whole weight; x: [..., size]."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         super().__init__()
@@ -209,14 +169,13 @@ class RMSNorm(nn.Module):
         self._collective = placement.collective
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size] -> [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normed, new residual), new residual being residual + the sum of all ranks' `part`.
+        """(normed, new residual), which is residual + the sum of all ranks' `part`.
 
-        part, residual: [num_tokens, size]. With a residual, the content of `part` is lost. Without
-        one, `part` is whole, as the embedded tokens, and becomes the residual.
+        Both are [num_tokens, size]. With a residual, the content of `part` is lost. Without one,
+        `part` is whole, as the embedded tokens are, and becomes the residual.
         """
         if residual is None:
             return self(part), part
@@ -226,7 +185,6 @@ class RMSNorm(nn.Module):
         return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this layer holds."""
         return {f"{prefix}.weight": whole(self.weight)}
 
 
@@ -250,7 +208,11 @@ class VocabParallelEmbedding(nn.Module):
         # The ids whose logits this rank computes, before any gather; None: all ids.
         self.part: VocabPart | None = None
         if collective.size > 1:
-            self.part = VocabPart(collective.rank * rows, vocab_size, partial(_gather, collective))
+            self.part = VocabPart(
+                collective.rank * rows,
+                vocab_size,
+                lambda pairs: collective.all_gather(pairs, dim=0).view(collective.size, -1),
+            )
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size], equal on all ranks.
@@ -277,13 +239,20 @@ class VocabParallelEmbedding(nn.Module):
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this layer holds."""
         rows = Part(self.vocab_size, slice(self.start, self.stop))
         return stacked(self.weight, {f"{prefix}.weight": rows}, all_of(self.weight.shape[1]))
 
 
-def _gather(collective: Collective, pairs: Tensor) -> Tensor:
-    return collective.all_gather(pairs, dim=0).view(collective.size, -1)
+class RotaryEmbedding(nn.Module):
+    """Angles for positions 0 .. max_positions − 1, f32; one table serves all layers of a model."""
+
+    table: Tensor  # [max_positions, head_dim] f32
+
+    def __init__(self, shape: LayerShape, max_positions: int, device: torch.device) -> None:
+        super().__init__()
+        inv_freq = rope_inv_freq(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        table = rope_table(inv_freq, max_positions, device)
+        self.register_buffer("table", table, persistent=False)
 
 
 class SelfAttention(nn.Module):
@@ -299,18 +268,18 @@ class SelfAttention(nn.Module):
     ) -> None:
         """in_features: of q, k and v; None: the hidden size."""
         super().__init__()
-        num_heads, head_dim, features = shape.num_heads, shape.head_dim, shape.features
-        collective, eps = placement.collective, shape.rms_norm_eps
-        heads = split_heads(num_heads, shape.num_kv_heads, collective.rank, collective.size)
-        self.qkv = ColumnParallelLinear(
-            in_features or shape.hidden_size,
-            qkv_rows(heads, num_heads, shape.num_kv_heads, head_dim),
-            placement,
-            bias=features.qkv_bias,
-        )
-        self.output = RowParallelLinear(
-            "o_proj", num_heads * head_dim, shape.hidden_size, placement, bias=features.output_bias
-        )
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
+        size, width = shape.hidden_size, num_heads * head_dim
+        heads = split_heads(num_heads, num_kv_heads, collective.rank, collective.size)
+        first, first_kv = heads.first_head * head_dim, heads.first_kv_head * head_dim
+        q = Part(width, slice(first, first + heads.num_heads * head_dim))
+        kv_rows = slice(first_kv, first_kv + heads.num_kv_heads * head_dim)
+        kv = Part(num_kv_heads * head_dim, kv_rows)
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        in_features = in_features or size
+        self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
+        self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None
         if features.qk_norm:
             self.q_norm = RMSNorm(head_dim, eps, placement)
@@ -338,7 +307,6 @@ class SelfAttention(nn.Module):
         qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Checkpoint name -> Shard."""
         shards = self.qkv.shards(prefix) | self.output.shards(prefix)
         if self.q_norm is not None and self.k_norm is not None:
             shards |= self.q_norm.shards(f"{prefix}.q_norm")

@@ -16,7 +16,6 @@ from worker.model.layers import Placement
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard
 from worker.observe.metrics import Progress, no_progress
-from worker.peers.base import Collective
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -41,49 +40,33 @@ class Loadable(Protocol):
 def load_model(
     path: Path,
     shape: ModelShape,
-    collective: Collective,
+    placement: Placement,
     *,
-    device: torch.device,
-    dtype: torch.dtype,
     load_format: LoadFormat = "safetensors",
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Decoder:
-    """This rank's part of the model in directory `path`, in eval mode, cast to `dtype`.
+    """This rank's part of the model in directory `path`, in eval mode.
 
-    Reads one tensor at a time, and only this rank's part of it. "dummy" reads no file: weights
-    follow from `seed` and their names, so any number of ranks makes the same model (on one
-    type of device).
-
-    Raises:
-        ValueError: unknown format; a file is missing or broken; tensors are
-            missing, unexpected or of another shape (all of them are named, up to eight).
+    "dummy" reads no file: weights follow from `seed` and their names, so any number of ranks makes
+    the same model (on one type of device). Raises UserError as `read_weights`.
     """
-    check_format(load_format)
-    model = Decoder(shape, Placement(collective, dtype, device))
+    model = Decoder(shape, placement)
     if load_format == "dummy":
         fill_with_noise(model.shards(), seed, progress)
     else:
-        read_weights(model, Path(path), progress)
+        read_weights(model, path, progress)
     return model.eval()
 
 
-def check_format(load_format: str) -> None:
-    """Raise a UserError for a format that is not one of LoadFormat."""
-    if load_format not in ("safetensors", "dummy"):
-        raise UserError(f"unknown load format {load_format!r}; choose safetensors or dummy")
-
-
 def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
-    """Fill `model` from the safetensors files of directory `path`.
+    """Fill `model` from the safetensors files of directory `path`, one tensor after the other.
 
-    Raises:
-        ValueError: a file is missing or broken; tensors are missing, unexpected or of another
-            shape (all of them are named, up to eight).
+    Raises UserError if a file is missing or broken, or if tensors are missing, unexpected or of
+    another shape (all of them are named, up to eight).
     """
     shards = model.shards()
-    missing = set(shards)
-    unexpected: list[str] = []
+    missing, unexpected = set(shards), list[str]()
     for file in weight_files(path):
         for name, tensor in _tensors(file, shards):
             if tensor is not None:
@@ -92,12 +75,8 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
                 progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
                 unexpected.append(name)
-    problems = [
-        f"{label} tensors: {listed(names)}"
-        for label, names in (("missing", sorted(missing)), ("unexpected", unexpected))
-        if names
-    ]
-    if problems:
+    kinds = ("missing", sorted(missing)), ("unexpected", unexpected)
+    if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.spec.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 

@@ -56,17 +56,15 @@ def read_model_shape(path: Path) -> ModelShape:
     """The shape of the model in directory `path` (config.json, generation_config.json if any).
 
     Raises:
-        ValueError: a file is missing or no JSON object, or a field is missing or wrong; the
-            message names file and field. Unsupported (a ValueError) if the model is well
-            described but uses what we cannot compute.
+        UserError: a file is missing or no JSON object, or a field is missing or wrong; the message
+            names both. Unsupported if the model is well described but cannot be computed.
     """
     fields = read_fields(path / "config.json")
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
-        raise fields.unsupported(
-            "architectures",
-            f"{architecture!r} is not supported; supported: {', '.join(sorted(FAMILIES))}",
-        )
+        supported = ", ".join(sorted(FAMILIES))
+        problem = f"{architecture!r} is not supported; supported: {supported}"
+        raise fields.unsupported("architectures", problem)
     refuse_what_we_cannot_compute(fields)
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
@@ -98,7 +96,11 @@ def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> N
     windows: whoever calls has layers with sliding windows, and reads the fields of those itself.
     """
     if not windows:
-        _refuse_windows(fields)
+        layer_types = fields.get("layer_types")
+        if others := set(layer_types or ()) - {"full_attention"}:
+            raise fields.unsupported("layer_types", f"layers of type {', '.join(sorted(others))}")
+        if layer_types is None and fields.flag("use_sliding_window"):
+            raise fields.unsupported("use_sliding_window", "sliding-window attention")
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
     if fields.flag("mlp_bias"):
@@ -107,22 +109,18 @@ def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> N
         raise fields.unsupported("quantization_config", "quantized weights")
 
 
-def _refuse_windows(fields: Fields) -> None:
-    layer_types = fields.get("layer_types")
-    if layer_types is None:
-        if fields.flag("use_sliding_window"):
-            raise fields.unsupported("use_sliding_window", "sliding-window attention")
-    elif set(layer_types) - {"full_attention"}:
-        others = sorted(set(layer_types) - {"full_attention"})
-        raise fields.unsupported("layer_types", f"layers of type {', '.join(others)}")
-
-
 def read_layer_shape(fields: Fields) -> dict[str, Any]:
     """The fields of a LayerShape but for its architecture and its vocabulary."""
-    num_heads, num_kv_heads, head_dim = _heads(fields)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
+    head_dim = fields.integer("head_dim", default=max(1, hidden_size // num_heads))
+    if head_dim % 2:
+        raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
     rope_theta, rope_scaling = _rope(fields)
     return {
-        "hidden_size": fields.integer("hidden_size"),
+        "hidden_size": hidden_size,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
@@ -132,20 +130,6 @@ def read_layer_shape(fields: Fields) -> dict[str, Any]:
         "rope_scaling": rope_scaling,
         "dtype": read_dtype(fields),
     }
-
-
-def _heads(fields: Fields) -> tuple[int, int, int]:
-    """(heads, kv heads, head_dim) of the attention."""
-    num_heads = fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads}")
-    head_dim = fields.integer(
-        "head_dim", default=max(1, fields.integer("hidden_size") // num_heads)
-    )
-    if head_dim % 2:
-        raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
-    return num_heads, num_kv_heads, head_dim
 
 
 def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
@@ -158,10 +142,9 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
             raise each.unsupported("partial_rotary_factor", "rotating a part of each head")
     rope_type = inner.values.get("rope_type", inner.values.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise fields.unsupported(
-            name,
-            f"rope type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}",
-        )
+        supported = ", ".join(ROPE_TYPES)
+        problem = f"rope type {rope_type!r} is not supported; supported: {supported}"
+        raise fields.unsupported(name, problem)
     if rope_type == "default":
         return theta, None
     factor = inner.number("factor")
@@ -177,12 +160,8 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
 def read_dtype(fields: Fields) -> str:
     """The checkpoint's dtype, one of DTYPES."""
     name = "dtype" if fields.get("dtype") is not None else "torch_dtype"
-    value = fields.get(name)
-    if value is None:
-        return "float32"
-    if value not in DTYPES:
-        raise fields.unsupported(name, f"{value!r}; supported: {', '.join(DTYPES)}")
-    return value
+    fields.choice(name, DTYPES)
+    return fields.get(name) or DTYPES[0]
 
 
 def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:

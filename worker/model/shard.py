@@ -75,8 +75,7 @@ class HeadSplit:
 def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> HeadSplit:
     """Divide the heads so that every rank has the kv heads that its query heads use.
 
-    Raises:
-        Unsupported: the heads cannot be divided evenly.
+    Raises Unsupported if that cannot be done evenly.
     """
     if num_heads % size:
         raise Unsupported(f"{num_heads} attention heads cannot be divided among {size} ranks")
@@ -84,21 +83,12 @@ def split_heads(num_heads: int, num_kv_heads: int, rank: int, size: int) -> Head
         raise Unsupported(
             f"{num_kv_heads} kv heads can be neither divided among {size} ranks nor copied evenly"
         )
-    return HeadSplit(
-        num_heads=num_heads // size,
-        num_kv_heads=max(1, num_kv_heads // size),
-        first_head=rank * (num_heads // size),
-        first_kv_head=rank * num_kv_heads // size,
-    )
+    held, held_kv = num_heads // size, max(1, num_kv_heads // size)
+    return HeadSplit(held, held_kv, rank * held, rank * num_kv_heads // size)
 
 
 def split_even(name: str, count: int, rank: int, size: int) -> slice:
-    """Rank's part of `count` rows or columns.
-
-    Raises:
-        Unsupported: `count` is not a multiple of `size`; the message names it `name`.
-    """
+    """Rank's part of `count` rows or columns; Unsupported, with `name`, if it is not even."""
     if count % size:
         raise Unsupported(f"{name} {count} cannot be divided among {size} ranks")
-    part = count // size
-    return slice(rank * part, (rank + 1) * part)
+    return slice(rank * (count // size), (rank + 1) * (count // size))

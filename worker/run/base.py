@@ -1,8 +1,9 @@
 """The seam of graphs: ChunkGraphs launches a step of prompt chunks, DecodeGraphs a decode step."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -68,8 +69,8 @@ class BucketCheck:
 class Forward(NamedTuple):
     """One launched forward of chunks."""
 
-    # Hidden states after the final norm, [num_tokens, hidden]; if the batch has n last_token_rows,
-    # of these tokens only, [n, hidden]. The next step may overwrite them.
+    # After the final norm, [num_tokens, hidden]; if the batch has n last_token_rows, of these
+    # tokens only, [n, hidden]. The next step may overwrite it.
     hidden: Tensor
     path: str  # for metrics: "graph" (without breaks), "piecewise" or "eager"
 
@@ -84,59 +85,59 @@ class Decoded(NamedTuple):
     num_tokens: int  # computed by the forward, padding included
 
 
-class StepGraphs(Protocol):
-    """Launches one kind of step. Built as `cls(loaded, memory)`."""
+class StepGraphs:
+    """Launches one kind of step. Built as `cls(loaded, memory)`; without graphs nothing is made."""
 
     def run_buckets(self) -> None:
         """Run what `capture` will capture, for `compile_ahead`. The pool may be tiny."""
-        ...
 
     def capture_largest(self) -> None:
         """Capture the largest bucket, to measure its memory. The pool may be tiny."""
-        ...
 
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Prepare and check every bucket; called once, before the first launch."""
-        ...
+        """Prepare and check every bucket; called once, before the first launch.
+
+        Raises AssertionError if a graph and eager differ, and engine.strict is set.
+        """
+        return ()
 
     def close(self) -> None:
         """Free captured graphs."""
-        ...
 
 
-class ChunkGraphs(StepGraphs, Protocol):
+class ChunkGraphs(StepGraphs, ABC):
     """Launches forwards over prompt chunks."""
 
     def padded(
         self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
     ) -> PaddedShape:
         """Choose how to build a batch for `launch`; hooked: `launch` will get a layer hook."""
-        ...
+        return PaddedShape()
 
+    @abstractmethod
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         """Enqueue one forward over the batch that `BatchBuffers.chunks` built last.
 
         Its shape is what `padded` chose. on_layer: see ForwardContext; a replay calls it as well.
         """
-        ...
 
 
-class DecodeGraphs(StepGraphs, Protocol):
+class DecodeGraphs(StepGraphs, ABC):
     """Launches decode steps."""
 
+    @abstractmethod
     def launch(self, plan: Plan, tail: Tail) -> Decoded:
         """Enqueue one decode step; its row changes are applied already.
 
         tail: of its draws; "none": the forward alone, and `draw` follows.
         """
-        ...
 
+    @abstractmethod
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
         """Enqueue the draws behind what `launch` returned last, if they are launched apart.
 
         masks: of the plan's rows, on the host; None: no row has a grammar.
         """
-        ...
 
 
 CHUNK_GRAPHS = {

@@ -1,8 +1,7 @@
 """Builds the ChunkGraphs and DecodeGraphs that `engine.graph` names, and runs the largest steps.
 
-Those are launched op by op, to measure their memory and to compile their kernels. All tokens and
-rows are padding. Draws are run for every number of rows for which kernels differ, so that serving
-compiles none.
+These are launched op by op, to measure their memory and to compile their kernels. All tokens and
+rows are padding. Draws run for every number of rows for which kernels differ.
 """
 
 import logging
@@ -15,9 +14,8 @@ import torch
 from worker.api import MAX_LOGPROBS
 from worker.draw.sampler import Draws
 from worker.errors import Unsupported
-from worker.forward.batch import HostLengths
+from worker.forward.batch import HostLengths, WindowShape
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, no_progress
 from worker.ops.compile_ahead import compile_ahead
 from worker.plan import TAILS, Plan, max_rows
@@ -53,24 +51,20 @@ class Graphs:
         cache has to hold the eager steps' peak when it is measured.
         """
         if self.loaded.state.device.type == "cuda":
-            self._compile()
+            began = time.monotonic()
+            num, took_s = compile_ahead(self._run_all), time.monotonic() - began
+            log.info("found or compiled %d kernels in %.1f s", num, took_s)
         if self.loaded.decodes:
             self.decode.capture_largest()
         self.chunks.capture_largest()
         self._run_eagerly()
 
-    def _compile(self) -> None:
-        """Compile the kernels of eager steps and of everything that will be captured."""
-
-        def steps() -> None:
-            self._run_eagerly()
-            self.chunks.run_buckets()
-            if self.loaded.decodes:
-                self.decode.run_buckets()
-
-        began = time.monotonic()
-        num_kernels = compile_ahead(steps)
-        log.info("found or compiled %d kernels in %.1f s", num_kernels, time.monotonic() - began)
+    def _run_all(self) -> None:
+        """Run eager steps and everything that will be captured."""
+        self._run_eagerly()
+        self.chunks.run_buckets()
+        if self.loaded.decodes:
+            self.decode.run_buckets()
 
     def _run_eagerly(self) -> None:
         if self.loaded.decodes:
@@ -92,11 +86,7 @@ class Graphs:
 
 
 def build_graphs(loaded: LoadedModel) -> Graphs:
-    """Build what `engine.graph` names for each kind of step.
-
-    Raises:
-        Unsupported: the device has no graphs, or `loaded` cannot be captured.
-    """
+    """Build what `engine.graph` names; Unsupported if the device or `loaded` cannot have it."""
     asked, device = loaded.config.graph, loaded.state.device
     names = [name for name in (asked.prefill, asked.decode) if name != "eager"]
     if names and device.type != "cuda":

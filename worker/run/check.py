@@ -1,18 +1,17 @@
 """The start-up check: compares every captured bucket with the same step launched op by op.
 
-At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit. Where a
-compiler fuses ops, they have to be close, because it rounds differently. The check also measures
-both times. Those of chunks decide which graphs are kept, those of decode steps feed the width
-policy. It runs on an idle engine, and leaves the initial step state and zero pages.
+At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit, or
+close where a compiler fuses ops and rounds differently. The times of both are measured: those of
+chunks decide which graphs are kept, those of decode steps feed the width policy. The check runs on
+an idle engine, and leaves the initial step state and zero pages.
 """
 
 import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -48,28 +47,22 @@ def check_bucket(
 
     In windows the first draft of each row is right, and so are some of the others by chance. State
     and pages of `loaded` must be unused, and are reset. None: the pool is too small.
-
-    Raises:
-        AssertionError: the results differ, and engine.strict is set.
+    Raises AssertionError if the results differ, and engine.strict is set.
     """
     scene = DecodeScene(loaded, bucket, width)
     if scene.num_slots < width + 2:
         return None
-    # `changed`: the draws behind a forward, with penalties and masks; without logprobs, with them.
     tails = TAILS_CHECKED if width == 1 else ("greedy",)
-    plain = [Plan(0, tail=tail, width=width) for tail in tails]
-    changed = [
-        Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width)
-        for num in (-1, NUM_LOGPROBS)
-    ]
-    equal = True
+    plans, equal = [Plan(0, tail=tail, width=width) for tail in tails], True
+    for num in (-1, NUM_LOGPROBS):  # draws behind a forward, with penalties and masks
+        plans.append(Plan(0, tail=TAILS[-1], penalized=True, num_logprobs=num, width=width))
     if width > 1:
         scene.set()
         result = eager.step(scene.rows, "greedy", width).result
         assert result is not None
         scene.drafts = result.drawn[:, : width - 1].clone()
     name = f"{bucket} decode rows" + (f" of {width}" if width > 1 else "")
-    for plan in plain + changed:
+    for plan in plans:
         outcomes = (scene.outcome(launches, plan) for launches in (eager, graph))
         same = [torch.equal(a, b) for a, b in zip(*outcomes, strict=True)]
         if not all(same):
@@ -91,12 +84,11 @@ def check_chunk_bucket(
     fixed_shape: bool,
     rounding: float = 0.0,
 ) -> BucketCheck | None:
-    """Run one batch of chunks, padded to `num_tokens`, op by op and by replays: the two `ways`.
+    """As `check_bucket`, of a batch of chunks padded to `num_tokens`; `ways`: op by op, by replays.
 
-    Compares the KV, and the hidden states of all tokens but padding. See `check_bucket`, and
-    `BatchBuffers.chunks` for `fixed_shape`. With `rounding`, a row of hidden states may differ by
-    this share of its norm, and KV is not compared: wrong KV shows in the hidden states that attend
-    to it. Returns None if the pool is too small.
+    Compares the KV, and the hidden states of all tokens but padding. With `rounding`, a row of
+    hidden states may differ by this share of its norm, and KV is not compared: wrong KV shows in
+    the hidden states that attend to it. fixed_shape: see `BatchBuffers.chunks`.
     """
     scene = ChunkScene(loaded, num_tokens, fixed_shape=fixed_shape)
     name = f"{num_tokens} tokens, {'unbroken' if fixed_shape else 'piecewise'}"
@@ -141,7 +133,7 @@ class _Scene:
             cache.normal_(generator=generator)
 
     def written(self) -> Tensor:
-        """Digest the pages but the sink: sums of bits, as values may be NaN. [num caches] i64."""
+        """Sums of bits, as values may be NaN, of the pages but the sink: [num caches] i64."""
         types = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(types[cache.element_size()]) for cache in self._caches]
         return torch.stack([words.sum(dtype=torch.int64) for words in bits])
@@ -155,16 +147,18 @@ class _Scene:
         alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
         kind that comes last would look slower than it is.
         """
+        on_gpu = self._loaded.state.device.type == "cuda"
+        synchronize = torch.cuda.synchronize if on_gpu else torch.cpu.synchronize
         for launch in launches:
             launch()
-        best, device = [float("inf")] * len(launches), self._loaded.state.device
+        best = [float("inf")] * len(launches)
         for _ in range(num_rounds):
             for i, launch in enumerate(launches):
-                _synchronize(device)
+                synchronize()
                 began = time.perf_counter()
                 for _ in range(NUM_TIMED):
                     launch()
-                _synchronize(device)
+                synchronize()
                 best[i] = min(best[i], time.perf_counter() - began)
         return [1e3 * seconds / NUM_TIMED for seconds in best]
 
@@ -181,36 +175,32 @@ class DecodeScene(_Scene):
     def __init__(self, loaded: LoadedModel, bucket: int, width: int = 1) -> None:
         self.drafts: Tensor | None = None  # [bucket, width - 1] i64: of the rows; None: none
         pool, page_size = loaded.pool, loaded.pool.layout.page_size
-        longest = min(MAX_CHECK_LEN, loaded.max_len - 1)
-        self.num_pages = min(-(-longest // page_size), (pool.num_pages - 1) // bucket)  # of a row
-        self.num_slots = self.num_pages * page_size  # of a row
+        most = min(MAX_CHECK_LEN, loaded.max_len - 1)
+        num_pages = min(-(-most // page_size), (pool.num_pages - 1) // bucket)  # of a row
+        self.num_slots = num_pages * page_size  # of a row
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
-        num_tokens = width * (2 * NUM_ROUNDS * NUM_TIMED + 3)  # of all steps to come, at most
-        longest = max(1, self.num_pages * page_size - num_tokens)
+        # All steps to come have to fit behind the longest history.
+        longest = max(1, self.num_slots - width * (2 * NUM_ROUNDS * NUM_TIMED + 3))
         starts = tuple(self._start(loaded, row, longest) for row in range(1, bucket + 1))
-        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, self.num_pages))
-        words = -(-loaded.model.spec.vocab_size // 32)
-        every_second = torch.full((words,), 0x55555555, dtype=torch.int32)
-        masks = torch.stack((torch.full_like(every_second, -1), every_second))
-        self._masks = Masks(masks, (torch.arange(bucket * width) % 3 == 0).long())
-        super().__init__(loaded, bucket * self.num_pages + 1)
+        self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, num_pages))
+        every_second = torch.full((2, -(-loaded.model.spec.vocab_size // 32)), 0x55555555).int()
+        every_second[0] = -1  # no mask
+        self._masks = Masks(every_second, (torch.arange(bucket * width) % 3 == 0).long())
+        super().__init__(loaded, bucket * num_pages + 1)
 
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
         vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
-        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True)
-        start = RowStart(
+        slot = row if row <= min(num_slots, NUM_PENALIZED) else 0
+        text, penalties = (), dict[str, Any](logit_bias=((row, 1.5),) if slot else ())
+        if slot:
+            text = tuple(range(min(100, vocab_size)))
+            penalties |= dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
+        sampling = Sampling(0, row % 2, 0.9, seed=row, ignore_eos=True, **penalties)
+        return RowStart(
             row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
-            last_token=row % vocab_size,
+            last_token=row % vocab_size, penalty_slot=slot, prompt=text, output=text[::2],
         )  # fmt: skip
-        if row > min(num_slots, NUM_PENALIZED):
-            return start
-        penalties = dict(presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=1.25)
-        sampling = msgspec.structs.replace(sampling, **penalties, logit_bias=((row, 1.5),))
-        text = tuple(range(min(100, vocab_size)))
-        return msgspec.structs.replace(
-            start, sampling=sampling, penalty_slot=row, prompt=text, output=text[::2]
-        )
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
         """One step from the scene's history: hidden states, KV, counts and the draws.
@@ -222,13 +212,13 @@ class DecodeScene(_Scene):
         step = launches.step(self.rows, tail, plan.width)
         result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
         drawn = [result.drawn, result.values, result.ids] if result is not None else []
-        state = self._loaded.state
-        left = *state.columns.of_rows(), state.penalties.counts[1 : NUM_PENALIZED + 1]
-        made = step.hidden, self.written(), *left, *drawn
+        columns, counts = self._loaded.state.columns, self._loaded.state.penalties.counts
+        left = columns.active, columns.seq_len, columns.last_token, columns.drafts
+        made = step.hidden, self.written(), *left, counts[1 : NUM_PENALIZED + 1], *drawn
         return [tensor.clone() for tensor in made if tensor is not None]
 
     def set(self) -> None:
-        """Set rows, pages and KV to the same history as before every launch."""
+        """Set rows, pages and KV to the same history."""
         self.reset()
         self._loaded.state.apply(self._plan)
         if self.drafts is not None:
@@ -238,10 +228,9 @@ class DecodeScene(_Scene):
 
 
 class ChunkScene(_Scene):
-    """Chunks that almost fill a bucket; every second one continues a prefix.
+    """Chunks that fill 15/16 of a bucket; every second one continues a prefix that ends in a page.
 
-    There are three chunks: fewer if limits are lower, more if max_len is too short for three. 1/16
-    of the bucket stays padding. The prefixes end within a page.
+    There are three chunks: fewer if limits are lower, more if max_len is too short for three.
     """
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
@@ -267,7 +256,7 @@ class ChunkScene(_Scene):
         super().__init__(loaded, num_reqs * num_pages + 1)
 
     def set(self) -> Batch:
-        """Fill the pages as before every launch; returns the batch over them."""
+        """Fill the pages; returns the batch over them."""
         self.fill()
         buffers = self._loaded.buffers
         return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
@@ -291,8 +280,3 @@ def _is_near(actual: Tensor, expected: Tensor, rounding: float) -> bool:
     """Whether no row differs by more than `rounding` of its norm; False if there is a NaN."""
     error = torch.linalg.vector_norm(actual.float() - expected.float(), dim=-1)
     return bool((error <= rounding * torch.linalg.vector_norm(expected.float(), dim=-1)).all())
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

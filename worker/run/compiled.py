@@ -98,10 +98,7 @@ ATTEND = _custom_op(
 )
 
 # In plain torch, so that Inductor fuses them.
-DEFINITIONS: dict[Any, Callable[..., Any]] = {
-    RMS_NORM: rms_norm_ref,
-    ADD_RMS_NORM: add_rms_norm_ref,
-}
+DEFINITIONS = {RMS_NORM: rms_norm_ref, ADD_RMS_NORM: add_rms_norm_ref}
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
@@ -126,7 +123,7 @@ def split_and_compile(traced: GraphModule, compile_piece: PieceCompiler) -> Grap
         num_pieces += 1
         key = fingerprint(part)
         if key not in made:
-            inputs = [node.meta["example_value"] for node in _inputs(part)]
+            inputs = [x.meta["example_value"] for x in part.graph.find_nodes(op="placeholder")]
             made[key] = _Piece(compile_piece(part, inputs))
         setattr(split, name, made[key])
     log.info(
@@ -167,25 +164,19 @@ def fingerprint(piece: GraphModule) -> Hashable:
     """A key that is equal for pieces with the same ops on inputs of the same types and sizes."""
     number = {node: i for i, node in enumerate(piece.graph.nodes)}
 
-    def ops() -> Any:
-        for node in piece.graph.nodes:
-            arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
-            if node.op == "placeholder":
-                yield _type_of(node.meta["example_value"])
-            else:
-                yield node.op, node.target, repr(arguments)
+    def key(node: Node) -> Hashable:
+        if node.op == "placeholder":
+            return _type_of(node.meta["example_value"])
+        arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
+        return node.op, node.target, repr(arguments)
 
-    return tuple(ops())
+    return tuple(map(key, piece.graph.nodes))
 
 
 def _type_of(value: object) -> Hashable:
     if not isinstance(value, Tensor):
         return repr(value)
     return value.dtype, str(value.device), repr((*value.shape,)), repr(value.stride())
-
-
-def _inputs(piece: GraphModule) -> list[Node]:
-    return [node for node in piece.graph.nodes if node.op == "placeholder"]
 
 
 class TracedForward:
@@ -199,14 +190,12 @@ class TracedForward:
         self._model, self._compile_piece = model, compile_piece
         self._split: GraphModule | None = None
         self._max_tokens = 0
-        self._inputs: list[Any] = []  # of the traced graph; a str names an argument
+        self._inputs: list[Any] = []  # of the traced graph; a str names one that differs by call
 
     def __call__(self, hidden: Tensor, positions: Tensor) -> Tensor:
         """See Decoder.forward; for two tokens or more.
 
-        Raises:
-            RuntimeError: from the first call, if the trace is not valid for every smaller number
-                of tokens.
+        The first call raises RuntimeError if the trace does not hold for fewer tokens.
         """
         num_tokens = hidden.shape[0]
         if self._split is None:
@@ -225,9 +214,13 @@ class TracedForward:
             self._split = split_and_compile(traced, self._compile_piece)
             return called
 
+        names = {id(hidden): "hidden", id(positions): "positions"}
+
         def called(*inputs: Any) -> tuple[Tensor]:
             if not self._inputs:
-                self._inputs += (_name(x, hidden, positions) for x in inputs)
+                for x in inputs:
+                    name = "num_tokens" if isinstance(x, int) else names.get(id(x))
+                    self._inputs.append(name or x)
             return (hidden,)  # not used
 
         for argument in (hidden, positions):
@@ -241,34 +234,20 @@ class TracedForward:
         torch.compiler.reset()  # free what Dynamo keeps of the trace
 
 
-def _name(value: object, hidden: Tensor, positions: Tensor) -> object:
-    """The name of an input that differs by call; any other input itself."""
-    if isinstance(value, int):
-        return "num_tokens"
-    return "hidden" if value is hidden else "positions" if value is positions else value
-
-
 def compiled_chunks(loaded: LoadedModel, memory: GraphMemory) -> PiecewiseChunks:
     """Build PiecewiseChunks over the forward that Inductor compiled.
 
-    Raises:
-        Unsupported: there is a drafter, the worker has several ranks, or engine.max_prefill_tokens
-            is 1, which Dynamo cannot make a dynamic size.
+    Raises Unsupported if there is a drafter, the worker has several ranks, or
+    engine.max_prefill_tokens is 1, which Dynamo cannot make a dynamic size.
     """
-    refusals = (
-        (int(loaded.config.max_prefill_tokens) < 2, "needs engine.max_prefill_tokens of 2 or more"),
-        (
-            loaded.model.collective.size > 1,
-            "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
-            "engine.graph.prefill=piecewise, or tp to 1",
-        ),
-        (
-            loaded.drafter is not None,
-            "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
-            "engine.graph.prefill=piecewise",
-        ),
-    )
-    for refused, why in refusals:
+    refusals = {
+        "needs engine.max_prefill_tokens of 2 or more": int(loaded.config.max_prefill_tokens) < 2,
+        "cannot serve a worker of several ranks: Dynamo cannot trace their all-reduces; set "
+        "engine.graph.prefill=piecewise, or tp to 1": loaded.model.collective.size > 1,
+        "cannot serve with spec.drafter: the compiled forward keeps no taps for it; set "
+        "engine.graph.prefill=piecewise": loaded.drafter is not None,
+    }
+    for why, refused in refusals.items():
         if refused:
             raise Unsupported(f"engine.graph.prefill=compiled {why}", "engine.graph.prefill")
     rounding = ROUNDING[loaded.model.placement.dtype]

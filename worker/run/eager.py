@@ -1,19 +1,15 @@
 """Launches a step without graphs: the host launches every op, one after the other."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionBackend
 from worker.draw.sampler import Draws, Result, draw
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, WindowShape
 from worker.forward.context import LayerHook, forward_context
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
-from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail
-from worker.run.base import BucketCheck, Decoded, Forward, LoadedModel, PaddedShape
+from worker.run.base import ChunkGraphs, Decoded, DecodeGraphs, Forward, LoadedModel
 from worker.run.segments import GraphMemory
 
 
@@ -31,26 +27,18 @@ def forward(
 
 
 def draw_eagerly(
-    loaded: LoadedModel,
-    forwarded: Decoded,
-    plan: Plan,
-    masks: Masks | None,
-    *,
-    ends_prompts: bool = False,
+    loaded: LoadedModel, forwarded: Decoded, plan: Plan, masks: Masks | None
 ) -> Result:
-    """Draw the tokens behind a forward op by op; see DecodeGraphs.draw.
-
-    ends_prompts: the forward was one of chunks.
-    """
+    """Draw the tokens behind a forward op by op; see DecodeGraphs.draw."""
     state, tail = loaded.state, plan.tail
     if state.device.type == "cuda" and (plan.penalized or masks is not None):
-        # One tail serves every batch. With several, there would be six times as many kernels to
-        # compile, and some would compile for the first time while requests wait.
+        # One tail serves every batch: with several, six times as many kernels would be compiled,
+        # some for the first time while requests wait.
         tail = TAILS[-1]
         masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
     sent = masks and Masks(*(state.pinned(x).to(state.device, non_blocking=True) for x in masks))
     draws = Draws(tail, plan.penalized, plan.num_logprobs, sent)
-    if not ends_prompts:
+    if not plan.chunks:
         return draw_and_propose(loaded, forwarded, draws)
     result = draw_rows(loaded, forwarded, draws)
     if loaded.drafter is not None and loaded.decodes:
@@ -76,33 +64,11 @@ def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
     return draw(head, loaded.state, forwarded.sampled, hidden, draws)
 
 
-class _Eager:
-    """StepGraphs that captures nothing."""
+class EagerChunks(ChunkGraphs):
+    """ChunkGraphs without graphs."""
 
     def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
         self._loaded = loaded
-
-    def run_buckets(self) -> None:
-        """Nothing will be captured."""
-
-    def capture_largest(self) -> None:
-        """Nothing to capture."""
-
-    def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Nothing to prepare."""
-        return ()
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-class EagerChunks(_Eager):
-    """ChunkGraphs without graphs."""
-
-    def padded(
-        self, num_tokens: int, num_reqs: int, max_seq_len_ub: int, *, hooked: bool
-    ) -> PaddedShape:
-        return PaddedShape()
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
         hidden = forward(self._loaded, batch, self._loaded.attention.prefill, on_layer)
@@ -111,8 +77,11 @@ class EagerChunks(_Eager):
         return Forward(hidden, "eager")
 
 
-class EagerDecode(_Eager):
+class EagerDecode(DecodeGraphs):
     """DecodeGraphs without graphs."""
+
+    def __init__(self, loaded: LoadedModel, memory: GraphMemory | None = None) -> None:
+        self._loaded = loaded
 
     def launch(self, plan: Plan, tail: Tail) -> Decoded:
         rows = self._loaded.state.upload(plan.decode, torch.int64)

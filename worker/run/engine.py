@@ -19,7 +19,7 @@ from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
 from worker.run.base import BucketCheck
-from worker.run.groups import LayerGroups
+from worker.run.flight import LayerGroups
 from worker.run.ranks import FromLeader
 from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
@@ -55,26 +55,18 @@ class Engine:
     @property
     def step_s(self) -> dict[tuple[int, int], float]:
         """Seconds of a decode step by (rows, width), measured at the start; empty on the CPU."""
-        return {
-            (each.bucket, each.width): each.graph_ms / 1e3
-            for each in self.checks
-            if each.kind == "decode"
-        }
+        checks = (check for check in self.checks if check.kind == "decode")
+        return {(check.bucket, check.width): check.graph_ms / 1e3 for check in checks}
 
     @property
     def simulated_accept_len(self) -> float:
         """Mean tokens that a row keeps of a step if acceptance is simulated; 0: it is not."""
-        decodes = self.config.role == "decode"
-        return self.config.spec.simulated_len if decodes else 0.0
+        return self.config.spec.simulated_len if self.config.role == "decode" else 0.0
 
     def tell_ranks(self, message: FromLeader) -> None:
         """Send to the other ranks, if there are any."""
         if self.runner.ranks is not None:
             self.runner.ranks.tell(message)
-
-    def num_settled(self) -> int:
-        """How many steps have been settled."""
-        return self.meter.num_steps
 
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
@@ -93,12 +85,9 @@ class Engine:
         incarnation: str,
         address: str,
         metrics_address: str,
-        endpoints: tuple[bytes, ...] = (),
+        endpoints: tuple[bytes, ...],
     ) -> Member:
-        """Build the record by which other processes know this worker.
-
-        endpoints: of all its ranks; empty: it has one rank, this one.
-        """
+        """Build the record by which other processes know this worker; endpoints: of its ranks."""
         return Member(
             name=name,
             role=self.config.role,
@@ -109,7 +98,7 @@ class Engine:
             max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.identity.layout_hash,
             transport=f"{self.transport.name}/{self.transport.kind}",
-            endpoints=endpoints or (self.endpoint(),),
+            endpoints=endpoints,
             node=os.uname().nodename,
             pid=os.getpid(),
             digest=self.identity.digest,

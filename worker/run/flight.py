@@ -12,14 +12,15 @@ thread waits for messages meanwhile, so it handles whatever arrives.
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+from worker.cache.layout import KVLayout
 from worker.draw.sampler import Result
 from worker.observe.meter import StepMeter
 from worker.plan import Drawn, Plan
 from worker.run.base import PaddedShape
-from worker.run.groups import LayerGroups
-from worker.run.stream import Handle
+from worker.run.stream import Handle, Stream
 
 # Margin before a step's expected end. A timed wait of the OS, or a thread that holds the GIL, may
 # delay the launch of the next step by this much.
@@ -33,20 +34,83 @@ TOLD_S = 0.1  # wait of a loop that the end of a step wakes, and that need not p
 NUM_LAUNCHES = 8  # recent launches; the next is assumed to take as long as the longest of them
 
 
+class LayerGroups:
+    """The layer hook of one prefill step: records an event as each layer group becomes final.
+
+    Pages of other regions (a drafter's) travel with the last group, whose event is recorded once
+    these are written, too. With several ranks a layer's KV is final when all have stored theirs.
+    The leader knows that after the layer's all-reduce: a group is final from the next layer on.
+
+    If the stream launches in the engine thread, `while_launching` is called at each layer, once the
+    store of its KV is enqueued. Meanwhile that thread announces the groups of the previous step.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        stream: Stream,
+        while_launching: Callable[[], None],
+        num_ranks: int = 1,
+    ) -> None:
+        self._events = [stream.event() for _ in range(layout.num_groups)]
+        self._layers_per_group = layout.regions[0].layers_per_group
+        self._late = num_ranks > 1
+        # Groups that `on_layer` records; the last may have to wait for `on_regions`.
+        self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)
+        self._while_launching = while_launching if stream.launches_here else None
+        self._failed = False
+
+    @property
+    def num_groups(self) -> int:
+        """Number of layer groups of the KV layout."""
+        return len(self._events)
+
+    @property
+    def num_final(self) -> int:
+        """How many groups, counted from the first, are final; 0 if the step failed. Never waits."""
+        pending = (i for i, event in enumerate(self._events) if not event.query())
+        return 0 if self._failed else next(pending, len(self._events))
+
+    def wait(self, group: int) -> None:
+        """Block until group number `group` is final, or the step has failed."""
+        self._events[group].synchronize()
+
+    def on_layer(self, layer_id: int) -> None:
+        """See ForwardContext.on_layer."""
+        num_final, rest = divmod(layer_id + (not self._late), self._layers_per_group)
+        if not rest and 0 < num_final <= self._by_layers:
+            self._events[num_final - 1].record()
+        if self._while_launching is not None:
+            self._while_launching()
+
+    def on_regions(self) -> None:
+        """Make the groups that are left final: the step has written all regions."""
+        for event in self._events[self._by_layers :]:
+            event.record()
+
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
+        """If the step fails, record all events so that `wait` returns; the step raises."""
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            for event in self._events:
+                event.record()
+            raise
+
+
 class Step:
     """A launched step; `wait()` blocks until it has finished. Filled by ModelRunner.
 
-    Args:
-        plan: of the step.
-        shape: of a prefill step's batch.
-        groups: the layer hook of a prefill step; None: it has none.
+    shape: of a prefill step's batch; groups: its layer hook, if it has one.
     """
 
     def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
         self.plan, self.shape, self.groups = plan, shape, groups
-        # How the step was launched, for metrics, and how many tokens its forward computed, padding
-        # included. Both are known once `wait` has returned.
-        self.path, self.num_tokens = "", 0
+        # Known once `wait` has returned:
+        self.path = ""  # how the step was launched, for metrics
+        self.num_tokens = 0  # computed by its forward, padding included
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
         self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
@@ -55,10 +119,7 @@ class Step:
         return self.end is not None and self.end.done()
 
     def tells(self, wake: Callable[[], None]) -> bool:
-        """Have another thread call `wake` when the step is done; False: nothing will.
-
-        Only on the CPU, where a loop that polls takes the step's own core.
-        """
+        """See Handle.tells. Only on the CPU, where a loop that polls takes the step's own core."""
         return self.end is not None and self.end.tells(wake)
 
     def drafts(self) -> list[list[int]]:
@@ -78,14 +139,9 @@ class Step:
 class Flight:
     """`running`, the step that the device computes, and the one that was launched behind it.
 
-    A turn asks, in this order: `launch_due` (then `launched`), `take_ended`,
-    `take_tail_due`, `idle_s`.
-
-    Args:
-        meter: predicts the ends of steps.
-        overlap: a step is launched while the one before it runs.
-        wake: begins a turn of the loop, from any thread; called at the end of a step where the
-            stream can do so.
+    A turn asks, in this order: `launch_due` (then `launched`), `take_ended`, `take_tail_due`,
+    `idle_s`. meter: predicts the ends of steps; overlap: a step is launched while the one before it
+    runs; wake: begins a turn of the loop, called from any thread where the stream can do so.
     """
 
     def __init__(

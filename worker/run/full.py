@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import cache, partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +24,11 @@ from torch import Tensor
 from worker.api import MAX_LOGPROBS
 from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
+from worker.forward.batch import WindowShape
 from worker.forward.draws import Masks
-from worker.forward.window import WindowShape
 from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
-from worker.run.base import BucketCheck, Decoded, LoadedModel
+from worker.run.base import BucketCheck, Decoded, DecodeGraphs, LoadedModel
 from worker.run.check import Launches, check_bucket
 from worker.run.eager import EagerDecode, draw_and_propose, draw_eagerly
 from worker.run.segments import Capture, GraphMemory
@@ -37,29 +36,10 @@ from worker.run.segments import Capture, GraphMemory
 log = logging.getLogger("kvlane.graph")
 
 
-class CapturedStep(NamedTuple):
-    """One decode step as a graph without breaks; `replay` overwrites the tensors of `decoded`."""
+class FullDecode(DecodeGraphs):
+    """DecodeGraphs that replays whole steps, on a CUDA device.
 
-    capture: Capture
-    decoded: Decoded
-
-
-class CapturedTail(NamedTuple):
-    """The tail behind a bucket's forward; `replay` overwrites the tensors of `result`."""
-
-    capture: Capture
-    result: Result
-
-
-class FullDecode:
-    """DecodeGraphs that replays whole steps.
-
-    Args:
-        loaded: on a CUDA device.
-        memory: of all captures.
-
-    Raises:
-        Unsupported: the attention backend plans on the host, which a replay cannot repeat.
+    Raises Unsupported if the attention backend plans on the host, which a replay cannot repeat.
     """
 
     def __init__(self, loaded: LoadedModel, memory: GraphMemory) -> None:
@@ -83,9 +63,10 @@ class FullDecode:
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(most, dtype=torch.int64, device=device),
         )
-        self._captured: dict[tuple[int, int, Tail], CapturedStep] = {}  # (bucket, width, tail)
-        # (bucket, width, with logprobs)
-        self._tails: dict[tuple[int, int, bool], CapturedTail] = {}
+        # Graphs without breaks: steps by (bucket, width, tail); the draws behind a forward by
+        # (bucket, width, with logprobs).
+        self._captured: dict[tuple[int, int, Tail], Capture[Decoded]] = {}
+        self._tails: dict[tuple[int, int, bool], Capture[Result]] = {}
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
@@ -102,11 +83,6 @@ class FullDecode:
 
     @torch.inference_mode()
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Capture every bucket at every width.
-
-        Raises:
-            AssertionError: a graph and eager differ, and engine.strict is set.
-        """
         began = time.monotonic()
         for i, shape in enumerate(self._shapes):
             progress("capture", i, len(self._shapes))
@@ -114,11 +90,9 @@ class FullDecode:
         num, took_s = len(self._captured) + len(self._tails), time.monotonic() - began
         log.info("%d decode graphs in %.1f s", num, took_s)
         eager = Launches(self._eager_step, partial(draw_eagerly, self._loaded))
-        graph = Launches(self._replay, self.draw)
-        found = [
-            check_bucket(self._loaded, *shape, eager, graph) for shape in reversed(self._shapes)
-        ]
-        return [check for check in found if check is not None]
+        graph, shapes = Launches(self._replay, self.draw), reversed(self._shapes)
+        checks = (check_bucket(self._loaded, *shape, eager, graph) for shape in shapes)
+        return [check for check in checks if check is not None]
 
     def launch(self, plan: Plan, tail: Tail) -> Decoded:
         num, bucket = len(plan.decode), self._bucket(len(plan.decode), plan.width)
@@ -126,13 +100,8 @@ class FullDecode:
         padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
         replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
         hidden, sampled, result, path, num_tokens = replayed
-        return Decoded(
-            hidden[: num * plan.width],
-            None if sampled is None else sampled.first(num),
-            None if result is None else result.first(num, -1),
-            path,
-            num_tokens,
-        )
+        sampled, result = sampled and sampled.first(num), result and result.first(num, -1)
+        return Decoded(hidden[: num * plan.width], sampled, result, path, num_tokens)
 
     def draw(self, forwarded: Decoded, plan: Plan, masks: Masks | None) -> Result:
         num_rows, with_logprobs = len(forwarded.hidden) // plan.width, plan.num_logprobs >= 0
@@ -154,12 +123,12 @@ class FullDecode:
         self._rows[: len(rows)].copy_(rows, non_blocking=True)
         captured = self._captured.get((len(rows), width, tail))
         if captured is not None:
-            captured.capture.replay()
-            return captured.decoded
-        forwarded = self._captured[len(rows), width, "none"]
-        forwarded.capture.replay()
+            captured.replay()
+            return captured.made
+        forward = self._captured[len(rows), width, "none"]
+        forward.replay()
         result = self._replay_tail(len(rows), width, with_logprobs=False)
-        return forwarded.decoded._replace(sampled=None, result=result)
+        return forward.made._replace(sampled=None, result=result)
 
     def _replay_tail(
         self, bucket: int, width: int, masks: Masks | None = None, *, with_logprobs: bool
@@ -172,24 +141,23 @@ class FullDecode:
             words[1 : 1 + len(sent)].copy_(sent, non_blocking=True)
             line[: len(masks.line)].copy_(pinned(masks.line), non_blocking=True)
         captured = self._tails[bucket, width, with_logprobs]
-        captured.capture.replay()
-        return captured.result
+        captured.replay()
+        return captured.made
 
     def _capture_shape(self, bucket: int, width: int) -> None:
         rows = self._rows[:bucket]
         for tail in _tails(width):
-            capture = Capture(self._memory)
-            decoded = capture.record(lambda _, tail=tail: self._eager_step(rows, tail, width))
+            step = self._captured[bucket, width, tail] = Capture[Decoded](self._memory)
+            decoded = step.record(lambda _, tail=tail: self._eager_step(rows, tail, width))
             if tail != "none":  # nobody reads its hidden states but the start-up check, at once
                 decoded = decoded._replace(hidden=self._memory.alias(decoded.hidden))
-            captured = CapturedStep(capture, decoded._replace(path="graph"))
-            self._captured[bucket, width, tail] = captured
+            step.made = decoded._replace(path="graph")
         forward = self._captured[bucket, width, "none"]
-        forward.capture.replay()  # the tail's warm-ups read what it leaves
+        forward.replay()  # the tail's warm-ups read what it leaves
         for with_logprobs in (False, True):
-            capture, num = Capture(self._memory), MAX_LOGPROBS if with_logprobs else -1
-            result = capture.record(lambda _, num=num: self._draw_all(forward.decoded, num))
-            self._tails[bucket, width, with_logprobs] = CapturedTail(capture, result)
+            draws = self._tails[bucket, width, with_logprobs] = Capture[Result](self._memory)
+            num = MAX_LOGPROBS if with_logprobs else -1
+            draws.record(lambda _, num=num: self._draw_all(forward.made, num))
 
     def _draw_all(self, forwarded: Decoded, num_logprobs: int) -> Result:
         """The tail that serves every step."""

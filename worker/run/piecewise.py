@@ -27,7 +27,7 @@ from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan
-from worker.run.base import BucketCheck, Forward, LoadedModel, PaddedShape
+from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel, PaddedShape
 from worker.run.check import check_chunk_bucket
 from worker.run.eager import EagerChunks
 from worker.run.segments import Capture, Cuts, GraphMemory
@@ -59,15 +59,7 @@ class Bucket:
     full: bool = False  # captured without breaks (in up to 3 segments)
 
 
-@dataclass(slots=True, frozen=True)
-class CapturedChunks:
-    """One bucket's graphs, and their result. The next replay of any bucket overwrites that."""
-
-    capture: Capture
-    hidden: Tensor  # [bucket, hidden], or of the last-token rows; memory of the capture
-
-
-class PiecewiseChunks:
+class PiecewiseChunks(ChunkGraphs):
     """ChunkGraphs by piecewise (and for small buckets unbroken) CUDA graphs.
 
     traced: the forward to capture, from [num_tokens, hidden] and positions to hidden states; None:
@@ -85,8 +77,10 @@ class PiecewiseChunks:
         self.buckets = [Bucket(n) for n in chunk_buckets(max_tokens)]
         self.loaded, self._memory, self._eager = loaded, memory, EagerChunks(loaded)
         self.traced, self.rounding = traced, rounding
-        self.piecewise: dict[int, CapturedChunks] = {}
-        self.full: dict[int, CapturedChunks] = {}
+        # By padded tokens, with the hidden states [tokens, hidden], or of the last-token rows. The
+        # next replay of any bucket overwrites these.
+        self.piecewise: dict[int, Capture[Tensor]] = {}
+        self.full: dict[int, Capture[Tensor]] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         placement = loaded.model.placement
         shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
@@ -94,10 +88,9 @@ class PiecewiseChunks:
 
     @torch.inference_mode()
     def run_buckets(self) -> None:
-        """See StepGraphs.run_buckets. torch.compile, where asked for, comes with the captures."""
         for bucket in reversed(self.buckets):
             self._launch_variants(bucket.num_tokens)
-            if self.traced is None:
+            if self.traced is None:  # else torch.compile comes with the captures
                 for full in self._kinds(bucket):
                     self._body(bucket.num_tokens, full=full)(None)
 
@@ -107,13 +100,8 @@ class PiecewiseChunks:
 
     @torch.inference_mode()
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """Capture every bucket, the largest first, so that smaller ones reuse its memory.
-
-        Raises:
-            AssertionError: a bucket and eager differ, and engine.strict is set.
-        """
         began, free = time.monotonic(), self._memory.free_bytes()
-        for i, bucket in enumerate(reversed(self.buckets)):
+        for i, bucket in enumerate(reversed(self.buckets)):  # smaller ones reuse its memory
             progress("capture", i, len(self.buckets))
             self.capture_bucket(bucket)
             self._launch_variants(bucket.num_tokens)
@@ -121,7 +109,7 @@ class PiecewiseChunks:
         log.info(
             "captured chunks of %s tokens: %d graphs in %.1f s, %.2f GiB",
             ", ".join(str(bucket.num_tokens) for bucket in self.buckets),
-            sum(graph.capture.num_segments for graph in captured),
+            sum(graph.num_segments for graph in captured),
             time.monotonic() - began, (free - self._memory.free_bytes()) / (1 << 30),
         )  # fmt: skip
         began = time.monotonic()
@@ -140,23 +128,22 @@ class PiecewiseChunks:
         return shape
 
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch. A batch that matches no graph is launched eagerly."""
         fixed = batch.host is None
         captured = (self.full if fixed else self.piecewise).get(batch.num_tokens)
         rows = batch.last_token_rows
         num_hidden = batch.num_tokens if rows is None else len(rows)
-        if captured is None or len(captured.hidden) != num_hidden:
-            return self._eager.launch(batch, on_layer)
+        if captured is None or len(captured.made) != num_hidden:
+            return self._eager.launch(batch, on_layer)  # the batch matches no graph
         attention, model = self.loaded.attention.prefill, self.loaded.model
         self.embedded[: batch.num_tokens].copy_(model.embed(batch.input_ids))
         if fixed:
             assert on_layer is None, "a graph without breaks calls no hook"
-            captured.capture.replay()
-            return Forward(captured.hidden, "graph")
+            captured.replay()
+            return Forward(captured.made, "graph")
         attn_plan = attention.plan(batch)
         with forward_context(batch, attention, attn_plan, on_layer=on_layer):
-            captured.capture.replay()
-        return Forward(captured.hidden, "piecewise")
+            captured.replay()
+        return Forward(captured.made, "piecewise")
 
     def close(self) -> None:
         self.piecewise.clear()
@@ -165,10 +152,11 @@ class PiecewiseChunks:
     def capture_bucket(self, bucket: Bucket) -> None:
         """Capture the graphs of one bucket."""
         for full in self._kinds(bucket):
-            captured, capture = self.full if full else self.piecewise, Capture(self._memory)
-            body = self._body(bucket.num_tokens, full=full)
-            hidden = self._memory.alias(capture.record(body))
-            captured[bucket.num_tokens] = CapturedChunks(capture, hidden)
+            capture = Capture[Tensor](self._memory)
+            capture.made = self._memory.alias(
+                capture.record(self._body(bucket.num_tokens, full=full))
+            )
+            (self.full if full else self.piecewise)[bucket.num_tokens] = capture
         bucket.full = bucket.num_tokens in self.full
 
     def _kinds(self, bucket: Bucket) -> Sequence[bool]:
@@ -177,7 +165,7 @@ class PiecewiseChunks:
         unbroken = static and not self.loaded.always_hooked and bucket.num_tokens <= MAX_FULL
         return (False, True) if unbroken else (False,)
 
-    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture | None], Tensor]:
+    def _body(self, num_tokens: int, *, full: bool) -> Callable[[Capture[Tensor] | None], Tensor]:
         """What is captured: the forward of a batch of padding."""
         attention, buffers = self.loaded.attention.prefill, self.loaded.buffers
         longest = min(num_tokens, self.loaded.max_len)
@@ -186,7 +174,7 @@ class PiecewiseChunks:
         else:
             batch = buffers.blank_chunk(num_tokens)
 
-        def body(under_way: Capture | None) -> Tensor:
+        def body(under_way: Capture[Tensor] | None) -> Tensor:
             breaks = Cuts(under_way, CUT_AFTER) if full and under_way is not None else under_way
             runs_attention = full or under_way is None  # a piecewise capture only notes its breaks
             attn_plan = attention.plan(batch) if runs_attention else None
@@ -243,14 +231,15 @@ class PiecewiseChunks:
         if full is not None:
             bucket.full_ms = full.graph_ms
             bucket.full = full.graph_ms < min(full.eager_ms, bucket.piecewise_ms or full.eager_ms)
-        graphs = (
-            (bucket.piecewise, self.piecewise, "piecewise"),
-            (bucket.full, self.full, "unbroken"),
-        )
-        for kept, captured, kind in graphs if self.loaded.model.collective.size == 1 else ():
-            if not kept and captured.pop(num_tokens, None) is not None:
-                why = "not faster, or not compared"
-                log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
+        for kind, kept, captured in (
+            ("piecewise", bucket.piecewise, self.piecewise),
+            ("unbroken", bucket.full, self.full),
+        ):
+            if kept or self.loaded.model.collective.size > 1 or num_tokens not in captured:
+                continue
+            del captured[num_tokens]
+            why = "not faster, or not compared"
+            log.info("%d tokens: dropped the %s graph (%s)", num_tokens, kind, why)
         return [check for check in (piecewise, full) if check is not None]
 
 
@@ -265,12 +254,8 @@ def choose_shape(num_tokens: int, buckets: Sequence[Bucket], *, full: bool = Fal
 
     Reasons: `too_long`; `dropped`: eager was as fast; `padding`: the padded step would take longer
     than eager, by its tokens (over twice as many) or by the measured times. `padded` adds `many`:
-    there are more requests than the graph computes hidden states for.
-
-    Args:
-        num_tokens: of the batch.
-        buckets: by number of tokens, ascending.
-        full: the unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
+    there are more requests than the graph computes hidden states for. buckets: ascending; full: the
+    unbroken graph can serve the batch: no layer hook, and it fits the fixed shape.
     """
     at = bisect.bisect_left([bucket.num_tokens for bucket in buckets], num_tokens)
     if at == len(buckets):

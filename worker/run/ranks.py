@@ -36,10 +36,8 @@ def wrapped(message: FromLeader | FromRank) -> RankMessage:
 class Ranks:
     """The ranks beside the leader, to which it sends every step.
 
-    Args:
-        peers: of ranks 1, 2, …, in that order.
-        send: the wire's.
-        compared: they report what each step drew, which has to equal what the leader drew.
+    peers: of ranks 1, 2, …, in that order; send: the wire's; compared: they report what each step
+    drew, which has to equal what the leader drew.
     """
 
     def __init__(
@@ -80,16 +78,9 @@ class Ranks:
 
 
 def rank_addresses(rank_group: RankGroup, name: str, incarnation: str) -> dict[PeerId, str]:
-    """Where the ranks beside the leader listen, in their order.
-
-    Raises:
-        PeerLost: one of them is gone.
-    """
-    _, *addresses = rank_group.gather(b"")
-    return {
-        rank_peer(name, incarnation, rank): address.decode()
-        for rank, address in enumerate(addresses, 1)
-    }
+    """Where the ranks beside the leader listen, in their order; PeerLost if one is gone."""
+    listen = enumerate(rank_group.gather(b""))
+    return {rank_peer(name, incarnation, i): text.decode() for i, text in listen if i}
 
 
 def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:

@@ -13,17 +13,17 @@ from torch import Tensor
 
 from worker.draw.sampler import Result
 from worker.forward.draws import Masks
+from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter
+from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
-from worker.plan import Drawn, Plan
+from worker.plan import Drawn, Plan, Tail
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
-from worker.run.flight import Step
-from worker.run.groups import LayerGroups
+from worker.run.flight import LayerGroups, Step
 from worker.run.ranks import Ranks
 from worker.run.stream import stream_of
-from worker.run.sums import Sums
 from worker.step.state import SampledRows
 
 JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
@@ -33,39 +33,29 @@ class ModelRunner:
     """Runs plans on one stream: row changes and forward, then the sampling tail.
 
     A decode step starts and releases rows before its forward, a prefill step after it (see `Plan`).
-
-    Args:
-        loaded: the model and all that its steps need.
-        graphs: launch steps, op by op or by replays.
-        meter: times steps.
-        step_log: gets a line of each step; None: there is no log.
-        sums: counts all-reduces of steps; None: the worker has one rank.
+    sums: counts the all-reduces of steps; None: the worker has one rank.
     """
 
     def __init__(
         self,
-        loaded: LoadedModel,
         graphs: Graphs,
         meter: StepMeter,
         step_log: StepLog | None = None,
-        sums: Sums | None = None,
+        sums: WorkerMetrics | None = None,
     ) -> None:
-        self.loaded, self.graphs, self.meter = loaded, graphs, meter
-        self.stream = stream_of(loaded.state.device)
+        self.loaded, self.graphs, self.meter = graphs.loaded, graphs, meter
+        self.stream = stream_of(self.loaded.state.device)
         self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
-        self._state, self._log, self._sums = loaded.state, step_log, sums
-        # Result of a masked plan's forward, until the tail is launched.
-        self._forwarded: Decoded | None = None
+        self._state, self._log, self._sums = self.loaded.state, step_log, sums
+        self._forwarded: Decoded | None = None  # of a masked plan, until its tail is launched
 
     def launch(
         self, plan: Plan, groups: LayerGroups | None = None, shape: PaddedShape | None = None
     ) -> Step:
         """Enqueue one step, or only its forward if the plan is masked; returns without waiting.
 
-        Args:
-            plan: of the step.
-            groups: the layer hook of a prefill step; the tail is enqueued behind its last event.
-            shape: chosen by `padded_shape` on the leader; None: this rank leads, and chooses here.
+        groups: the layer hook of a prefill step; the tail is enqueued behind its last event.
+        shape: chosen by `padded_shape` on the leader; None: this rank leads, and chooses here.
         """
         assert groups is None or not plan.decode, "layer groups are for prefill steps"
         log = self._log
@@ -96,12 +86,9 @@ class ModelRunner:
             self._log.tail_launched(step.plan)
 
     def settle(self, step: Step) -> list[Drawn]:
-        """Wait for a step and read its tokens.
+        """Wait for a step and read its tokens; raises PeerLost as `check_ranks`.
 
         A turn waits for the device in three places: here, `LayerGroups.wait` and `Step.drafts`.
-
-        Raises:
-            PeerLost: another rank was late in an all-reduce; the step's tokens are invalid.
         """
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
@@ -110,7 +97,7 @@ class ModelRunner:
             self.ranks.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
         if self._sums is not None:
-            self._sums.settled(step)
+            count_sums(self.loaded.model, self._sums, step)
         if self._log is not None:
             wait_s, wait_cpu_s = time.monotonic() - began_at, time.thread_time() - cpu_at
             self._log.settled(step.plan, step.path, wait_s, wait_cpu_s, drawn)
@@ -118,8 +105,7 @@ class ModelRunner:
 
     def check_ranks(self) -> None:
         """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
-        if self.loaded.model.collective.size > 1:
-            self.loaded.model.collective.check()
+        self.loaded.model.collective.check()
 
     def close(self) -> None:
         """Wait for launched steps and free captured graphs."""
@@ -134,14 +120,9 @@ class ModelRunner:
         plan = step.plan
         if plan.decode:
             self.begin(plan)
-            apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
-            forwarded = self.graphs.decode.launch(plan, "none" if apart else plan.tail)
-        else:
-            forwarded = self.run_chunks(step)
-        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
-        if forwarded.sampled is None:
-            return forwarded.result
-        return self.draw(plan, forwarded)
+        apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
+        forwarded = self._launch_forward(step, "none" if apart else plan.tail)
+        return forwarded.result if forwarded.sampled is None else self.draw(plan, forwarded)
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> _Drafts | None:
@@ -156,12 +137,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> None:
         """The forward of a masked step; its tail is launched once the masks are made."""
-        if step.plan.decode:
-            forwarded = self.graphs.decode.launch(step.plan, "none")
-        else:
-            forwarded = self.run_chunks(step)
-        step.path, step.num_tokens = forwarded.path, forwarded.num_tokens
-        self._forwarded = forwarded
+        self._forwarded = self._launch_forward(step, "none")
 
     @torch.inference_mode()
     def tail(self, plan: Plan, masks: Masks) -> Result:
@@ -169,6 +145,12 @@ class ModelRunner:
         assert self._forwarded is not None
         forwarded, self._forwarded = self._forwarded, None
         return self.draw(plan, forwarded, masks)
+
+    def _launch_forward(self, step: Step, tail: Tail) -> Decoded:
+        plan = step.plan
+        made = self.graphs.decode.launch(plan, tail) if plan.decode else self.run_chunks(step)
+        step.path, step.num_tokens = made.path, made.num_tokens
+        return made
 
     def run_chunks(self, step: Step) -> Decoded:
         """Run the forward of a prefill step, then apply the plan's row changes.
@@ -187,14 +169,18 @@ class ModelRunner:
         self._seed(plan)
         # For example "eager_padding": launched eagerly, as padding to a bucket would cost more.
         path = f"{path}_{shape.refused}" if shape.refused else path
-        sampled = _sampled_chunks(plan, one_each=batch.last_token_rows is not None)
+        one_each = batch.last_token_rows is not None  # hidden states are one a chunk, not a token
+        ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
+        sampled = [  # index of the hidden state, row, position to draw
+            (i if one_each else end - 1, chunk.row, chunk.start + len(chunk.tokens))
+            for i, (chunk, end) in enumerate(zip(plan.chunks, ends, strict=True))
+            if chunk.sample
+        ]
         if not sampled:
             return Decoded(hidden, None, None, path, batch.num_tokens)
-        at, rows, position = (
-            self._state.upload(column, torch.int64) for column in zip(*sampled, strict=True)
-        )
-        valid = torch.ones_like(rows, dtype=torch.bool)
-        sampled_rows = SampledRows(rows, position, valid)
+        columns = zip(*sampled, strict=True)
+        at, rows, position = (self._state.upload(column, torch.int64) for column in columns)
+        sampled_rows = SampledRows(rows, position, torch.ones_like(rows, dtype=torch.bool))
         return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens)
 
     def _seed(self, plan: Plan) -> None:
@@ -206,7 +192,7 @@ class ModelRunner:
         """Draw what follows a forward; masks: of its rows, on the host."""
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
-        return draw_eagerly(self.loaded, forwarded, plan, masks, ends_prompts=True)
+        return draw_eagerly(self.loaded, forwarded, plan, masks)
 
 
 class _Drafts(NamedTuple):
@@ -231,6 +217,18 @@ def _join_ranks(loaded: LoadedModel) -> None:
         collective.all_reduce(nothing.zero_())
 
 
+def count_sums(model: Decoder, metrics: WorkerMetrics, step: Step) -> None:
+    """Count the algorithm and the bytes of a finished step's all-reduces, the same in all layers.
+
+    A replayed graph runs no Python, so a sum cannot be counted where it is launched. But its
+    algorithm depends on the number of tokens alone, in captured graphs as well.
+    """
+    dtype, kind = model.placement.dtype, "prefill" if step.plan.chunks else "decode"
+    num_bytes = step.num_tokens * model.spec.hidden_size * dtype.itemsize
+    algorithm = model.collective.algorithm(num_bytes, dtype)
+    metrics.all_reduce_bytes(kind, algorithm).observe(num_bytes)
+
+
 def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
     """Choose how to build the batch of a prefill step; hooked: it gets a layer hook."""
     if plan.decode:
@@ -238,17 +236,3 @@ def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
     num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
     longest = plan.max_seq_len_ub
     return graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
-
-
-def _sampled_chunks(plan: Plan, *, one_each: bool) -> list[tuple[int, int, int]]:
-    """For each chunk that samples: the index of its hidden state, its row, the position to draw.
-
-    one_each: there is one hidden state for each chunk, not for every token.
-    """
-    ends = itertools.accumulate(len(chunk.tokens) for chunk in plan.chunks)
-    last = range(len(plan.chunks)) if one_each else [end - 1 for end in ends]
-    return [
-        (at, chunk.row, chunk.start + len(chunk.tokens))
-        for at, chunk in zip(last, plan.chunks, strict=True)
-        if chunk.sample
-    ]

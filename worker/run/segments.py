@@ -18,7 +18,7 @@ import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,8 +78,10 @@ class GraphMemory:
         return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
 
-class Capture:
+class Capture(Generic[Made]):
     """One captured forward: segments with breaks between them. Replay it on any stream."""
+
+    made: Made  # what the captured call returned: tensors that every replay overwrites
 
     def __init__(self, memory: GraphMemory) -> None:
         self._memory = memory
@@ -92,11 +94,8 @@ class Capture:
         """Number of graphs."""
         return len(self._parts)
 
-    def record(self, forward: Callable[[Capture | None], Made]) -> Made:
-        """Call `forward` with None to warm up, then with `self` to capture it.
-
-        Returns the result of the second call: tensors that every replay overwrites.
-        """
+    def record(self, forward: Callable[[Capture[Made] | None], Made]) -> Made:
+        """Call `forward` with None to warm up, then with `self` to capture it; returns `made`."""
         memory, collecting = self._memory, gc.isenabled()
         with memory.capturing():
             for _ in range(NUM_WARMUPS):
@@ -105,7 +104,7 @@ class Capture:
             gc.disable()  # a collection may free CUDA objects, which fails within a capture
             try:
                 self._open = memory.begin()
-                made = forward(self)
+                self.made = forward(self)
                 self._parts.append((self._end(), None))
             except BaseException:
                 if self._open is not None:
@@ -117,7 +116,7 @@ class Capture:
                 self._open = None
                 if collecting:
                     gc.enable()
-        return made
+        return self.made
 
     def at(self, body: Body, x: Tensor, out: Tensor) -> Tensor:
         """See Breaks.at. The body is not called now, because x has not been computed.
@@ -141,7 +140,7 @@ class Capture:
         return self._open
 
     def replay(self) -> None:
-        """Enqueue everything on the current stream; breaks run now, within the current context."""
+        """Enqueue everything on the current stream; breaks run now, in the current context."""
         assert self._parts, "record() first"
         for segment, here in self._parts:
             segment.replay()
@@ -157,7 +156,7 @@ class Cuts:
     The breaks `after`, counted from 1, end a segment.
     """
 
-    def __init__(self, capture: Capture, after: Collection[int]) -> None:
+    def __init__(self, capture: Capture[Any], after: Collection[int]) -> None:
         self._capture, self._after = capture, after
         self._num_breaks = 0
 

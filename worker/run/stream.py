@@ -6,18 +6,13 @@ thread. Nothing else in an engine asks which of the two it has.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Protocol
 
 import torch
-
-from worker.registry import resolve
-
-STREAMS = {
-    "cpu": "worker.run.stream:CpuStream",
-    "cuda": "worker.run.stream_cuda:CudaStream",
-}
 
 
 class OnDevice(Protocol):
@@ -44,20 +39,13 @@ class Handle(Protocol):
         ...
 
 
-class Event(Protocol):
-    """A point of a stream's work; torch.cuda.Event is one."""
+class HostEvent(threading.Event):
+    """A torch.cuda.Event of the CPU."""
 
-    def record(self) -> object:
-        """Set it here."""
-        ...
+    record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
 
-    def query(self) -> bool:
-        """Whether the work before it has ended."""
-        ...
 
-    def synchronize(self) -> object:
-        """Block until then."""
-        ...
+Event = HostEvent | torch.cuda.Event
 
 
 class Stream(Protocol):
@@ -86,7 +74,7 @@ class CpuStream:
 
     launches_here = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "kvlane-stream")
         self._error: BaseException | None = None
 
@@ -109,12 +97,6 @@ class CpuStream:
             raise
 
 
-class HostEvent(threading.Event):
-    """Event on the CPU."""
-
-    record, query, synchronize = threading.Event.set, threading.Event.is_set, threading.Event.wait
-
-
 class _CpuHandle:
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
@@ -128,7 +110,67 @@ class _CpuHandle:
         return True
 
 
+class CudaStream:
+    """The step stream of a device, made current in the thread that submits.
+
+    It is not the default stream: KV pulls are copies that wait for that one.
+    """
+
+    launches_here = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = step_stream(device)
+
+    def submit(self, work: Callable[[], OnDevice | None]) -> Handle:
+        current = torch.cuda.current_stream(self._stream.device)
+        if current != self._stream:
+            self._stream.wait_stream(current)
+            torch.cuda.set_stream(self._stream)
+        made = work()
+        return _CudaHandle(None if made is None else made.to_host())
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _CudaHandle:
+    def __init__(self, made: Any) -> None:
+        self._made = made
+        self._ended = torch.cuda.Event()  # behind the copies to the host
+        self._ended.record()
+        self.done = self._ended.query
+
+    def wait(self) -> Any:
+        self._ended.synchronize()
+        return self._made
+
+    def tells(self, wake: Callable[[], None]) -> bool:
+        return False
+
+
 def stream_of(device: torch.device) -> Stream:
     """Make the stream for the steps of an engine on `device`."""
-    name = "cpu" if device.type == "cpu" else "cuda"
-    return resolve("stream", name, STREAMS)(device)
+    return CpuStream() if device.type == "cpu" else CudaStream(device)
+
+
+@cache
+def step_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of this process for all steps on a CUDA device."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def on_step_stream(device: torch.device) -> Iterator[None]:
+    """On CUDA, run the body on the stream of later steps, then wait for the device.
+
+    The caching allocator reuses freed memory only on the stream that allocated it.
+    """
+    if device.type == "cpu":
+        yield
+        return
+    with torch.cuda.stream(step_stream(device)):
+        yield
+    torch.cuda.synchronize(device)

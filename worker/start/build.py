@@ -24,7 +24,6 @@ from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
 from worker.run.runner import ModelRunner
-from worker.run.sums import Sums
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS
 
@@ -48,11 +47,7 @@ class Place:
         return f"{self.name}/{self.incarnation}"
 
     def join(self, rank: int, size: int) -> RankGroup:
-        """Join the worker's other ranks.
-
-        Raises:
-            PeerLost: they did not come.
-        """
+        """Join the worker's other ranks; PeerLost if they do not come."""
         return RankGroup(rank, size, self.rendezvous, self.peer)
 
 
@@ -67,7 +62,7 @@ def build_engine(
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
+    name: for logs and metrics; host: for the transport; rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
@@ -77,19 +72,20 @@ def build_engine(
     leads = start.rank_group.rank == 0  # and alone knows of requests
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
     loaded = load(start)
-    config, pool = loaded.config, loaded.model.pool
+    config, pool = loaded.config, loaded.graphs.loaded.pool
     transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
     transport.register(pool.memory())
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
     )
-    metrics = _metrics(config, name, book)
+    metrics = _metrics(config, name, book, loaded.checks)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
-    _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
-    step_log = _step_log(config, name) if leads else None
+    sums = metrics if start.rank_group.size > 1 else None
+    step_log, device = None, torch.device(str(config.engine.device))
+    if leads and config.engine.step_log:
+        step_log = StepLog(config.engine.step_log, name, device)
     return Engine(
         config=config,
         spec=start.shape,
@@ -98,7 +94,7 @@ def build_engine(
         identity=start.model_layout.identity(config.model.name, loaded.digest),
         pool=pool,
         book=book,
-        runner=ModelRunner(loaded.model, loaded.graphs, meter, step_log, sums),
+        runner=ModelRunner(loaded.graphs, meter, step_log, sums),
         transport=transport,
         metrics=metrics,
         meter=meter,
@@ -123,8 +119,8 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
-    max_len = configured.model.max_model_len
-    return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
+    configured_len = configured.model.max_model_len
+    return Start(config, configured_len, shape, drafter_shape, layout, rank_group, progress)
 
 
 def probe() -> Machine:
@@ -139,41 +135,32 @@ def probe() -> Machine:
     return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
 
 
-def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
-    if not config.engine.step_log:
-        return None
-    return StepLog(config.engine.step_log, name, torch.device(str(config.engine.device)))
-
-
 def model_layout(
     config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
     """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
+    num_groups = config.kv.num_groups
+    if num_groups == "auto":
+        # On a CPU a pull is short beside a step: little to gain by hiding it.
+        most = 1 if config.engine.device == "cpu" else MAX_GROUPS
+        num_groups = max(n for n in range(1, most + 1) if spec.num_layers % n == 0)
+        log.debug("kv.num_groups = %d (of %d layers)", num_groups, spec.num_layers)
     target = KVRegion(
         name="target",
         num_layers=spec.num_layers,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
-        num_groups=_num_groups(config, spec.num_layers),
+        num_groups=num_groups,
         page_size=int(config.kv.page_size),
         dtype=config.model.dtype,
     )
-    if drafter is None:
-        return ModelLayout((target,))
-    return ModelLayout((target, *regions(drafter, target.page_size, target.dtype)))
+    drafted = () if drafter is None else regions(drafter, target.page_size, target.dtype)
+    return ModelLayout((target, *drafted))
 
 
-def _num_groups(config: WorkerConfig, num_layers: int) -> int:
-    if config.kv.num_groups != "auto":
-        return config.kv.num_groups
-    if config.engine.device == "cpu":  # a pull is short beside a step: little to gain by hiding it
-        return 1
-    chosen = max(n for n in range(1, MAX_GROUPS + 1) if num_layers % n == 0)
-    log.debug("kv.num_groups = %d (of %d layers)", chosen, num_layers)
-    return chosen
-
-
-def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
+def _metrics(
+    config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
+) -> WorkerMetrics:
     """Make the metrics, with those that stay constant and the page gauges, read at each scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
@@ -182,11 +169,8 @@ def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
     metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
     metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
     metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
-    return metrics
-
-
-def _count_checks(metrics: WorkerMetrics, checks: Sequence[BucketCheck]) -> None:
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
         metrics.bucket_differs(check.kind, check.name).set(not check.equal)
+    return metrics

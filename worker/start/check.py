@@ -46,10 +46,7 @@ def check_directories(
 ) -> None:
     """The directories of a model and, with the weights, of its drafter.
 
-    ranks: path of a field -> ranks among which both have to be divided.
-
-    Raises:
-        UserError: names file and field.
+    ranks: path of a field -> ranks among which both are divided. UserErrors name file and field.
     """
     directory = model.directory
     if not directory.is_dir():

@@ -9,13 +9,17 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
+from itertools import chain
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
+from worker.model.loader import Loadable
 from worker.model.shape import LayerShape
 from worker.model.shard import Shard
+from worker.peers.rank_group import RankGroup
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
@@ -25,7 +29,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PartSum(NamedTuple):
-    """`tensor_sum` of the part of one tensor that a rank holds. Crosses to other ranks as JSON."""
+    """`tensor_sum` of the part of one tensor that a rank holds. Crosses to other ranks."""
 
     name: str  # in the checkpoint
     dtype: str
@@ -37,16 +41,11 @@ class PartSum(NamedTuple):
 def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
     """Sum up a rank's tensors as they were loaded (after the cast to the served dtype)."""
     numbers = torch.stack([tensor_sum(shard) for shard in shards.values()]).tolist()  # one wait
-    return [
-        PartSum(
-            name,
-            str(shard.dest.dtype),
-            shard.full_shape,
-            tuple((span.start, span.stop) for span in shard.index),
-            number,
-        )
-        for (name, shard), number in zip(shards.items(), numbers, strict=True)
-    ]
+    sums = []
+    for (name, shard), number in zip(shards.items(), numbers, strict=True):
+        part = tuple((span.start, span.stop) for span in shard.index)
+        sums.append(PartSum(name, str(shard.dest.dtype), shard.full_shape, part, number))
+    return sums
 
 
 def weights_digest(sums: Iterable[PartSum]) -> str:
@@ -58,19 +57,10 @@ def weights_digest(sums: Iterable[PartSum]) -> str:
     sums: of all ranks. Parts that several ranks hold, as copies, count once.
     """
     totals: dict[str, tuple[str, tuple[int, ...], int]] = {}
-    seen: set[tuple[str, tuple[tuple[int, int], ...]]] = set()
-    for name, dtype, full_shape, part, number in sums:
-        if (name, part) in seen:
-            continue
-        seen.add((name, part))
-        before = totals[name][2] if name in totals else 0
-        totals[name] = dtype, full_shape, _wrapped(before + number)
+    for name, dtype, full_shape, _, number in {(x.name, x.part): x for x in sums}.values():
+        total = number + (totals[name][2] if name in totals else 0)
+        totals[name] = dtype, full_shape, (total + (1 << 63)) % (1 << 64) - (1 << 63)  # an i64
     return _sha256(totals)
-
-
-def _wrapped(number: int) -> int:
-    """Modulo 2^64, as an i64."""
-    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -87,6 +77,21 @@ def model_digest(spec: LayerShape, weights: str) -> str:
 def combined(digests: Mapping[str, str]) -> str:
     """One digest of all models whose state lies in the pages, by the name of their KV region."""
     return _sha256(dict(digests))
+
+
+def models_digest(models: Mapping[str, Loadable], rank_group: RankGroup, noise: str = "") -> str:
+    """Digest all models whose state lies in the pages, by the name of their KV region.
+
+    rank_group: of the ranks that hold parts of the weights; noise: stands for all weights.
+    """
+    digests, decode = {}, msgspec.msgpack.Decoder(list[PartSum]).decode
+    for region, model in models.items():
+        weights = noise
+        if not noise:
+            sums = rank_group.gather(msgspec.msgpack.encode(part_sums(model.shards())))
+            weights = weights_digest(chain.from_iterable(map(decode, sums)))
+        digests[region] = model_digest(model.spec, weights)
+    return combined(digests)
 
 
 def tensor_sum(shard: Shard) -> Tensor:

@@ -4,10 +4,8 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import NamedTuple
+from itertools import pairwise
 
-import msgspec
 import torch
 
 from worker.attention.base import AttentionShape, build_attentions
@@ -20,7 +18,8 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.loader import load_model
+from worker.model.layers import Placement
+from worker.model.loader import Loadable, load_model
 from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
@@ -29,15 +28,8 @@ from worker.peers.rendezvous import free_rendezvous
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
-from worker.run.stream_cuda import on_step_stream
-from worker.start.digest import (
-    PartSum,
-    combined,
-    dummy_digest,
-    model_digest,
-    part_sums,
-    weights_digest,
-)
+from worker.run.stream import on_step_stream
+from worker.start.digest import dummy_digest, models_digest
 from worker.start.memory import (
     explain_shortage,
     fit,
@@ -50,8 +42,6 @@ from worker.step.buffers import BatchBuffers
 from worker.step.state import StateShape, StepState, Windows
 
 log = logging.getLogger("kvlane.start")
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,76 +67,49 @@ class Loaded:
     """What `load` returns."""
 
     config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
-    model: LoadedModel
     graphs: Graphs
     checks: Sequence[BucketCheck]
     digest: str  # of all that a page's bytes depend on; equal for any number of ranks
 
 
-class Weights(NamedTuple):
-    """The models of a worker, loaded."""
-
-    model: Decoder
-    drafter: DrafterModel | None
-
-
 def load(start: Start) -> Loaded:
-    """Load everything that the configuration names, on all ranks at once.
+    """Load everything that the configuration names, on all ranks at once; see `build_engine`.
 
     Workers that share a GPU load one after the other.
-
-    Raises:
-        UserError: see `build_engine`.
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
-    took = _Took()
+    began_at = time.monotonic()
+    ended_at = {"": began_at}  # when each part ended; work in flight counts for the next
     with memory.exclusive(), on_step_stream(device):
         memory.wait_for_share()
-        took.ended("waiting for the device")
+        ended_at["waiting for the device"] = time.monotonic()
         with explain_shortage("loading the weights"):
-            weights = _load_weights(start)
-            digest = _digest(start, weights)
-        took.ended("weights")
+            weights, digest = _load_weights(start)
+        ended_at["weights"] = time.monotonic()
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
-            weights.model.tap((), 0)  # those of that run go
-        took.ended("largest steps")
+            weights[0].tap((), 0)  # those of that run go
+        ended_at["largest steps"] = time.monotonic()
         pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
             pool = KVPool(layout, pages, device)
             log.info("KV pool: %d pages, %s", pages, layout.describe())
-            took.ended("pool")
+            ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
-                model = _assemble(config, pool, *weights)
-                graphs = build_graphs(model)
+                graphs = build_graphs(_assemble(config, pool, *weights))
                 checks = graphs.capture(start.progress)
                 if config.engine.strict:
                     poison(pool)
-                took.ended("graphs and their checks")
-                weights.model.collective.check()
-    log.info("%s worker loaded in %s", config.role, took)
-    return Loaded(config, model, graphs, checks, digest)
-
-
-class _Took:
-    """Seconds of each part of a start."""
-
-    def __init__(self) -> None:
-        self._began_at = self._last_at = time.monotonic()
-        self._parts: list[str] = []
-
-    def ended(self, part: str) -> None:
-        """End `part`, which began where the last one ended. Work in flight counts for the next."""
-        now = time.monotonic()
-        self._parts.append(f"{part} {now - self._last_at:.1f}")
-        self._last_at = now
-
-    def __str__(self) -> str:
-        return f"{self._last_at - self._began_at:.1f} s: {', '.join(self._parts)}"
+                ended_at["graphs and their checks"] = ended = time.monotonic()
+                weights[0].collective.check()
+    parts = pairwise(ended_at.items())
+    took = ", ".join(f"{part} {end - begin:.1f}" for (_, begin), (part, end) in parts)
+    log.info("%s worker loaded in %.1f s: %s", config.role, ended - began_at, took)
+    return Loaded(config, graphs, checks, digest)
 
 
 def _collective(start: Start) -> Collective:
@@ -164,40 +127,24 @@ def _collective(start: Start) -> Collective:
     return collective
 
 
-def _load_weights(start: Start) -> Weights:
-    config = start.config
+def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], str]:
+    """The models of a worker, and the digest of both."""
+    config, device = start.config, torch.device(start.config.engine.device)
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    load_format, seed = config.model.load_format, config.model.seed
     model = load_model(
         config.model.directory,
         start.shape,
-        _collective(start),
-        device=torch.device(config.engine.device),
-        dtype=DTYPES[config.model.dtype],
-        load_format=config.model.load_format,
-        seed=config.model.seed,
+        Placement(_collective(start), dtype, device),
+        load_format=load_format,
+        seed=seed,
         progress=start.progress,
     )
-    if start.drafter_shape is None:
-        return Weights(model, None)
-    return Weights(model, load_drafter(config, start.drafter_shape, model))
-
-
-def _digest(start: Start, weights: Weights) -> str:
-    """See `Loaded.digest`."""
-    config = start.config
-
-    def digest_of(part: Decoder | DrafterModel) -> str:
-        if config.model.load_format == "dummy":
-            device = torch.device(config.engine.device)
-            noise = dummy_digest(config.model.seed, DTYPES[config.model.dtype], device)
-            return model_digest(part.spec, noise)
-        sums = start.rank_group.gather(msgspec.msgpack.encode(part_sums(part.shards())))
-        decode = msgspec.msgpack.Decoder(list[PartSum]).decode
-        return model_digest(part.spec, weights_digest(chain.from_iterable(map(decode, sums))))
-
-    digests = {"target": digest_of(weights.model)}
-    if weights.drafter is not None:
-        digests["draft"] = digest_of(weights.drafter)
-    return combined(digests)
+    drafter, models = None, dict[str, Loadable](target=model)
+    if start.drafter_shape is not None:
+        drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
+    noise = dummy_digest(seed, dtype, device) if load_format == "dummy" else ""
+    return (model, drafter), models_digest(models, start.rank_group, noise)
 
 
 def _assemble(

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -44,7 +43,7 @@ class DeviceShare:
 
     @property
     def why(self) -> str:
-        """The numbers, for messages."""
+        """The numbers."""
         share = self.fraction * self.total
         return (
             f"engine.memory_fraction {self.fraction:g} of {self.total / GIB:.2f} GiB is "
@@ -70,83 +69,56 @@ class DeviceShare:
         return share - self.weights - self.reserve
 
 
-class DeviceMemory(Protocol):
-    """The memory of the device that a worker runs on. Built as `cls(engine)`."""
+class DeviceMemory:
+    """The memory of the device that a worker runs on.
+
+    This one is a CPU's: nothing is measured, and engine.cpu_pool_bytes bounds the KV pool.
+    """
+
+    def __init__(self, engine: EngineConfig) -> None:
+        self._engine = engine
 
     def exclusive(self) -> AbstractContextManager[None]:
         """Exclude other processes that load on this device."""
-        ...
+        return nullcontext()
 
     def wait_for_share(self) -> None:
         """Wait up to RETURN_S for this worker's share to be free; `num_pages` checks it later.
 
-        Peers may still map the memory of the worker that ran on this GPU before, which keeps it
-        allocated. Skipped when engine.num_pages is set: what is needed is not known then.
+        Peers may still map, and so keep, the memory of the worker that ran on this GPU before.
+        Skipped when engine.num_pages is set: what is needed is not known then.
         """
-        ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Measure the peak memory that `work` needs; its result is freed."""
-        ...
+        return 0
 
     def beside_weights(self) -> int:
         """Bytes of the worker's share that its weights, which are loaded, leave."""
-        ...
+        return self._engine.cpu_pool_bytes
 
     def pool_pages(
         self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
     ) -> tuple[int, str]:
         """Pages of the pool, and the figures behind it; see `num_pages`."""
-        ...
+        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
+        most, limit = int(config.engine.max_num_reqs) * row_pages + 1, self.beside_weights()
+        return min(most, limit // page_bytes), f"engine.cpu_pool_bytes is {limit}"
 
     def taking(self, num_bytes: int) -> AbstractContextManager[None]:
         """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
 
         Other processes on the device then see them as taken, and our first large step finds them.
         """
-        ...
+        return nullcontext()
 
 
-class CpuMemory:
-    """DeviceMemory of a CPU: nothing is measured, engine.cpu_pool_bytes bounds the KV pool."""
-
-    def __init__(self, engine: EngineConfig) -> None:
-        self._limit = engine.cpu_pool_bytes
+class CudaMemory(DeviceMemory):
+    """Of a GPU, which other workers may share."""
 
     def exclusive(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def wait_for_share(self) -> None:
-        pass
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        return 0
-
-    def beside_weights(self) -> int:
-        return self._limit
-
-    def pool_pages(
-        self, config: WorkerConfig, page_bytes: int, reserve_bytes: int
-    ) -> tuple[int, str]:
-        row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
-        most = int(config.engine.max_num_reqs) * row_pages + 1
-        return min(most, self._limit // page_bytes), f"engine.cpu_pool_bytes is {self._limit}"
-
-    def taking(self, num_bytes: int) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
-class CudaMemory:
-    """DeviceMemory of a GPU, which other workers may share."""
-
-    def __init__(self, engine: EngineConfig) -> None:
-        self._engine = engine
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
         uuid = torch.cuda.get_device_properties().uuid
-        with process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}"):
-            yield
+        return process_lock(f"kvlane-build-{uuid}", f"GPU {uuid}")
 
     def free_bytes(self) -> int:
         """Measure free device memory, after emptying this process's allocator cache."""
@@ -197,7 +169,6 @@ class CudaMemory:
             torch.empty(min(left, free), dtype=torch.uint8, device="cuda")
 
     def _share(self, reserve_bytes: int) -> DeviceShare:
-        """Measure it; the weights are loaded."""
         return DeviceShare(
             total=torch.cuda.get_device_properties().total_memory,
             free=self.free_bytes(),
@@ -209,37 +180,31 @@ class CudaMemory:
 
 def memory_of(engine: EngineConfig) -> DeviceMemory:
     """The memory of the device that the resolved configuration names."""
-    return CpuMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
+    return DeviceMemory(engine) if engine.device == "cpu" else CudaMemory(engine)
 
 
 @contextmanager
 def process_lock(name: str, resource: str) -> Iterator[None]:
-    """Hold a lock between the processes of a host; waiting for it is logged.
+    """Hold a lock between the processes of a host; `cluster.start_timeout_s` bounds the wait.
 
     The lock is an abstract socket address: the kernel frees it however the process ends, and no
     file is left. Processes in different network namespaces do not see each other's locks.
-    `cluster.start_timeout_s` bounds the wait.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as lock:
         began_at, logged_at = time.monotonic(), float("-inf")
-        while not _bound(lock, name):
+        while True:
+            try:
+                lock.bind(f"\0{name}")
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
             if (now := time.monotonic()) - logged_at > LOG_EVERY_S:
                 waited_s = now - began_at
                 log.info("waiting for another process to load on %s (%.0f s)", resource, waited_s)
                 logged_at = now
             time.sleep(POLL_S)
         yield
-
-
-def _bound(lock: socket.socket, name: str) -> bool:
-    """Bind `lock` to the name, which one socket at a time can have; False if it is taken."""
-    try:
-        lock.bind(f"\0{name}")
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
 
 
 def wait_for_free(wanted_bytes: int, free: Callable[[], int], timeout_s: float) -> bool:
@@ -265,21 +230,15 @@ def with_max_num_reqs(
     memory: DeviceMemory,
     minimum: Callable[[int], int] = int,
 ) -> WorkerConfig:
-    """Decide engine.max_num_reqs, on CUDA, by the memory beside the weights.
+    """Decide engine.max_num_reqs by the memory beside the weights.
 
     The size of steps and graphs depends on it, so it comes before they are measured. minimum: of
-    what the worker's ranks measured.
-
-    Raises:
-        UserError: as `num_pages`.
+    what the worker's ranks measured. Raises UserError as `num_pages`.
     """
-    engine = config.engine
-    if engine.max_num_reqs != "auto":
+    if config.engine.max_num_reqs != "auto":
         return config
-    if engine.num_pages != "auto":
-        num_bytes = int(engine.num_pages) * layout.page_bytes
-    else:
-        num_bytes = memory.beside_weights()
+    pages = config.engine.num_pages
+    num_bytes = memory.beside_weights() if pages == "auto" else int(pages) * layout.page_bytes
     num_reqs = minimum(reqs_held(config, num_bytes, layout.page_bytes))
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
     return _with_engine(config, max_num_reqs=num_reqs)
@@ -306,7 +265,6 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
     """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
 
     A larger batch costs memory for steps and graphs, which only pays if its requests have KV pages.
-    MIN_AUTO_REQS need little of it, and requests may be shorter than ROW_TOKENS.
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
     row_bytes = -(-num_tokens // int(config.kv.page_size)) * page_bytes
@@ -317,13 +275,10 @@ def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
 def num_pages(
     config: WorkerConfig, layout: KVLayout, memory: DeviceMemory, reserve_bytes: int
 ) -> int:
-    """Number of pages of the pool, page 0 (written by padding) included.
+    """Number of pages of the pool, page 0 (written by padding) included, beside loaded weights.
 
-    Call it once the weights are loaded. reserve_bytes: what steps and graphs need beside them.
-
-    Raises:
-        UserError: the worker's share is not free, or too small for a single page; the message has
-            the numbers.
+    reserve_bytes: what steps and graphs need beside them. Raises UserError, with the numbers, if
+    the worker's share is not free, or too small for a single page.
     """
     if config.engine.num_pages != "auto":
         return int(config.engine.num_pages)
@@ -352,11 +307,7 @@ def explain_shortage(doing: str) -> Iterator[None]:
 
 
 def fit(config: WorkerConfig, configured_len: int | str, num_pages: int) -> WorkerConfig:
-    """Lower max_model_len to what the pool can hold.
-
-    Raises:
-        UserError: model.max_model_len is set (not "auto") and exceeds what the pool holds.
-    """
+    """Lower max_model_len to what the pool can hold; UserError if the user has set it."""
     holds = (num_pages - 1) * int(config.kv.page_size)
     if int(config.model.max_model_len) <= holds:
         return config

@@ -1,5 +1,8 @@
 """BatchBuffers: makes a prefill plan into a Batch, all tensors of one forward at once."""
 
+import struct
+from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -8,17 +11,8 @@ from torch import Tensor
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
-from worker.plan import LONG_STEP_TOKENS, Plan
-from worker.step.chunk_rows import (
-    DRAFT_LINES,
-    NUM_LINES,
-    TOKEN_LINES,
-    NewPages,
-    chunk_rows,
-    line_width,
-    pack,
-)
-from worker.step.staging import Staging
+from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
+from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
 # Most requests of a fixed-shape batch, and most tokens of each. For a fixed shape attention splits
@@ -27,6 +21,44 @@ FIXED_REQS = 4
 MAX_FIXED_LEN = SHORT_KEYS
 # Most requests of a long step for which only hidden states of last tokens are computed.
 MAX_LAST_TOKEN_ROWS = MAX_STREAMED_ROWS
+DEPTH = 4  # uploads in flight before the host waits; an engine has at most two steps in flight
+GRAIN = 256  # words; sizes of copies are multiples of it, so that their views are made once
+
+
+class Staging:
+    """`words` (i32, on the device), which the host fills at every step, through pinned buffers.
+
+    An upload stays until the next one, which runs behind all work on the current stream. On the
+    CPU the host writes `words` directly.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        num_words = -(-num_words // GRAIN) * GRAIN
+        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._host = None if device.type == "cuda" else self.words.numpy().data
+        ends = range(0, num_words + 1, GRAIN)
+        # Memory of a pinned buffer; (from, to) of its copies by the number of grains; the event
+        # behind the latest of these copies.
+        ring = []
+        for _ in range(DEPTH if self._host is None else 0):
+            pinned = torch.zeros(num_words, dtype=torch.int32, pin_memory=True)
+            copies = [(pinned[:end], self.words[:end]) for end in ends]
+            ring.append((pinned.numpy().data, copies, torch.cuda.Event()))
+        self._ring = cycle(ring)
+
+    def upload(self, values: Sequence[int]) -> None:
+        """words[: len(values)] = values. Words up to the next multiple of GRAIN change as well."""
+        num = len(values)
+        assert num <= len(self.words)
+        if self._host is not None:
+            struct.pack_into(f"{num}i", self._host, 0, *values)
+            return
+        host, copies, copied = next(self._ring)
+        copied.synchronize()  # the copy DEPTH uploads ago must have left this buffer
+        struct.pack_into(f"{num}i", host, 0, *values)
+        source, target = copies[-(-num // GRAIN)]
+        target.copy_(source, non_blocking=True)
+        copied.record()
 
 
 class BatchBuffers:
@@ -69,14 +101,10 @@ class BatchBuffers:
     def chunks(self, plan: Plan, padded_tokens: int = 0, *, fixed_shape: bool = False) -> Batch:
         """Build the batch of a prefill plan, and write the plan's pages to the page table.
 
-        The batch lies in buffers that the next call overwrites.
-
-        Args:
-            plan: has chunks, no more than the state has rows.
-            padded_tokens: pad the batch to this many tokens and round max_query_len up to a power
-                of two, so that few kernel variants are compiled. 0: do neither.
-            fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
-                tokens. Shapes and host bounds then depend on `padded_tokens` alone; `host` is None.
+        The batch lies in buffers that the next call overwrites. padded_tokens: pad it to so many
+        and round max_query_len up to a power of two, so that few kernel variants are compiled; 0:
+        do neither. fixed_shape: pad the requests to `fixed_reqs` too, each of up to `max_fixed_len`
+        tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
@@ -86,7 +114,17 @@ class BatchBuffers:
         num_tokens = max(padded_tokens, sent.num_tokens)
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
-            return self._fixed_batch(num_tokens, sent.width)
+            if (batch := self._fixed_batches.get(num_tokens)) is not None:
+                self._last_tokens(num_tokens, batch.query_start)
+                return batch
+            batch = self._fixed_batches[num_tokens] = self._of_chunks(
+                num_tokens,
+                *self._lengths(num_lines, sent.width),
+                page_table=self._tables,
+                max_query_len=num_tokens,
+                max_seq_len_ub=self.max_fixed_len,
+            )
+            return batch
         if padded_tokens:
             longest = min(padded_tokens, power_of_two(longest))
         num_pages = min(-(-plan.max_seq_len_ub // self._page_size), table.shape[1])
@@ -104,8 +142,10 @@ class BatchBuffers:
 
     def max_reqs(self, padded_tokens: int) -> int:
         """Most requests that a graph of `padded_tokens` tokens can serve."""
-        long = padded_tokens >= LONG_STEP_TOKENS and not self._all_hidden
-        return MAX_LAST_TOKEN_ROWS if long else padded_tokens
+        return MAX_LAST_TOKEN_ROWS if self._is_long(padded_tokens) else padded_tokens
+
+    def _is_long(self, num_tokens: int) -> bool:
+        return num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
 
     def blank_chunk(self, num_tokens: int) -> Batch:
         """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
@@ -120,20 +160,6 @@ class BatchBuffers:
             max_seq_len_ub=num_tokens,
             host=HostLengths([num_tokens], [num_tokens]),
         )
-
-    def _fixed_batch(self, num_tokens: int, width: int) -> Batch:
-        batch = self._fixed_batches.get(num_tokens)
-        if batch is None:
-            batch = self._fixed_batches[num_tokens] = self._of_chunks(
-                num_tokens,
-                *self._lengths(self.fixed_reqs, width),
-                page_table=self._tables,
-                max_query_len=num_tokens,
-                max_seq_len_ub=self.max_fixed_len,
-            )
-        else:
-            self._last_tokens(num_tokens, batch.query_start)
-        return batch
 
     def _of_chunks(
         self, num_tokens: int, query_start: Tensor, seq_lens: Tensor, **rest: Any
@@ -155,8 +181,7 @@ class BatchBuffers:
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
         """Fill `Batch.last_token_rows`; its length is the same for any number of requests."""
         num_reqs = len(query_start) - 1
-        long = num_tokens >= LONG_STEP_TOKENS and not self._all_hidden
-        if not long or num_reqs > MAX_LAST_TOKEN_ROWS:
+        if not self._is_long(num_tokens) or num_reqs > MAX_LAST_TOKEN_ROWS:
             return None
         self._last_token_rows.zero_()
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
@@ -167,21 +192,19 @@ class BatchBuffers:
         words = self._staging.words
         return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
 
-    def _new_pages(self, plan: Plan) -> dict[int, NewPages]:
+    def _new_pages(self, plan: Plan) -> dict[int, RowPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.
 
         The rest is pages for which the upload has no room, and pages of rows without a chunk in
         this plan: a decode worker may start decode rows in a prefill step.
         """
-        if not plan.pages:
-            return {}
-        new, others, num_pages = dict[int, NewPages](), [], 0
+        new, others, num_pages = dict[int, RowPages](), [], 0
         rows, width = {chunk.row for chunk in plan.chunks}, self._state.page_table.shape[1]
         for each in plan.pages:
             fits = num_pages + len(each.pages) <= self._page_words
             if each.row in rows and each.row not in new and fits:
                 assert each.first + len(each.pages) <= width
-                new[each.row] = NewPages(each.first, each.pages)
+                new[each.row] = each
                 num_pages += len(each.pages)
             else:
                 others.append(each)

@@ -3,26 +3,18 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.ops.op import op
-from worker.plan import Chunk
+from worker.plan import Chunk, RowPages
 
 NUM_LINES = 6
 TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
 
 
-class NewPages(NamedTuple):
-    """page_table[row, first : first + len(pages)] = pages, for the row of one chunk."""
-
-    first: int
-    pages: Sequence[int]
-
-
-NOTHING_NEW = NewPages(0, ())
+NOTHING_NEW = RowPages(0, 0, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,29 +43,24 @@ class SentChunks:
 
 
 def line_width(num_reqs: int) -> int:
-    """i32 words of a line: one more than requests, rounded up to 16 bytes.
-
-    A kernel would be compiled anew for a pointer that is not a multiple of 16 bytes.
-    """
+    """i32 words of a line: one more than requests, rounded up to 16 bytes, as kernels expect."""
     return -(-(num_reqs + 1) // 4) * 4
 
 
 def pack(
-    words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, NewPages], num_lines: int
+    words: Tensor, chunks: Sequence[Chunk], new: Mapping[int, RowPages], num_lines: int
 ) -> tuple[list[int], SentChunks]:
-    """Make the words to upload to the beginning of `words`, and their description for the kernel.
+    """Make the values to upload to the beginning of `words`, and their description for the kernel.
 
-    new: pages by row, for those of the chunks' rows that get some; num_lines: requests, padded ones
-    included.
+    new: pages of the chunks' rows that get some; num_lines: requests, padded ones included.
     """
     num_reqs, width = len(chunks), line_width(num_lines)
     assert num_reqs <= num_lines
     query_start = [0, *accumulate(len(chunk.tokens) for chunk in chunks)]
     num_tokens, padding = query_start[-1], [0] * (width - num_reqs)
-    begin_of, begin = dict[int, int](), NUM_LINES * width + num_tokens
-    for row, each in new.items():
-        begin_of[row] = begin
-        begin += len(each.pages)
+    sizes = (len(each.pages) for each in new.values())
+    begins = accumulate(sizes, initial=NUM_LINES * width + num_tokens)
+    begin_of = dict(zip(new, begins, strict=False))
     of_chunks = [new.get(chunk.row, NOTHING_NEW) for chunk in chunks]
     last_pages = [each.first + len(each.pages) for each in of_chunks]
     values = [chunk.row for chunk in chunks] + padding

@@ -28,10 +28,6 @@ class RowColumns:
     # next step verifies. -1: there is none; no draw equals it.
     drafts: Tensor
 
-    def of_rows(self) -> tuple[Tensor, ...]:
-        """The columns that steps change."""
-        return self.active, self.seq_len, self.last_token, self.drafts
-
 
 @dataclass(slots=True, frozen=True)
 class SampledRows:
@@ -88,9 +84,8 @@ def read_rows_ref(
 ) -> StepRows:
     """Read windows of `width` tokens of `rows` [n] i64, with at most `num_pages` pages of each.
 
-    Where there is no draft the window has token 0. A window may pass its row's max_len. Its slots
+    Where there is no draft the window has token 0. A window may pass its row's max_len: its slots
     are still the row's own, but its positions stay below max_len, as the model may have no others.
-    Inactive rows write to the sink.
     """
     live = rows * columns.active[rows]
     positions = columns.seq_len[live][:, None] + torch.arange(width, device=rows.device)
@@ -174,10 +169,7 @@ Gathered = tuple[tuple[Tensor, ...], tuple[Tensor, ...], Tensor]
 
 
 def gather_rows_ref(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
-    """Each column and the table at `rows`.
-
-    rows: [n] i64; table: [num_rows, width] i64; all tensors contiguous.
-    """
+    """Each column and `table` [num_rows, width] i64 at `rows` [n] i64; all contiguous."""
     return (
         tuple(column[rows] for column in ints),
         tuple(column[rows] for column in floats),

@@ -5,18 +5,18 @@ rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands 
 padded rows, so whatever they write is harmless.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.forward.batch import Batch, HostLengths
-from worker.forward.window import WindowShape
+from worker.forward.batch import Batch, HostLengths, WindowShape
+from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
-from worker.step.penalties import PenaltyTables
 from worker.step.rows import RowColumns, SampledRows, accept_rows, read_rows
 
 ALIGNMENT = 16  # elements; columns begin at multiples of it
@@ -48,7 +48,7 @@ class FloatColumns(NamedTuple, Generic[T]):
 
 
 class StateShape(NamedTuple):
-    """Of a step state."""
+    """Sizes of a step state."""
 
     num_rows: int  # requests at a time, the sink not counted
     max_pages: int  # of one row
@@ -57,6 +57,39 @@ class StateShape(NamedTuple):
     vocab_size: int  # width of the penalty tables
     max_width: int = 1  # tokens of the widest verify window
     max_text: int = 0  # tokens of a row whose ids are kept; 0: none are
+
+
+class PenaltyTables:
+    """Tables over the vocabulary for penalties and logit bias, by penalty slot.
+
+    Slot 0 is neutral: rows without penalties use it, and add to counts that are never read.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
+        shape = num_slots + 1, vocab_size
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.counts = torch.zeros(shape, dtype=torch.int32, device=device)  # of output tokens
+        self.bias = torch.zeros(shape, dtype=torch.float32, device=device)
+        self.biased = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    def changes(self, masks: Masks | None = None, drafts: Tensor | None = None) -> Changes:
+        """The record that draws read: these tables, with `masks` and `drafts` (see `Changes`)."""
+        return Changes(self.counts, self.in_prompt, self.bias, self.biased, masks, drafts)
+
+    def fill(self, start: RowStart, upload: Callable[[Sequence[Any], torch.dtype], Tensor]) -> None:
+        """Fill the slot of a request that starts, from its prompt and output."""
+        slot, biases = start.penalty_slot, start.sampling.logit_bias
+        for table in (self.in_prompt, self.counts, self.bias):
+            table[slot].zero_()
+        self.biased[slot].fill_(bool(biases))
+        if start.prompt:
+            self.in_prompt[slot].index_fill_(0, upload(start.prompt, torch.int64), True)
+        if drawn := Counter(start.output):
+            ids = upload(list(drawn), torch.int64)
+            self.counts[slot].index_copy_(0, ids, upload(list(drawn.values()), torch.int32))
+        if biases:
+            ids, values = zip(*biases, strict=True)
+            self.bias[slot].index_copy_(0, upload(ids, torch.int64), upload(values, torch.float32))
 
 
 class StepState:
@@ -70,10 +103,9 @@ class StepState:
         self._eos_ids = tuple(eos_ids)
         padded = -(-n // ALIGNMENT) * ALIGNMENT  # all columns begin aligned for the kernels
         # One line for each column, so that one copy moves what a row starts with.
-        self._ints = torch.zeros(len(IntColumns._fields), padded, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(
-            len(FloatColumns._fields), padded, dtype=torch.float32, device=device
-        )
+        num_ints, num_floats = len(IntColumns._fields), len(FloatColumns._fields)
+        self._ints = torch.zeros(num_ints, padded, dtype=torch.int64, device=device)
+        self._floats = torch.zeros(num_floats, padded, dtype=torch.float32, device=device)
         self.ints = IntColumns(*self._ints[:, :n])
         self.floats = FloatColumns(*self._floats[:, :n])
         self.active = torch.zeros(n, dtype=torch.bool, device=device)
@@ -81,9 +113,8 @@ class StepState:
         self._flat_table = self.page_table.view(-1)
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # KV length of each row after the last step applied, counted on the host from plans. If no
-        # step was wider than 1, it is exact for rows that are active on the device. It is too high
-        # for rows that have ended there and are not settled.
+        # KV length of each row after the last step applied, counted on the host from plans. Exact,
+        # if no step was wider than 1, but for rows that have ended on the device: too high there.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active,
@@ -112,7 +143,7 @@ class StepState:
         self.seq_len_ub = [0] * len(self.seq_len_ub)
 
     def upload(self, values: Sequence[object], dtype: torch.dtype) -> Tensor:
-        """Copy a host list to the device, without a host sync."""
+        """Copy a host list to the device without waiting."""
         host = torch.tensor(values, dtype=dtype, pin_memory=self._pin)
         return host.to(self.device, non_blocking=True)
 
@@ -121,7 +152,7 @@ class StepState:
         return host.pin_memory() if self._pin else host
 
     def apply(self, plan: Plan) -> None:
-        """Apply all changes of `plan`, ordered on the current stream."""
+        """Apply all changes of `plan` on the current stream."""
         self.apply_rows(plan)
         self.apply_pages(plan.pages)
 
@@ -143,10 +174,7 @@ class StepState:
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
     def _staged(self, num: int) -> Tensor:
-        """[num] i64 on the host, pinned on CUDA, so that copies from it do not wait.
-
-        It may be freed at once: torch reuses pinned memory after the copies from it have ended.
-        """
+        # It may be freed at once: torch reuses pinned memory after the copies from it have ended.
         return torch.empty(num, dtype=torch.int64, pin_memory=self._pin)
 
     def apply_rows(self, plan: Plan) -> None:
@@ -155,8 +183,8 @@ class StepState:
             self.active.index_fill_(0, self.upload(plan.releases, torch.int64), False)
         if plan.starts:
             self._start(plan.starts)
-        for start in plan.starts:
-            self.seq_len_ub[start.row] = start.seq_len
+            for start in plan.starts:
+                self.seq_len_ub[start.row] = start.seq_len
         for chunk in plan.chunks:
             self.seq_len_ub[chunk.row] = chunk.start + len(chunk.tokens)
         for row in plan.decode:
@@ -212,19 +240,13 @@ class Windows:
         self._query_start = [ends * width for width in range(max_width + 1)]  # by width
 
     def batch(self, rows: Tensor, window: WindowShape) -> tuple[Batch, SampledRows]:
-        """A window for each of `rows` [n] i64. Enqueues device work only.
-
-        Rows that are inactive on the device, and row 0, are padding.
-        """
+        """A window for each of `rows` [n] i64; inactive ones are padding. Device work only."""
         width, max_seq_len_ub, host = window
         num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
         batch = read.batch(self._query_start[width], width, max_seq_len_ub, host)
-        sampled = SampledRows(
-            read.live, read.next_positions, read.valid, width, max_seq_len_ub=max_seq_len_ub
-        )
-        return batch, sampled
+        return batch, SampledRows(read.live, read.next_positions, read.valid, width, max_seq_len_ub)
 
     def lengths(self, rows: Sequence[int]) -> HostLengths:
-        """Of a batch of `rows` of width 1, whose plan has been applied to the state."""
+        """Of a batch of `rows` of width 1, whose plan has been applied."""
         return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])
