@@ -25,6 +25,7 @@ from worker.api import (
 )
 from worker.errors import LibraryError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.observe.meter import WindowCounts
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
@@ -79,14 +80,14 @@ class DecodeLoop:
         self._inbound = Inbound(incarnation, context, self._peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
-        metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: len(requests.reqs) - len(scheduler.running))
-        metrics.on_scrape(metrics.leases, lambda: len(self._inbound.fetches))
-        metrics.on_scrape(metrics.queued("fetch"), lambda: len(self._inbound.fetches))
-        metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
-        metrics.on_scrape(metrics.queued("row"), lambda: len(scheduler.ready))
-        metrics.on_scrape(metrics.queued("sibling"), lambda: len(requests.siblings.waiting))
-        metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
+        metrics.running.set_function(lambda: len(scheduler.running))
+        metrics.waiting.set_function(lambda: len(requests.reqs) - len(scheduler.running))
+        metrics.leases.set_function(lambda: len(self._inbound.fetches))
+        metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
+        metrics.queued("prefill").set_function(lambda: len(scheduler.local))
+        metrics.queued("row").set_function(lambda: len(scheduler.ready))
+        metrics.queued("sibling").set_function(lambda: len(requests.siblings.waiting))
+        metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
         return {
@@ -235,7 +236,7 @@ def _widths(engine: Engine) -> WidthPolicy:
     if simulated:
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    engine.meter.verifies(max(chosen), simulated=simulated, reads_text=may_miss)
+    engine.meter.verifies(WindowCounts(max(chosen), simulated=simulated, reads_text=may_miss))
     return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
 
 

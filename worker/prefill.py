@@ -50,13 +50,13 @@ class PrefillLoop:
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
-        metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
+        metrics.leases.set_function(lambda: self._outbound.num_leases)
         waiting = self.scheduler.waiting
-        metrics.on_scrape(metrics.waiting, lambda: len(waiting))
-        metrics.on_scrape(metrics.queued("prefill"), lambda: len(waiting))
+        metrics.waiting.set_function(lambda: len(waiting))
+        metrics.queued("prefill").set_function(lambda: len(waiting))
         # A scrape may come between the two counts.
         leased = self._outbound
-        metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
+        metrics.queued("pull").set_function(lambda: max(0, leased.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}

@@ -178,10 +178,10 @@ def _metrics(config: WorkerConfig, name: str, book: PageBook) -> WorkerMetrics:
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)
-    metrics.on_scrape(metrics.pages("available"), lambda: book.num_available)
-    metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
-    metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
-    metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
+    metrics.pages("available").set_function(lambda: book.num_available)
+    metrics.pages("reserved").set_function(lambda: book.num_reserved)
+    metrics.pages("private").set_function(lambda: book.num_private)
+    metrics.usage.set_function(lambda: 1 - book.num_available / book.num_pages)
     return metrics
 
 
