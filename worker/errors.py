@@ -1,21 +1,4 @@
-"""Every error that kvlane raises on purpose.
-
-    KvlaneError
-      UserError(ValueError)     the user's mistake; names the field; becomes a 4xx
-        Unsupported             a valid wish that this build or backend cannot meet
-        MissingLibrary          a package or system library has to be installed first
-      WorldError                something outside this process failed; met where it happens
-        Busy                    no room now; carries retry_after_s
-        DeadlinePassed          a request outlived its own time limit
-        OutOfPages              the KV pool cannot give the pages asked for
-        PeerLost                another process stopped answering or died
-        TransferError
-          TransferTimeout       bytes did not arrive in time
-          Unreachable           a peer cannot be dialled
-          Incompatible          a peer answers but its layout or transport differs
-          Revoked               the lease under which bytes were read has ended
-        Placement               Ray cannot place what was asked for
-      LibraryError              a library failed at what a request brought; that request ends
+"""Every error that kvlane raises on purpose: of the user, of the world outside, of a library.
 
 Our own mistakes are `assert`s: the worker dies, the controller makes a new one.
 """
@@ -33,7 +16,7 @@ class KvlaneError(Exception):
 
 
 class UserError(KvlaneError, ValueError):
-    """The user's mistake. `param` is the path of the field that is wrong, if there is one."""
+    """The user's mistake, a 4xx. `param` is the path of the field that is wrong, if there is one."""
 
     code = "invalid_value"
 

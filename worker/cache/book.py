@@ -38,6 +38,7 @@ class PageBook:
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
+        self.launched, self.settled = self._allocator.launched, self._allocator.settled
         self.tree = PrefixTree(page_size)  # changed by the book alone
 
     @property
@@ -58,14 +59,6 @@ class PageBook:
     def num_pages_for(self, num_tokens: int) -> int:
         """Pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self.page_size)
-
-    def launched(self, step: int) -> None:
-        """See PageAllocator.launched."""
-        self._allocator.launched(step)
-
-    def settled(self, step: int) -> None:
-        """See PageAllocator.settled."""
-        self._allocator.settled(step)
 
     def open(self, tokens: Sequence[int], num_slots: int, *, max_matched: int) -> Hold | None:
         """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.

@@ -103,6 +103,7 @@ class Families:
         self.registry = CollectorRegistry()
         self.bound = bound
         self.collectors: dict[str, Any] = {}  # by attribute
+        types: dict[str, Callable[..., Any]]
         types = {"counter": Counter, "gauge": Gauge, "reading": _Readings}
         for attribute, family in self.table().items():
             made = types.get(family.kind, self.histogram_type)(
