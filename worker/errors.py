@@ -16,7 +16,7 @@ class KvlaneError(Exception):
 
 
 class UserError(KvlaneError, ValueError):
-    """The user's mistake, a 4xx. `param` is the path of the field that is wrong, if there is one."""
+    """The user's mistake, a 4xx. `param` is the path of the field that is wrong, if any."""
 
     code = "invalid_value"
 

@@ -67,7 +67,7 @@ def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
 def on_cuda(**engine: object) -> WorkerConfig:
     """As a worker on a GPU has it when its weights are loaded."""
     tree = WorkerConfig.model_validate({"role": "decode", "engine": engine})
-    machine = Machine("cuda", 8, 140 * GIB, "host")
+    machine = Machine("cuda", 8)
     return tree.resolved(machine, model_max_len=40_960, model_dtype="bfloat16")
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -128,15 +127,10 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
 
 
 def probe() -> Machine:
-    """Look at the device, its memory and the CPUs that this process may use."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Look at the device and the CPUs that this process may use."""
     threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the number of CPUs granted
     num_cpus = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
-    return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
+    return Machine("cuda" if torch.cuda.is_available() else "cpu", max(1, num_cpus))
 
 
 def _step_log(config: WorkerConfig, name: str) -> StepLog | None:
