@@ -23,7 +23,6 @@ from worker.api import (
     Window,
     WorkerStats,
 )
-from worker.errors import LibraryError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.meter import WindowCounts
 from worker.observe.metrics import WorkerMetrics
@@ -86,7 +85,7 @@ class DecodeLoop:
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
-        metrics.queued("sibling").set_function(lambda: len(requests.siblings.waiting))
+        metrics.queued("sibling").set_function(lambda: len(requests.siblings))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -95,7 +94,7 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.siblings.waiting),
+            "siblings": len(self.requests.siblings),
         }
 
     def num_peers(self) -> int:
@@ -113,7 +112,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.siblings.waiting or self.scheduler.preempted:
+        if self.requests.siblings or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -193,9 +192,7 @@ class DecodeLoop:
         for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
-                reason, error = FinishReason.ERROR, error_of(found)
-                if isinstance(found, LibraryError):
-                    found.log(req.req_id)
+                reason, error = FinishReason.ERROR, error_of(found, req.req_id)
             window = _window(plan, req, each, num) if req.sampling.return_trace else None
             last = Last(num, reason, error, each.logprobs, window)
             self.requests.replies.tokens(req, now, last)
