@@ -31,7 +31,7 @@ from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
 from worker.run.flight import Flight
-from worker.schedule.decode import DecodeScheduler, has_work, num_queued_tokens
+from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
@@ -60,13 +60,13 @@ class DecodeLoop:
         scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
-        self._peers = PrefillPeers(
+        self.peers = PrefillPeers(
             rank,
             self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
             thread.connect,
             thread.disconnect,
         )
-        self.measured_paths = self._peers.measured
+        self.measured_paths = self.peers.measured
         context = FetchContext(
             engine.book,
             engine.layout,
@@ -76,7 +76,7 @@ class DecodeLoop:
             metrics,
             prefill_draws=config.disaggregation.first_token == "prefill",
         )
-        self._inbound = Inbound(incarnation, context, self._peers)
+        self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(scheduler.running))
@@ -97,11 +97,8 @@ class DecodeLoop:
             "siblings": len(self.requests.siblings),
         }
 
-    def num_peers(self) -> int:
-        return self._peers.num_connected
-
     def close(self) -> None:
-        self._peers.close()
+        self.peers.close()
 
     def turn(self, events: list[Incoming]) -> float:
         now = time.monotonic()
@@ -127,8 +124,8 @@ class DecodeLoop:
             runner.launch_tail(
                 step, self.requests.admission.grammars.masks(matchers, step.drafts())
             )
-        if self._peers.known or self._peers.closing:
-            self._peers.tend(now, self._inbound.uses)
+        if self.peers.known or self.peers.closing:
+            self.peers.tend(now, self._inbound.uses)
         if now >= self.requests.sweep_at:
             self.requests.sweep(now)
         replies.flush(time.monotonic(), read_at=now)
@@ -159,18 +156,18 @@ class DecodeLoop:
             case Lost():
                 self._lose(peer)
             case MembersChanged():
-                for gone in self._peers.update(event.members):
+                for gone in self.peers.update(event.members):
                     self._lose(gone)
             case OwnDialled() | PeerDialled() | PullEnded():
                 self._ranks.on(event)
             case Link():
-                self._peers.dialled(event)
+                self.peers.dialled(event)
             case DialFailed():
-                self._peers.failed(event)
+                self.peers.failed(event)
             case DrainAsked():
                 self.requests.admission.draining = True
             case Pong():
-                self._peers.heard(peer)
+                self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
@@ -201,7 +198,7 @@ class DecodeLoop:
 
     def _lose(self, peer: PeerId) -> None:
         """Forget a router or a prefill worker that is gone."""
-        self._peers.lose(peer)
+        self.peers.lose(peer)
         self.requests.lose(peer)
 
     def _stats(self) -> WorkerStats:
@@ -214,11 +211,13 @@ class DecodeLoop:
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
-            num_queued_tokens=num_queued_tokens(scheduler),
+            num_queued_tokens=sum(
+                len(req.tokens) - req.num_planned_tokens for req in scheduler.local
+            ),
             prefill_s_per_token=meter.prefill_s_per_token,
             draining=self.requests.admission.draining,
             num_steps=meter.num_steps,
-            has_work=self.flight.busy or has_work(scheduler),
+            has_work=self.flight.busy or scheduler.has_work,
             num_windows=meter.windows.num_windows,
             drafted=tuple(meter.windows.drafted),
             accepted=tuple(meter.windows.accepted),

@@ -53,10 +53,6 @@ class Role(Protocol):
         """Resources held, by kind; all zero when idle. Threads of the control plane read it."""
         ...
 
-    def num_peers(self) -> int:
-        """Number of workers that can be pulled from."""
-        ...
-
     def measured_paths(self) -> list[PullPath]:
         """Measure the ways from all prefill workers, while it serves."""
         ...

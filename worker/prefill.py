@@ -61,11 +61,8 @@ class PrefillLoop:
     def counters(self) -> dict[str, int]:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
 
-    def num_peers(self) -> int:
-        return 0  # prefill workers pull from nobody
-
     def measured_paths(self) -> list[PullPath]:
-        return []
+        return []  # prefill workers pull from nobody
 
     def close(self) -> None:
         pass

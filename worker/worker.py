@@ -73,10 +73,6 @@ class Worker:
             **self.loop.counters(),
         }
 
-    def num_peers(self) -> int:
-        """Number of workers that this one can pull KV from."""
-        return self.loop.num_peers()
-
     def measured_paths(self) -> list[PullPath]:
         """Measure the ways from all prefill workers to this decode worker, while it serves."""
         return self.loop.measured_paths()

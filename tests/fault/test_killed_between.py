@@ -67,7 +67,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     try:
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
-        until(lambda: decode.num_peers() > 0, "no link")
+        until(lambda: decode.loop.peers.num_connected > 0, "no link")
         monkeypatch.setattr(ShmPeer, "pull", slow)
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
@@ -84,7 +84,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         process.join()
         ours.close()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
-    until(lambda: not decode.num_peers(), "nobody notices")
+    until(lambda: not decode.loop.peers.num_connected, "nobody notices")
     for each in pulls:
         each.release()
     answers = client.wait(sent)

@@ -215,7 +215,7 @@ def lose(side: Any, peer: PeerId) -> None:
 
 def wait_for_peers(decode: Worker) -> None:
     """Until both prefill workers can be pulled from."""
-    until(lambda: decode.num_peers() == 2, "the prefill worker stays forgotten")
+    until(lambda: decode.loop.peers.num_connected == 2, "the prefill worker stays forgotten")
 
 
 def num_ended(

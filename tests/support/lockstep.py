@@ -160,7 +160,7 @@ class Lockstep:
     def serve(self, asked: Sequence[Ask]) -> list[Answer]:
         """Serve all of `asked` until nothing is held for anybody."""
         limit = time.monotonic() + HANG_S
-        while self.decode.num_peers() < len(self.loops) - 1:
+        while self.decode.peers.num_connected < len(self.loops) - 1:
             self._turns(whole=True)
             time.sleep(LINK_POLL_S)  # other threads make it
             assert time.monotonic() < limit, "no link"
