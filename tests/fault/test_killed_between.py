@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fault.test_protocol_faults import SlowPull
+from tests.support.books import check_book
 from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
 from tests.support.patience import HANG_S, until
@@ -101,4 +102,4 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         assert (each.num_finals, each.error, len(each.stages)) == (1, None, 1)
         assert each.stages[0].prefilled_by == member.peer
         assert each.finish_reason is not FinishReason.ABORT
-    decode.engine.book.check([])
+    check_book(decode.engine.book, [])

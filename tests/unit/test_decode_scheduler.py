@@ -15,6 +15,7 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.any_width import AnyWidth
+from tests.support.books import check_book
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
@@ -565,7 +566,7 @@ class Simulation:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        self.book.check([req.hold for req in self.scripts if req.hold is not None])
+        check_book(self.book, [req.hold for req in self.scripts if req.hold is not None])
         where = Counter(
             [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
         )

@@ -185,8 +185,7 @@ class Identity(NamedTuple):
 def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
     """The model's kv heads that `rank` of `tp_size` holds: its share, or a copy of one head.
 
-    Raises:
-        ValueError: neither of num_kv_heads and tp_size divides the other, or no such rank.
+    Raises ValueError if neither of num_kv_heads and tp_size divides the other, or for no such rank.
     """
     if not 0 <= rank < tp_size:
         raise ValueError(f"no rank {rank} among {tp_size}")

@@ -43,8 +43,7 @@ class PrefillScheduler:
     def admit(self, asked: Prefill) -> PrefillReq | None:
         """Admit a prompt of at least two tokens; None if there is no room for it now.
 
-        Raises:
-            UserError: it is longer than max_len.
+        Raises UserError if it is longer than max_len.
         """
         tokens = asked.tokens
         if len(tokens) > self._max_len:
@@ -57,13 +56,7 @@ class PrefillScheduler:
             return None
         num = hold.num_matched
         req = PrefillReq(
-            tokens,
-            hold,
-            asked.link_bytes_per_s,
-            num_computed_tokens=num,
-            num_planned_tokens=num,
-            sampling=asked.sampling,
-            num_prompt_tokens=asked.num_prompt_tokens,
+            tokens, hold, asked.link_bytes_per_s, asked.sampling, asked.num_prompt_tokens, num, num
         )
         if num < req.num_target_tokens:
             self.waiting.append(req)
