@@ -67,14 +67,9 @@ class DecodeLoop:
             thread.disconnect,
         )
         self.measured_paths = self.peers.measured
+        draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
-            engine.book,
-            engine.layout,
-            thread.send,
-            config.lease,
-            config.transport,
-            metrics,
-            prefill_draws=config.disaggregation.first_token == "prefill",
+            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
@@ -190,7 +185,9 @@ class DecodeLoop:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
                 reason, error = FinishReason.ERROR, error_of(found, req.req_id)
-            window = _window(plan, req, each, num) if req.sampling.return_trace else None
+            window = None
+            if req.sampling.return_trace and plan.decode:
+                window = Window(len(req.tokens) - num - 1, width, each.drafts, num - 1)
             last = Last(num, reason, error, each.logprobs, window)
             self.requests.replies.tokens(req, now, last)
             if reason is not None:
@@ -234,13 +231,6 @@ def _widths(engine: Engine) -> WidthPolicy:
     chosen = engine.config.spec.chosen
     engine.meter.verifies(WindowCounts(max(chosen), simulated=simulated, reads_text=may_miss))
     return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
-
-
-def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
-    """The entry of `return_trace` for a step that has just added `num` tokens to `req`."""
-    if not plan.decode:
-        return None
-    return Window(len(req.tokens) - num - 1, plan.width, drawn.drafts, num - 1)
 
 
 def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:

@@ -38,25 +38,19 @@ class PrefillLoop:
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
+        metrics, num_groups = engine.metrics, self._pace.num_groups
         context = OutboundContext(
-            self.scheduler,
-            self._pace.num_groups,
-            thread.send,
-            config.lease,
-            engine.metrics,
-            engine.tracer,
+            self.scheduler, num_groups, thread.send, config.lease, metrics, engine.tracer
         )
-        self._outbound = Outbound(incarnation, context)
+        self._outbound = outbound = Outbound(incarnation, context)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
-        metrics = engine.metrics
-        metrics.leases.set_function(lambda: self._outbound.num_leases)
+        metrics.leases.set_function(lambda: outbound.num_leases)
         waiting = self.scheduler.waiting
         metrics.waiting.set_function(lambda: len(waiting))
         metrics.queued("prefill").set_function(lambda: len(waiting))
         # A scrape may come between the two counts.
-        leased = self._outbound
-        metrics.queued("pull").set_function(lambda: max(0, leased.num_leases - len(waiting)))
+        metrics.queued("pull").set_function(lambda: max(0, outbound.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}

@@ -95,7 +95,13 @@ class RankLoop:
     def _do(self, message: FromLeader) -> None:
         match message:
             case Launch():
-                self._launch(message)
+                shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
+                step = self._engine.runner.launch(message.plan, shape=shape)
+                if message.plan.masked:
+                    assert self._masked is None, "a step before the tail of the one before"
+                    self._masked = step
+                else:
+                    self._steps.append(step)
             case LaunchTail():
                 step, self._masked = self._masked, None
                 assert step is not None, "a tail without a step"
@@ -105,15 +111,6 @@ class RankLoop:
                 pass
             case _:
                 self._pulls.on(message)
-
-    def _launch(self, message: Launch) -> None:
-        shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
-        step = self._engine.runner.launch(message.plan, shape=shape)
-        if message.plan.masked:
-            assert self._masked is None, "a step before the tail of the one before"
-            self._masked = step
-        else:
-            self._steps.append(step)
 
     def _end_steps(self) -> None:
         """Take the steps that have ended."""

@@ -75,12 +75,12 @@ class EngineConfig(Section):
 
     device: Auto | Literal["cpu", "cuda"] = "auto"
     """auto: what the worker's machine has."""
-    threads: Auto | int = "auto"
+    threads: Auto | PositiveInt = "auto"
     """Threads of one operation on CPU; auto: the CPUs that Ray gave the worker."""
     collective: Auto | Literal["gloo", "nccl", "custom"] = "auto"
     """What sums among the ranks of a worker, if it has several. auto: gloo on CPU; on CUDA custom
     (our own kernels over peer memory) within a host, nccl across hosts."""
-    num_pages: Auto | int = "auto"
+    num_pages: Auto | PositiveInt = "auto"
     """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
     memory_fraction: Auto | Fraction = "auto"
     """Of the GPU's whole memory; auto: 0.85 of what the worker reserves of a GPU."""
@@ -109,14 +109,6 @@ class EngineConfig(Section):
     strict: bool = False
     """A graph that differs from eager at the start is an error, not a metric. A drafter's pages and
     inputs are NaN until they are written, so that a read of anything else shows."""
-
-    @model_validator(mode="after")
-    def _positive(self) -> EngineConfig:
-        for name in ("threads", "num_pages"):
-            value = getattr(self, name)
-            if value != "auto" and value < 1:
-                raise ValueError(f"{name} must be at least 1 or auto")
-        return self
 
 
 class SpecConfig(Section):

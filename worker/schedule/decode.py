@@ -228,7 +228,7 @@ class DecodeScheduler:
         if not chunks:
             return None
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(InFlight(sampled, computed), ends, chunks=tuple(chunks))
+        return self._launch(InFlight(sampled, computed), ends, tuple(chunks))
 
     def _plan_decode(self, width: int) -> Plan | None:
         """The next step with windows of `width`, whose pages are bound here.
@@ -255,16 +255,10 @@ class DecodeScheduler:
             chosen.append(req)
             # An active row has KV of less than max_len tokens, whatever the host's bound is.
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
-        rows = tuple(req.row for req in chosen)
-        return self._launch(InFlight(chosen, [], width), lengths, decode=rows) if chosen else None
+        return self._launch(InFlight(chosen, [], width), lengths) if chosen else None
 
     def _launch(
-        self,
-        launched: InFlight,
-        lengths: list[int],
-        *,
-        chunks: tuple[Chunk, ...] = (),
-        decode: tuple[int, ...] = (),
+        self, launched: InFlight, lengths: list[int], chunks: tuple[Chunk, ...] = ()
     ) -> Plan:
         """The plan of the next step; lengths: its rows' bounds of KV."""
         self.step += 1
@@ -278,7 +272,7 @@ class DecodeScheduler:
             self.step,
             *self._rows.drain(),
             chunks,
-            decode,
+            () if chunks else tuple(req.row for req in launched.sampled),
             TAILS[max((draw.tail for draw in draws), default=0)],
             max(lengths),
             penalized=any(draw.penalized for draw in draws),
