@@ -13,8 +13,7 @@ from tests.support.counted import value
 from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
-from worker.config import WorkerConfig
-from worker.config.engine import GraphConfig
+from worker.config import GraphConfig, WorkerConfig
 from worker.plan import TAILS
 from worker.run.build import build_graphs
 from worker.run.full import buckets_of

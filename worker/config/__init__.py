@@ -20,6 +20,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, Section
 from worker.config.engine import AttentionConfig as AttentionConfig
 from worker.config.engine import Fraction as Fraction
+from worker.config.engine import GraphConfig as GraphConfig  # helm.generate asks for it by name
 from worker.config.engine import SpecConfig as SpecConfig
 from worker.errors import UserError
 
