@@ -129,17 +129,13 @@ class RankLoop:
 class Rank:
     """A rank of a worker but its leader; the control plane's threads call its methods.
 
-    Raises:
-        UserError, PeerLost: as Worker.
+    The constructor raises as `build_engine`.
     """
 
     def __init__(self, config: WorkerConfig, place: Place, rank: int) -> None:
         assert 0 < rank < config.tp
         self._host = place.host
-        self._rank_group = group = place.join(rank, config.tp)
-        self._engine = build_engine(
-            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
-        )
+        self._engine = build_engine(config, place, rank)
         me = rank_peer(place.name, place.incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
         self._loop = RankLoop(self._engine, self._thread)
@@ -147,8 +143,8 @@ class Rank:
     def start(self) -> None:
         """Begin to serve the leader; returns once it knows this rank."""
         address = self._thread.start(self._host, self._loop.turn)
-        self._rank_group.gather(self._engine.endpoint())
-        self._rank_group.gather(address.encode())
+        self._engine.rank_group.gather(self._engine.endpoint())
+        self._engine.rank_group.gather(address.encode())
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""

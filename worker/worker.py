@@ -17,31 +17,26 @@ ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:Decod
 class Worker:
     """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
-    The constructor loads the model and raises:
-        UserError: the configuration, the model directory or a library is at fault.
-        PeerLost: the other ranks did not come to the rendezvous.
+    The constructor loads the model and raises as `build_engine`.
     """
 
     def __init__(self, config: WorkerConfig, place: Place, metrics_port: int = 0) -> None:
         self._place, self._metrics_port = place, metrics_port
-        self._rank_group = group = place.join(0, config.tp)
-        self.engine = build_engine(
-            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
-        )
+        self.engine = build_engine(config, place)
         self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
-        place = self._place
+        place, group = self._place, self.engine.rank_group
         metrics_address = self.engine.metrics.serve(
             place.host, self._metrics_port, self._thread.stalled
         )
-        endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
+        endpoints = tuple(group.gather(self.engine.endpoint()))
         address = self._thread.start(place.host, self._turn)
-        if self._rank_group.size > 1:
-            addresses = rank_addresses(self._rank_group, place.name, place.incarnation)
+        if group.size > 1:
+            addresses = rank_addresses(group, place.name, place.incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
             self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)

@@ -46,34 +46,20 @@ class Place:
         """The name under which the worker is addressed."""
         return f"{self.name}/{self.incarnation}"
 
-    def join(self, rank: int, size: int) -> RankGroup:
-        """Join the worker's other ranks.
 
-        Raises:
-            PeerLost: they did not come.
-        """
-        return RankGroup(rank, size, self.rendezvous, self.peer)
-
-
-def build_engine(
-    config: WorkerConfig,
-    *,
-    name: str,
-    host: str,
-    rank_group: RankGroup | None = None,
-    progress: Progress = no_progress,
-) -> Engine:
+def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
+        PeerLost: the other ranks did not come to the rendezvous.
     """
-    start = _begin(config, rank_group or RankGroup(), progress)
-    leads = start.rank_group.rank == 0  # and alone knows of requests
+    name, host, leads = place.name, place.host, rank == 0  # which alone knows of requests
+    rank_group = RankGroup(rank, config.tp, place.rendezvous, place.peer)
+    start = _begin(config, rank_group, place.progress)
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
     loaded = load(start)
     config, pool = loaded.config, loaded.model.pool
@@ -87,7 +73,7 @@ def build_engine(
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     _count_checks(metrics, loaded.checks)
     meter = StepMeter(metrics)
-    sums = Sums(loaded.model.model, metrics) if start.rank_group.size > 1 else None
+    sums = Sums(loaded.model.model, metrics) if rank_group.size > 1 else None
     step_log = _step_log(config, name) if leads else None
     return Engine(
         config=config,
@@ -103,13 +89,12 @@ def build_engine(
         meter=meter,
         checks=loaded.checks,
         tracer=tracer,
-        rank_group=start.rank_group,
+        rank_group=rank_group,
     )
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
     """Read the models' shapes and resolve the configuration, equally on all ranks."""
-    assert rank_group.size == configured.tp
     shape = read_model_shape(configured.model.directory)
     drafter_shape = read_drafter(configured, shape)
     config = configured.resolved(
