@@ -84,7 +84,7 @@ class PrefillLoop:
         if self._engine.config.kv.num_groups != "auto":
             worth = self._pace.num_groups > 1
         else:
-            computed = self.scheduler.chunks_of(plan.step)
+            computed = self.scheduler.launched[plan.step]
             num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
             rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
             worth = self._pace.announce_groups(num_tokens, min(rates, default=0.0))
@@ -94,7 +94,7 @@ class PrefillLoop:
 
     def _settled(self, plan: Plan, drawn: list[Drawn]) -> None:
         """Announce what a step that has ended has computed, with the first tokens that it drew."""
-        chunks = self.scheduler.chunks_of(plan.step)
+        chunks = self.scheduler.launched[plan.step]
         computed = self.scheduler.settle(plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
@@ -123,7 +123,7 @@ class PrefillLoop:
         if num_final > self._num_groups_announced:
             self._engine.runner.check_ranks()  # groups look final, too, if an all-reduce gave up
             self._num_groups_announced = num_final
-            chunks = self.scheduler.chunks_of(step.plan.step)
+            chunks = self.scheduler.launched[step.plan.step]
             self._outbound.announce_groups(chunks, num_final, time.monotonic())
 
     def _handle(self, peer: str, event: object, now: float) -> None:

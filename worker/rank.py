@@ -18,7 +18,6 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.plan import Ended, Launch, LaunchTail
-from worker.run.base import PaddedShape
 from worker.run.engine import Engine
 from worker.run.ranks import (
     FromLeader,
@@ -95,8 +94,7 @@ class RankLoop:
     def _do(self, message: FromLeader) -> None:
         match message:
             case Launch():
-                shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
-                step = self._engine.runner.launch(message.plan, shape=shape)
+                step = self._engine.runner.launch(message.plan, shape=message.shape)
                 if message.plan.masked:
                     assert self._masked is None, "a step before the tail of the one before"
                     self._masked = step
@@ -139,6 +137,7 @@ class Rank:
         me = rank_peer(place.name, place.incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
         self._loop = RankLoop(self._engine, self._thread)
+        self.join = self._thread.join
 
     def start(self) -> None:
         """Begin to serve the leader; returns once it knows this rank."""
@@ -152,7 +151,3 @@ class Rank:
         self._thread.stop()
         self._loop.close()
         self._engine.close()
-
-    def join(self) -> None:
-        """Wait until the loop has ended."""
-        self._thread.join()

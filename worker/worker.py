@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from worker.api import Lost, Member, PullPath, RankMessage
+from worker.api import Lost, Member, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -26,6 +26,7 @@ class Worker:
         self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
+        self.join = self._thread.join
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
@@ -68,20 +69,12 @@ class Worker:
             **self.loop.counters(),
         }
 
-    def measured_paths(self) -> list[PullPath]:
-        """Measure the ways from all prefill workers to this decode worker, while it serves."""
-        return self.loop.measured_paths()
-
     def stop(self) -> None:
         """End the loop and free everything."""
         self.engine.tell_ranks(Ended())
         self._thread.stop()
         self.loop.close()
         self.engine.close()
-
-    def join(self) -> None:
-        """Wait until the loop has ended."""
-        self._thread.join()
 
     def _turn(self, events: list[Incoming]) -> float:
         """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""

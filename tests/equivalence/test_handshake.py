@@ -64,8 +64,8 @@ def pair(
 
 def path_of(decode: Worker) -> PullPath:
     """The way of KV that `kvlane doctor --running` shows."""
-    until(lambda: bool(decode.measured_paths()), "the members do not arrive")
-    return decode.measured_paths()[0]
+    until(lambda: bool(decode.loop.measured_paths()), "the members do not arrive")
+    return decode.loop.measured_paths()[0]
 
 
 def check_pulled(decode: Worker, client: Client) -> None:

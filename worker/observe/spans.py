@@ -57,7 +57,7 @@ class Tracer:
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
-        self._tracer = tracer
+        self.spans = tracer
         self._offset_ns = _offset_ns()
         self.close = close
 
@@ -70,14 +70,6 @@ class Tracer:
         """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
         return self.of_headers(parent, at)
-
-    def begin(
-        self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
-    ) -> Span:
-        """Begin a span; recorded only if the sampler says so."""
-        return self._tracer.start_span(
-            name, parent, kind, attributes, start_time=self.wall_ns(at), record_exception=False
-        )
 
     def wall_ns(self, at: float) -> int:
         """The wall clock's reading at a monotonic time, in ns since the epoch."""
@@ -154,7 +146,9 @@ class Trace:
         kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
         if self._serves and not asks:
             kind, self._serves = SpanKind.SERVER, False
-        self._span = self._tracer.begin(stage, self._parent, self.at, all_of_it, kind)
+        self._span = self._tracer.spans.start_span(  # recorded only if the sampler says so
+            stage, self._parent, kind, all_of_it, start_time=self._tracer.wall_ns(self.at)
+        )
 
     def note(self, attributes: Attributes) -> None:
         """Add to the present stage."""

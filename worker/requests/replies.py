@@ -47,7 +47,8 @@ class Replies:
 
     def tokens(self, req: Req, now: float, last: Last) -> None:
         """Queue the tokens that were just added to `req`; the first ones bring its stages."""
-        num, logprobs, most = last.num, last.logprobs, req.sampling.logprobs
+        num, reason, error, logprobs, window = last
+        most = req.sampling.logprobs
         if logprobs and most < 0:  # others of the batch asked for them
             logprobs = ()
         elif logprobs:
@@ -57,18 +58,11 @@ class Replies:
         stages = None
         if req.timeline.stage != "decode":
             stages = req.timeline.token(now, in_row=req.row != 0)
+        position, tokens = len(req.tokens) - num, tuple(req.tokens[-num:])
         chunk = TokenChunk(
-            req.req_id,
-            req.dispatch,
-            len(req.tokens) - num,
-            tuple(req.tokens[-num:]),
-            last.reason,
-            last.error,
-            req.num_cached_tokens,
-            logprobs,
-            stages,
-            last.window,
-        )
+            req.req_id, req.dispatch, position, tokens, reason, error, req.num_cached_tokens,
+            logprobs, stages, window,
+        )  # fmt: skip
         self.add(req.router, chunk)
 
     def error(self, req: Req, error: Error) -> None:
