@@ -66,7 +66,7 @@ class DecodeLoop:
             thread.connect,
             thread.disconnect,
         )
-        self.measured_paths = self.peers.measured
+        self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
             engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
@@ -91,9 +91,6 @@ class DecodeLoop:
             "unacknowledged": self.requests.replies.num_unacknowledged,
             "siblings": len(self.requests.siblings),
         }
-
-    def close(self) -> None:
-        self.peers.close()
 
     def turn(self, events: list[Incoming]) -> float:
         now = time.monotonic()
@@ -149,10 +146,10 @@ class DecodeLoop:
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
-                self._lose(peer)
+                self.requests.lose(peer)
             case MembersChanged():
                 for gone in self.peers.update(event.members):
-                    self._lose(gone)
+                    self.requests.lose(gone)
             case OwnDialled() | PeerDialled() | PullEnded():
                 self._ranks.on(event)
             case Link():
@@ -192,11 +189,6 @@ class DecodeLoop:
             self.requests.replies.tokens(req, now, last)
             if reason is not None:
                 self.requests.end(req, reason, error)
-
-    def _lose(self, peer: PeerId) -> None:
-        """Forget a router or a prefill worker that is gone."""
-        self.peers.lose(peer)
-        self.requests.lose(peer)
 
     def _stats(self) -> WorkerStats:
         engine, scheduler = self._engine, self.scheduler

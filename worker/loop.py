@@ -54,12 +54,11 @@ class Role(Protocol):
         ...
 
     def measured_paths(self) -> list[PullPath]:
-        """Measure the ways from all prefill workers, while it serves."""
-        ...
+        """Measure the ways from all prefill workers that it pulls from, while it serves."""
+        return []
 
     def close(self) -> None:
         """Close what the engine does not."""
-        ...
 
 
 class EngineThread:

@@ -8,8 +8,8 @@ between the layers of step n's launch, and in all turns until step n - 1 ends.
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
-from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
@@ -20,7 +20,7 @@ from worker.schedule.prefill import PrefillScheduler
 from worker.transfer.outbound import Outbound, OutboundContext
 
 
-class PrefillLoop:
+class PrefillLoop(Role):
     """All that the engine thread of a prefill worker does."""
 
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
@@ -54,12 +54,6 @@ class PrefillLoop:
 
     def counters(self) -> dict[str, int]:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
-
-    def measured_paths(self) -> list[PullPath]:
-        return []  # prefill workers pull from nobody
-
-    def close(self) -> None:
-        pass
 
     def turn(self, events: list[Incoming]) -> float:
         now, flight = time.monotonic(), self.flight

@@ -88,6 +88,7 @@ class Requests:
 
     def lose(self, peer: PeerId) -> None:
         """Forget a router or a prefill worker that is gone; end the router's requests."""
+        self._inbound.peers.lose(peer)
         self._inbound.on_lost(peer)
         self.replies.lost(peer)
         self.siblings = {key: each for key, each in self.siblings.items() if key[0] != peer}
