@@ -3,13 +3,13 @@
 A process listens on one ROUTER socket and connects a DEALER socket to each peer that it wants to
 ask. Peers are addressed by `PeerId` whichever side connected.
 
-Liveness. The connecting side pings every interval; both sides count silence. Silence for
-`max_misses` intervals, a full send queue, or a send to a vanished peer delivers `Lost` once. A
-process whose own loop has not called `beat()` for `stall_s` answers no pings.
+Liveness. The connecting side pings; both count silence. Silence for `max_misses` intervals, a full
+send queue, or a send to a vanished peer delivers `Lost` once. A process whose own loop has not
+called `beat()` for `stall_s` answers no pings.
 
-A link works or is lost, for both sides. Each connect() begins a link with a number of its own, and
-its frames are numbered: when ZeroMQ reconnects by itself it forgets frames that were under way, and
-the gap loses the peer. A closing side says Bye, so that the other logs no loss.
+A link works or is lost, for both sides. Each connect() begins one, and its frames are numbered:
+when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses the peer. A closing
+side says Bye, so that the other logs no loss.
 """
 
 import contextlib

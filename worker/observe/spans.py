@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from opentelemetry import trace as otel
@@ -78,6 +79,7 @@ class Tracer:
         return int(at * 1e9) + self._offset_ns
 
 
+@dataclass(slots=True, eq=False)
 class Trace:
     """Stages of a request in one process: each begins where the one before it has ended.
 
@@ -86,29 +88,15 @@ class Trace:
     first stage that asks nobody, if another process is the parent (`serves`).
     """
 
-    __slots__ = (
-        "_attempts", "_attributes", "_cause", "_parent", "_serves", "_span", "_tracer", "at",
-        "inner",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        parent: Context,
-        at: float,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        serves: bool = False,
-    ) -> None:
-        self.at = at  # up to when stages have ended
-        self.inner: Trace | None = None  # stages within the present one, which end with it
-        self._tracer = tracer
-        self._parent = parent
-        self._attributes = attributes
-        self._serves = serves  # and no stage is SERVER yet
-        self._span: Span | None = None  # of the present stage
-        self._attempts = 0
-        self._cause = ""  # of the next attempt: why a stage failed
+    tracer: Tracer
+    parent: Context
+    at: float  # up to when stages have ended
+    attributes: Attributes = field(default_factory=dict)  # of every stage
+    serves: bool = False  # and no stage is SERVER yet
+    inner: Trace | None = None  # stages within the present one, which end with it
+    _span: Span | None = None  # of the present stage
+    _attempts: int = 0
+    _cause: str = ""  # of the next attempt: why a stage failed
 
     @property
     def is_recorded(self) -> bool:
@@ -137,17 +125,17 @@ class Trace:
         One of RETRIED says which attempt it is, and what has cut off the one before.
         """
         self.leave(at)
-        all_of_it = {**self._attributes, **attributes}
+        all_of_it = {**self.attributes, **attributes}
         if stage in RETRIED:
             self._attempts += 1
             all_of_it["kvlane.attempt"] = self._attempts
             if self._cause:
                 all_of_it["kvlane.cause"], self._cause = self._cause, ""
         kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
-        if self._serves and not asks:
-            kind, self._serves = SpanKind.SERVER, False
-        self._span = self._tracer.spans.start_span(  # recorded only if the sampler says so
-            stage, self._parent, kind, all_of_it, start_time=self._tracer.wall_ns(self.at)
+        if self.serves and not asks:
+            kind, self.serves = SpanKind.SERVER, False
+        self._span = self.tracer.spans.start_span(  # recorded only if the sampler says so
+            stage, self.parent, kind, all_of_it, start_time=self.tracer.wall_ns(self.at)
         )
 
     def note(self, attributes: Attributes) -> None:
@@ -180,14 +168,14 @@ class Trace:
             if error != ABORT:
                 span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
-        span.end(self._tracer.wall_ns(self.at))
+        span.end(self.tracer.wall_ns(self.at))
         self._span = None
 
     def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:
         """Stages within the present one, from `at` on."""
         assert self._span is not None
         parent = otel.set_span_in_context(self._span, Context())
-        return Trace(self._tracer, parent, at, attributes)
+        return Trace(self.tracer, parent, at, attributes)
 
     def add(self, stage: str, began_at: float, at: float, attributes: Attributes) -> None:
         """A stage that is over already; the present one has ended when it began."""
