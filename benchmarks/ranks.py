@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from worker.config import WorkerConfig
-from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
@@ -31,7 +30,7 @@ def led_engine(config: WorkerConfig) -> Engine:
     The other ranks end with this process.
     """
     if config.tp == 1:
-        return build_engine(config, name=NAME, host=HOST)
+        return build_engine(config, Place(NAME, INCARNATION, HOST))
     rendezvous = free_rendezvous(HOST)
     for rank in range(1, config.tp):
         process = multiprocessing.get_context("spawn").Process(
@@ -40,12 +39,11 @@ def led_engine(config: WorkerConfig) -> Engine:
         with gpu(rank):
             process.start()
         atexit.register(process.kill)  # a signal would wait for what it is doing
-    rank_group = RankGroup(0, config.tp, rendezvous, f"{NAME}/{INCARNATION}")
-    engine = build_engine(config, name=NAME, host=HOST, rank_group=rank_group)
-    rank_group.gather(engine.endpoint())
+    engine = build_engine(config, Place(NAME, INCARNATION, HOST, rendezvous))
+    engine.rank_group.gather(engine.endpoint())
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
     wire.start()
-    addresses = rank_addresses(rank_group, NAME, INCARNATION)
+    addresses = rank_addresses(engine.rank_group, NAME, INCARNATION)
     engine.runner.ranks = Ranks(tuple(addresses), wire.send, compared=False)
     for peer, address in addresses.items():
         wire.connect(peer, address)

@@ -3,7 +3,6 @@
 What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
 """
 
-import socket
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 
@@ -52,7 +51,7 @@ def _choices(config: Config, num_gpus: int) -> Chosen:
         part = config.role(role)
         # Ray tells a worker through OMP_NUM_THREADS how many CPUs it has.
         num_cpus, device = max(1, int(part.num_cpus)), "cuda" if part.num_gpus else "cpu"
-        machine = Machine(device, num_cpus, 0, socket.gethostname())
+        machine = Machine(device, num_cpus)
         worker = config.worker(role)
         worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
     return choices

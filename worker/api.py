@@ -43,6 +43,13 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of everything that crosses the wire."""
 
 
+class OfRequest(Message, frozen=True):
+    """Base of what concerns one dispatch of a request."""
+
+    req_id: str
+    dispatch: int
+
+
 class Error(Message, frozen=True):
     """A typed error; `code` is `worker.errors.KvlaneError.code` of what happened."""
 
@@ -172,11 +179,9 @@ class Candidate(Message, frozen=True):
     num_cached_tokens: int = 0  # the router's own estimate of that worker's prefix hit
 
 
-class Generate(Message, frozen=True):
+class Generate(OfRequest, frozen=True):
     """Router to decode: take this request. tokens = prompt + whatever was emitted before."""
 
-    req_id: str
-    dispatch: int
     tokens: tuple[int, ...]
     num_prompt_tokens: int
     sampling: Sampling
@@ -188,36 +193,26 @@ class Generate(Message, frozen=True):
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
 
 
-class Stop(Message, frozen=True):
+class Stop(OfRequest, frozen=True):
     """Router to decode: a stop string matched; nothing from `at_position` on counts.
 
     No final chunk follows: the router has ended the request.
     """
 
-    req_id: str
-    dispatch: int
     at_position: int
 
 
-class Abort(Message, frozen=True):
+class Abort(OfRequest, frozen=True):
     """Router to decode: the client is gone; send no final chunk."""
 
-    req_id: str
-    dispatch: int
 
-
-class Ack(Message, frozen=True):
+class Ack(OfRequest, frozen=True):
     """Router to decode: the final chunk of (req_id, dispatch) arrived; stop sending it."""
 
-    req_id: str
-    dispatch: int
 
-
-class Refused(Message, frozen=True):
+class Refused(OfRequest, frozen=True):
     """Decode to router: not admitted (no room, draining, prompt too long); try elsewhere."""
 
-    req_id: str
-    dispatch: int
     error: Error
     retry_after_s: float = 1.0
 
@@ -254,14 +249,12 @@ class Window(Message, frozen=True):
     num_accepted: int  # of these; the step yielded one token more
 
 
-class TokenChunk(Message, frozen=True):
+class TokenChunk(OfRequest, frozen=True):
     """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
 
     The final chunk has a finish_reason and is sent again until it is acknowledged.
     """
 
-    req_id: str
-    dispatch: int
     position: int
     tokens: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None

@@ -23,15 +23,15 @@ from worker.api import (
     Window,
     WorkerStats,
 )
-from worker.errors import LibraryError
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.observe.meter import WindowCounts
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
 from worker.run.flight import Flight
-from worker.schedule.decode import DecodeScheduler, has_work, num_queued_tokens
+from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
@@ -60,33 +60,28 @@ class DecodeLoop:
         scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
-        self._peers = PrefillPeers(
+        self.peers = PrefillPeers(
             rank,
             self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
             thread.connect,
             thread.disconnect,
         )
-        self.measured_paths = self._peers.measured
+        self.measured_paths, self.close = self.peers.measured, self.peers.close
+        draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
-            engine.book,
-            engine.layout,
-            thread.send,
-            config.lease,
-            config.transport,
-            metrics,
-            prefill_draws=config.disaggregation.first_token == "prefill",
+            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
         )
-        self._inbound = Inbound(incarnation, context, self._peers)
+        self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
-        metrics.on_scrape(metrics.running, lambda: len(scheduler.running))
-        metrics.on_scrape(metrics.waiting, lambda: len(requests.reqs) - len(scheduler.running))
-        metrics.on_scrape(metrics.leases, lambda: len(self._inbound.fetches))
-        metrics.on_scrape(metrics.queued("fetch"), lambda: len(self._inbound.fetches))
-        metrics.on_scrape(metrics.queued("prefill"), lambda: len(scheduler.local))
-        metrics.on_scrape(metrics.queued("row"), lambda: len(scheduler.ready))
-        metrics.on_scrape(metrics.queued("sibling"), lambda: len(requests.siblings.waiting))
-        metrics.on_scrape(metrics.queued("preempted"), lambda: len(scheduler.preempted))
+        metrics.running.set_function(lambda: len(scheduler.running))
+        metrics.waiting.set_function(lambda: len(requests.reqs) - len(scheduler.running))
+        metrics.leases.set_function(lambda: len(self._inbound.fetches))
+        metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
+        metrics.queued("prefill").set_function(lambda: len(scheduler.local))
+        metrics.queued("row").set_function(lambda: len(scheduler.ready))
+        metrics.queued("sibling").set_function(lambda: len(requests.siblings))
+        metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
         return {
@@ -94,14 +89,8 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.siblings.waiting),
+            "siblings": len(self.requests.siblings),
         }
-
-    def num_peers(self) -> int:
-        return self._peers.num_connected
-
-    def close(self) -> None:
-        self._peers.close()
 
     def turn(self, events: list[Incoming]) -> float:
         now = time.monotonic()
@@ -112,7 +101,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.siblings.waiting or self.scheduler.preempted:
+        if self.requests.siblings or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -127,8 +116,8 @@ class DecodeLoop:
             runner.launch_tail(
                 step, self.requests.admission.grammars.masks(matchers, step.drafts())
             )
-        if self._peers.known or self._peers.closing:
-            self._peers.tend(now, self._inbound.uses)
+        if self.peers.known or self.peers.closing:
+            self.peers.tend(now, self._inbound.uses)
         if now >= self.requests.sweep_at:
             self.requests.sweep(now)
         replies.flush(time.monotonic(), read_at=now)
@@ -157,20 +146,20 @@ class DecodeLoop:
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
-                self._lose(peer)
+                self.requests.lose(peer)
             case MembersChanged():
-                for gone in self._peers.update(event.members):
-                    self._lose(gone)
+                for gone in self.peers.update(event.members):
+                    self.requests.lose(gone)
             case OwnDialled() | PeerDialled() | PullEnded():
                 self._ranks.on(event)
             case Link():
-                self._peers.dialled(event)
+                self.peers.dialled(event)
             case DialFailed():
-                self._peers.failed(event)
+                self.peers.failed(event)
             case DrainAsked():
                 self.requests.admission.draining = True
             case Pong():
-                self._peers.heard(peer)
+                self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
 
@@ -192,19 +181,14 @@ class DecodeLoop:
         for req, each, num, reason in settled:
             error = None
             if req.matcher is not None and (found := req.matcher.error) is not None:
-                reason, error = FinishReason.ERROR, error_of(found)
-                if isinstance(found, LibraryError):
-                    found.log(req.req_id)
-            window = _window(plan, req, each, num) if req.sampling.return_trace else None
+                reason, error = FinishReason.ERROR, error_of(found, req.req_id)
+            window = None
+            if req.sampling.return_trace and plan.decode:
+                window = Window(len(req.tokens) - num - 1, width, each.drafts, num - 1)
             last = Last(num, reason, error, each.logprobs, window)
             self.requests.replies.tokens(req, now, last)
             if reason is not None:
                 self.requests.end(req, reason, error)
-
-    def _lose(self, peer: PeerId) -> None:
-        """Forget a router or a prefill worker that is gone."""
-        self._peers.lose(peer)
-        self.requests.lose(peer)
 
     def _stats(self) -> WorkerStats:
         engine, scheduler = self._engine, self.scheduler
@@ -216,11 +200,13 @@ class DecodeLoop:
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
-            num_queued_tokens=num_queued_tokens(scheduler),
+            num_queued_tokens=sum(
+                len(req.tokens) - req.num_planned_tokens for req in scheduler.local
+            ),
             prefill_s_per_token=meter.prefill_s_per_token,
             draining=self.requests.admission.draining,
             num_steps=meter.num_steps,
-            has_work=self.flight.busy or has_work(scheduler),
+            has_work=self.flight.busy or scheduler.has_work,
             num_windows=meter.windows.num_windows,
             drafted=tuple(meter.windows.drafted),
             accepted=tuple(meter.windows.accepted),
@@ -235,15 +221,8 @@ def _widths(engine: Engine) -> WidthPolicy:
     if simulated:
         log.warning(SIMULATED, simulated_len)
     chosen = engine.config.spec.chosen
-    engine.meter.verifies(max(chosen), simulated=simulated, reads_text=may_miss)
+    engine.meter.verifies(WindowCounts(max(chosen), simulated=simulated, reads_text=may_miss))
     return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
-
-
-def _window(plan: Plan, req: Req, drawn: Drawn, num: int) -> Window | None:
-    """The entry of `return_trace` for a step that has just added `num` tokens to `req`."""
-    if not plan.decode:
-        return None
-    return Window(len(req.tokens) - num - 1, plan.width, drawn.drafts, num - 1)
 
 
 def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:

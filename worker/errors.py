@@ -1,21 +1,4 @@
-"""Every error that kvlane raises on purpose.
-
-    KvlaneError
-      UserError(ValueError)     the user's mistake; names the field; becomes a 4xx
-        Unsupported             a valid wish that this build or backend cannot meet
-        MissingLibrary          a package or system library has to be installed first
-      WorldError                something outside this process failed; met where it happens
-        Busy                    no room now; carries retry_after_s
-        DeadlinePassed          a request outlived its own time limit
-        OutOfPages              the KV pool cannot give the pages asked for
-        PeerLost                another process stopped answering or died
-        TransferError
-          TransferTimeout       bytes did not arrive in time
-          Unreachable           a peer cannot be dialled
-          Incompatible          a peer answers but its layout or transport differs
-          Revoked               the lease under which bytes were read has ended
-        Placement               Ray cannot place what was asked for
-      LibraryError              a library failed at what a request brought; that request ends
+"""Every error that kvlane raises on purpose: of the user, of the world outside, of a library.
 
 Our own mistakes are `assert`s: the worker dies, the controller makes a new one.
 """
@@ -31,97 +14,72 @@ class KvlaneError(Exception):
 
     code = "internal_error"
 
+    def __init_subclass__(cls, code: str | None = None) -> None:
+        cls.code = code or cls.code
 
-class UserError(KvlaneError, ValueError):
-    """The user's mistake. `param` is the path of the field that is wrong, if there is one."""
 
-    code = "invalid_value"
+class UserError(KvlaneError, ValueError, code="invalid_value"):
+    """The user's mistake, a 4xx. `param` is the path of the field that is wrong, if any."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
 
 
-class Unsupported(UserError):
+class Unsupported(UserError, code="unsupported"):
     """A valid wish that this build, model or backend cannot meet; the message says which."""
 
-    code = "unsupported"
 
-
-class MissingLibrary(UserError):
+class MissingLibrary(UserError, code="missing_library"):
     """A Python package or a system library is missing; the message says how to install it."""
 
-    code = "missing_library"
 
-
-class WorldError(KvlaneError):
+class WorldError(KvlaneError, code="world_error"):
     """Something outside this process failed. The one request ends or moves; the loop lives."""
 
-    code = "world_error"
 
-
-class Busy(WorldError):
+class Busy(WorldError, code="busy"):
     """No room at present; worth another try in `retry_after_s` seconds."""
-
-    code = "busy"
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class DeadlinePassed(WorldError):
+class DeadlinePassed(WorldError, code="timeout"):
     """A request outlived its own time limit."""
 
-    code = "timeout"
 
-
-class OutOfPages(WorldError):
+class OutOfPages(WorldError, code="out_of_pages"):
     """The KV pool cannot give the pages asked for."""
 
-    code = "out_of_pages"
 
-
-class PeerLost(WorldError):
+class PeerLost(WorldError, code="worker_lost"):
     """Another process stopped answering or died."""
 
-    code = "worker_lost"
 
-
-class TransferError(WorldError):
+class TransferError(WorldError, code="transfer_failed"):
     """KV could not be moved."""
 
-    code = "transfer_failed"
 
-
-class TransferTimeout(TransferError):
+class TransferTimeout(TransferError, code="transfer_timeout"):
     """Bytes did not arrive in time."""
 
-    code = "transfer_timeout"
 
-
-class Unreachable(TransferError):
+class Unreachable(TransferError, code="unreachable"):
     """A peer cannot be dialled."""
 
-    code = "unreachable"
 
-
-class Incompatible(TransferError):
+class Incompatible(TransferError, code="incompatible"):
     """A peer answers, but its KV layout or its transport differs from ours."""
 
-    code = "incompatible"
 
-
-class Revoked(TransferError):
+class Revoked(TransferError, code="revoked"):
     """The lease under which bytes were read has ended, so the bytes prove nothing."""
 
-    code = "revoked"
 
-
-class Placement(WorldError):
+class Placement(WorldError, code="placement"):
     """Ray cannot place what was asked for; the message says what is missing."""
-
-    code = "placement"
 
 
 class LibraryError(KvlaneError):

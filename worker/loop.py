@@ -53,17 +53,12 @@ class Role(Protocol):
         """Resources held, by kind; all zero when idle. Threads of the control plane read it."""
         ...
 
-    def num_peers(self) -> int:
-        """Number of workers that can be pulled from."""
-        ...
-
     def measured_paths(self) -> list[PullPath]:
-        """Measure the ways from all prefill workers, while it serves."""
-        ...
+        """Measure the ways from all prefill workers that it pulls from, while it serves."""
+        return []
 
     def close(self) -> None:
         """Close what the engine does not."""
-        ...
 
 
 class EngineThread:

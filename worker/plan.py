@@ -117,17 +117,23 @@ def tail_index(sampling: Sampling) -> int:
     return TAILS.index("filtered" if filters else "random")
 
 
+class PaddedShape(msgspec.Struct, frozen=True, array_like=True):
+    """How to build a batch of chunks for `ChunkGraphs.launch`; see `BatchBuffers.chunks`."""
+
+    num_tokens: int = 0  # pad to this many; 0: do not pad
+    fixed: bool = False  # pad the number of requests as well
+    refused: str = ""  # why no graph serves the batch, for metrics
+
+
 class Launch(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Leader to rank: launch this step, as the leader does at the same time.
 
     Which graph serves chunks follows from times that each rank would measure a little differently,
-    so the leader's choice (`worker.run.base.PaddedShape`) comes with the plan.
+    so the leader's choice comes with the plan.
     """
 
     plan: Plan
-    padded_tokens: int = 0
-    fixed: bool = False
-    refused: str = ""
+    shape: PaddedShape = PaddedShape()
 
 
 class LaunchTail(msgspec.Struct, frozen=True, array_like=True, tag=True):

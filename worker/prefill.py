@@ -8,8 +8,8 @@ between the layers of step n's launch, and in all turns until step n - 1 ends.
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, PullPath, Release, Renew, WorkerStats
-from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
@@ -19,7 +19,7 @@ from worker.schedule.prefill import PrefillScheduler
 from worker.transfer.outbound import Outbound, OutboundContext
 
 
-class PrefillLoop:
+class PrefillLoop(Role):
     """All that the engine thread of a prefill worker does."""
 
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
@@ -37,37 +37,22 @@ class PrefillLoop:
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
+        metrics, num_groups = engine.metrics, self._pace.num_groups
         context = OutboundContext(
-            self.scheduler,
-            self._pace.num_groups,
-            thread.send,
-            config.lease,
-            engine.metrics,
-            engine.tracer,
+            self.scheduler, num_groups, thread.send, config.lease, metrics, engine.tracer
         )
-        self._outbound = Outbound(incarnation, context)
+        self._outbound = outbound = Outbound(incarnation, context)
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
-        metrics = engine.metrics
-        metrics.on_scrape(metrics.leases, lambda: self._outbound.num_leases)
+        metrics.leases.set_function(lambda: outbound.num_leases)
         waiting = self.scheduler.waiting
-        metrics.on_scrape(metrics.waiting, lambda: len(waiting))
-        metrics.on_scrape(metrics.queued("prefill"), lambda: len(waiting))
+        metrics.waiting.set_function(lambda: len(waiting))
+        metrics.queued("prefill").set_function(lambda: len(waiting))
         # A scrape may come between the two counts.
-        leased = self._outbound
-        metrics.on_scrape(metrics.queued("pull"), lambda: max(0, leased.num_leases - len(waiting)))
+        metrics.queued("pull").set_function(lambda: max(0, outbound.num_leases - len(waiting)))
 
     def counters(self) -> dict[str, int]:
         return {"leases": self._outbound.num_leases, "waiting": len(self.scheduler.waiting)}
-
-    def num_peers(self) -> int:
-        return 0  # prefill workers pull from nobody
-
-    def measured_paths(self) -> list[PullPath]:
-        return []
-
-    def close(self) -> None:
-        pass
 
     def turn(self, events: list[Incoming]) -> float:
         now, flight = time.monotonic(), self.flight
@@ -92,7 +77,7 @@ class PrefillLoop:
         if self._engine.config.kv.num_groups != "auto":
             worth = self._pace.num_groups > 1
         else:
-            computed = self.scheduler.chunks_of(plan.step)
+            computed = self.scheduler.launched[plan.step]
             num_tokens = sum(len(chunk.tokens) for _, chunk in computed)
             rates = [req.link_bytes_per_s for req, _ in computed if req.link_bytes_per_s]
             worth = self._pace.announce_groups(num_tokens, min(rates, default=0.0))
@@ -102,7 +87,7 @@ class PrefillLoop:
 
     def _settled(self, plan: Plan, drawn: list[Drawn]) -> None:
         """Announce what a step that has ended has computed, with the first tokens that it drew."""
-        chunks = self.scheduler.chunks_of(plan.step)
+        chunks = self.scheduler.launched[plan.step]
         computed = self.scheduler.settle(plan.step, drawn)
         self._engine.metrics.generated_tokens.inc(sum(req.token is not None for req in computed))
         self._outbound.announce_settled(computed, time.monotonic())
@@ -131,7 +116,7 @@ class PrefillLoop:
         if num_final > self._num_groups_announced:
             self._engine.runner.check_ranks()  # groups look final, too, if an all-reduce gave up
             self._num_groups_announced = num_final
-            chunks = self.scheduler.chunks_of(step.plan.step)
+            chunks = self.scheduler.launched[step.plan.step]
             self._outbound.announce_groups(chunks, num_final, time.monotonic())
 
     def _handle(self, peer: str, event: object, now: float) -> None:

@@ -18,7 +18,6 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.plan import Ended, Launch, LaunchTail
-from worker.run.base import PaddedShape
 from worker.run.engine import Engine
 from worker.run.ranks import (
     FromLeader,
@@ -95,7 +94,12 @@ class RankLoop:
     def _do(self, message: FromLeader) -> None:
         match message:
             case Launch():
-                self._launch(message)
+                step = self._engine.runner.launch(message.plan, shape=message.shape)
+                if message.plan.masked:
+                    assert self._masked is None, "a step before the tail of the one before"
+                    self._masked = step
+                else:
+                    self._steps.append(step)
             case LaunchTail():
                 step, self._masked = self._masked, None
                 assert step is not None, "a tail without a step"
@@ -105,15 +109,6 @@ class RankLoop:
                 pass
             case _:
                 self._pulls.on(message)
-
-    def _launch(self, message: Launch) -> None:
-        shape = PaddedShape(message.padded_tokens, message.fixed, message.refused)
-        step = self._engine.runner.launch(message.plan, shape=shape)
-        if message.plan.masked:
-            assert self._masked is None, "a step before the tail of the one before"
-            self._masked = step
-        else:
-            self._steps.append(step)
 
     def _end_steps(self) -> None:
         """Take the steps that have ended."""
@@ -132,26 +127,23 @@ class RankLoop:
 class Rank:
     """A rank of a worker but its leader; the control plane's threads call its methods.
 
-    Raises:
-        UserError, PeerLost: as Worker.
+    The constructor raises as `build_engine`.
     """
 
     def __init__(self, config: WorkerConfig, place: Place, rank: int) -> None:
         assert 0 < rank < config.tp
         self._host = place.host
-        self._rank_group = group = place.join(rank, config.tp)
-        self._engine = build_engine(
-            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
-        )
+        self._engine = build_engine(config, place, rank)
         me = rank_peer(place.name, place.incarnation, rank)
         self._thread = EngineThread(me, self._engine.config.ping)
         self._loop = RankLoop(self._engine, self._thread)
+        self.join = self._thread.join
 
     def start(self) -> None:
         """Begin to serve the leader; returns once it knows this rank."""
         address = self._thread.start(self._host, self._loop.turn)
-        self._rank_group.gather(self._engine.endpoint())
-        self._rank_group.gather(address.encode())
+        self._engine.rank_group.gather(self._engine.endpoint())
+        self._engine.rank_group.gather(address.encode())
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""
@@ -159,7 +151,3 @@ class Rank:
         self._thread.stop()
         self._loop.close()
         self._engine.close()
-
-    def join(self) -> None:
-        """Wait until the loop has ended."""
-        self._thread.join()

@@ -1,20 +1,15 @@
 """The data plane: ZeroMQ sockets of one process, owned by one thread, with pings on every link.
 
-A process listens on one ROUTER socket and connects one DEALER socket to each peer it wants to ask.
-Peers are addressed by `PeerId` whichever side connected. All sockets belong to the I/O thread; the
-engine loop (or the router's asyncio loop) only calls `send`, which never blocks, and is handed what
-arrives through `deliver`, so that pings are answered while a long step runs.
+A process listens on one ROUTER socket and connects a DEALER socket to each peer that it wants to
+ask. Peers are addressed by `PeerId` whichever side connected.
 
-Liveness. The connecting side pings every interval; both sides count silence. Silence for
-`max_misses` intervals, a full send queue, or a send to a vanished peer delivers `Lost` once.
-A process whose own loop has not called `beat()` for `stall_s` stops answering: to the others a
-hung loop and a dead process are the same. What an engine's loop has to do for a beat, `loop` says.
+Liveness. The connecting side pings; both count silence. Silence for `max_misses` intervals, a full
+send queue, or a send to a vanished peer delivers `Lost` once. A process whose own loop has not
+called `beat()` for `stall_s` answers no pings.
 
-A link works or is lost, for both sides. Each connect() begins a link with a number of its own, and
-the link's frames are numbered. When ZeroMQ reconnects by itself, it forgets frames that were under
-way; the gap in their numbers loses the peer. A side that has lost a link does not answer on it any
-more, so the other side loses it too. A new link begins empty. A connecting side that closes a link
-says Bye, so that the other side loses it at once and logs no loss.
+A link works or is lost, for both sides. Each connect() begins one, and its frames are numbered:
+when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses the peer. A closing
+side says Bye, so that the other logs no loss.
 """
 
 import contextlib

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from worker.api import Lost, Member, PullPath, RankMessage
+from worker.api import Lost, Member, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
@@ -17,31 +17,27 @@ ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:Decod
 class Worker:
     """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
-    The constructor loads the model and raises:
-        UserError: the configuration, the model directory or a library is at fault.
-        PeerLost: the other ranks did not come to the rendezvous.
+    The constructor loads the model and raises as `build_engine`.
     """
 
     def __init__(self, config: WorkerConfig, place: Place, metrics_port: int = 0) -> None:
         self._place, self._metrics_port = place, metrics_port
-        self._rank_group = group = place.join(0, config.tp)
-        self.engine = build_engine(
-            config, name=place.name, host=place.host, rank_group=group, progress=place.progress
-        )
+        self.engine = build_engine(config, place)
         self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
+        self.join = self._thread.join
 
     def start(self) -> Member:
         """Begin to serve; returns the record under which other processes know this worker."""
-        place = self._place
+        place, group = self._place, self.engine.rank_group
         metrics_address = self.engine.metrics.serve(
             place.host, self._metrics_port, self._thread.stalled
         )
-        endpoints = tuple(self._rank_group.gather(self.engine.endpoint()))
+        endpoints = tuple(group.gather(self.engine.endpoint()))
         address = self._thread.start(place.host, self._turn)
-        if self._rank_group.size > 1:
-            addresses = rank_addresses(self._rank_group, place.name, place.incarnation)
+        if group.size > 1:
+            addresses = rank_addresses(group, place.name, place.incarnation)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
             self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)
@@ -73,24 +69,12 @@ class Worker:
             **self.loop.counters(),
         }
 
-    def num_peers(self) -> int:
-        """Number of workers that this one can pull KV from."""
-        return self.loop.num_peers()
-
-    def measured_paths(self) -> list[PullPath]:
-        """Measure the ways from all prefill workers to this decode worker, while it serves."""
-        return self.loop.measured_paths()
-
     def stop(self) -> None:
         """End the loop and free everything."""
         self.engine.tell_ranks(Ended())
         self._thread.stop()
         self.loop.close()
         self.engine.close()
-
-    def join(self) -> None:
-        """Wait until the loop has ended."""
-        self._thread.join()
 
     def _turn(self, events: list[Incoming]) -> float:
         """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""

@@ -134,7 +134,7 @@ class WorkerActor(ProcessActor):
 
     def examine(self) -> Examination:
         """Its machine and the ways of KV to it, for `doctor`; takes seconds."""
-        return examined_here(self._part.measured_paths)
+        return examined_here(self._part.loop.measured_paths)
 
     def stop(self) -> None:
         self._part.stop()

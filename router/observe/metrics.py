@@ -147,18 +147,18 @@ class RouterMetrics(Families):
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
-        self.on_scrape(self.running, live.running)
-        self.on_scrape(self.waiting, live.waiting)
-        self.on_scrape(self.decoding, lambda: len(live.outputs()))
+        self.running.set_function(live.running)
+        self.waiting.set_function(live.waiting)
+        self.decoding.set_function(lambda: len(live.outputs()))
         for role in WORKER_ROLES:
-            self.on_scrape(self.alive(role), partial(live.alive, role))
+            self.alive(role).set_function(partial(live.alive, role))
         if self._vllm is not None:
             self._vllm.live = live
 
     def watch_encoder(self, encoder: Encoder) -> None:
         """Read these counts when they are scraped."""
-        self.on_scrape(self.prompt_chars, lambda: encoder.num_chars)
-        self.on_scrape(self.prompt_chars_known, lambda: encoder.num_known)
+        self.prompt_chars.set_function(lambda: encoder.num_chars)
+        self.prompt_chars_known.set_function(lambda: encoder.num_known)
 
     def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
         """The page that `encode` writes."""

@@ -10,6 +10,7 @@ from unittest import mock
 import msgspec
 import pytest
 
+from tests.support.books import check_book
 from tests.support.counted import value
 from tests.support.engines import Answer, Running, running
 from tests.support.laws import ended, sections
@@ -228,7 +229,7 @@ def test_prompts_that_end_at_a_page_s_edge(num_tokens: int, alone: Running) -> N
             assert outcomes(answers) == [wanted[0], wanted[0], wanted[1]]
             found.append([answer.num_cached_tokens for answer in answers])
             for worker in cluster.workers.values():
-                worker.engine.book.check([])
+                check_book(worker.engine.book, [])
     assert found[0] == found[1]
 
 

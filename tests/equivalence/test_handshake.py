@@ -64,14 +64,14 @@ def pair(
 
 def path_of(decode: Worker) -> PullPath:
     """The way of KV that `kvlane doctor --running` shows."""
-    until(lambda: bool(decode.measured_paths()), "the members do not arrive")
-    return decode.measured_paths()[0]
+    until(lambda: bool(decode.loop.measured_paths()), "the members do not arrive")
+    return decode.loop.measured_paths()[0]
 
 
 def check_pulled(decode: Worker, client: Client) -> None:
     """KV goes from one to the other."""
     assert not path_of(decode).error
-    until(lambda: decode.num_peers() == 1)
+    until(lambda: decode.loop.peers.num_connected == 1)
     (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
     assert [each.prefilled_by for each in answer.stages] == ["prefill-0/i"]
 
@@ -96,7 +96,7 @@ def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(
     with pair({"path": model, "served_name": "same"}, {"served_name": "same"}) as (decode, client):
         error = path_of(decode).error
         until(lambda: any("cannot pull" in each.message for each in caplog.records))
-        assert decode.num_peers() == 0
+        assert decode.loop.peers.num_connected == 0
         (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
         assert answer.finish_reason == FinishReason.LENGTH  # decode has prefilled by itself
         assert [each.prefilled_by for each in answer.stages] == ["decode-0/i"]
@@ -134,6 +134,6 @@ def test_workers_of_other_drafters_refuse_each_other(tmp_path: Path) -> None:
     for drafters in ((str(other), ""), (None, ""), ("", None)):
         with pair({}, {}, drafters=drafters) as (decode, _):
             assert "drafter" in path_of(decode).error
-            assert decode.num_peers() == 0
+            assert decode.loop.peers.num_connected == 0
     with pair({}, {}, drafters=(str(DRAFTER), "")) as (decode, client):
         check_pulled(decode, client)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fault.test_protocol_faults import SlowPull
+from tests.support.books import check_book
 from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
 from tests.support.patience import HANG_S, until
@@ -67,7 +68,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
     try:
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
-        until(lambda: decode.num_peers() > 0, "no link")
+        until(lambda: decode.loop.peers.num_connected > 0, "no link")
         monkeypatch.setattr(ShmPeer, "pull", slow)
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
@@ -84,7 +85,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         process.join()
         ours.close()
     assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
-    until(lambda: not decode.num_peers(), "nobody notices")
+    until(lambda: not decode.loop.peers.num_connected, "nobody notices")
     for each in pulls:
         each.release()
     answers = client.wait(sent)
@@ -101,4 +102,4 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         assert (each.num_finals, each.error, len(each.stages)) == (1, None, 1)
         assert each.stages[0].prefilled_by == member.peer
         assert each.finish_reason is not FinishReason.ABORT
-    decode.engine.book.check([])
+    check_book(decode.engine.book, [])

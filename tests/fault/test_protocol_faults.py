@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import worker.loop
+from tests.support.books import check_book
 from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.patience import until
@@ -215,7 +216,7 @@ def lose(side: Any, peer: PeerId) -> None:
 
 def wait_for_peers(decode: Worker) -> None:
     """Until both prefill workers can be pulled from."""
-    until(lambda: decode.num_peers() == 2, "the prefill worker stays forgotten")
+    until(lambda: decode.loop.peers.num_connected == 2, "the prefill worker stays forgotten")
 
 
 def num_ended(
@@ -250,7 +251,7 @@ def check(cluster: Running, sent: list[str], texts: list[list[int]], before: flo
     cluster.wait_idle()
     assert num_ended(cluster) - before == len(sent)
     for each in cluster.workers.values():
-        each.engine.book.check([])
+        check_book(each.engine.book, [])
 
 
 @pytest.mark.parametrize("act", ["lost", "doubled", "late", "overtaken"])

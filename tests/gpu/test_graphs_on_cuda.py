@@ -27,7 +27,7 @@ STEPS = [0]  # launched by all schedulers of this file: an allocator wants them 
 
 
 def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: object) -> Any:
-    from worker.start.build import build_engine
+    from worker.start.build import Place, build_engine
 
     config = WorkerConfig.model_validate(
         {
@@ -41,7 +41,7 @@ def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engin
             "spec": {"widths": list(widths)},
         }
     )  # fmt: skip
-    return build_engine(config, name="decode-0", host="127.0.0.1")
+    return build_engine(config, Place("decode-0", "1", "127.0.0.1"))
 
 
 def serve(

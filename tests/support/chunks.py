@@ -22,7 +22,7 @@ from worker.run.engine import Engine
 from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.runner import padded_shape
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 
 PAGE_SIZE = 16
 ROWS = 12
@@ -46,7 +46,7 @@ def build(device: str, graph: object, *, role: str = "decode", **engine: object)
             },
         }
     )  # fmt: skip
-    return build_engine(config, name=f"{role}-0", host="127.0.0.1")
+    return build_engine(config, Place(f"{role}-0", "1", "127.0.0.1"))
 
 
 def layouts(num_tokens: int, num_reqs: int, prefix: int) -> Layout:

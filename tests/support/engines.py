@@ -233,7 +233,7 @@ def running(
     try:
         limit = time.monotonic() + HANG_S
         for name, worker in workers.items():
-            while name.startswith("decode") and worker.num_peers() < num_prefill:
+            while name.startswith("decode") and worker.loop.peers.num_connected < num_prefill:
                 assert time.monotonic() < limit
                 time.sleep(0.01)
         yield Running(workers, members, client)

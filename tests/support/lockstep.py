@@ -37,7 +37,7 @@ from worker.plan import Drawn
 from worker.prefill import PrefillLoop
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler, Settled
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
 LINK_POLL_S = 1e-3
@@ -160,7 +160,7 @@ class Lockstep:
     def serve(self, asked: Sequence[Ask]) -> list[Answer]:
         """Serve all of `asked` until nothing is held for anybody."""
         limit = time.monotonic() + HANG_S
-        while self.decode.num_peers() < len(self.loops) - 1:
+        while self.decode.peers.num_connected < len(self.loops) - 1:
             self._turns(whole=True)
             time.sleep(LINK_POLL_S)  # other threads make it
             assert time.monotonic() < limit, "no link"
@@ -184,7 +184,7 @@ class Lockstep:
 
     def _engine(self, peer: PeerId, sections: dict[str, dict[str, object]]) -> Engine:
         config = worker_config(peer.partition("-")[0], sections)
-        self.engines[peer] = build_engine(config, name=peer, host="127.0.0.1")
+        self.engines[peer] = build_engine(config, Place(peer, "1", "127.0.0.1"))
         return self.engines[peer]
 
     def _post(self, me: PeerId) -> Any:  # as an EngineThread

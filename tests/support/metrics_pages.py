@@ -21,7 +21,7 @@ from router.show.siblings import Siblings
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Member, Stages, WorkerStats
-from worker.observe.meter import StepMeter
+from worker.observe.meter import StepMeter, WindowCounts
 from worker.observe.metrics import WorkerMetrics
 
 DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
@@ -56,7 +56,7 @@ def worker_page(role: str) -> str:
     """With at least one series of every family."""
     metrics = WorkerMetrics(model="tiny", role=role, worker=f"{role}-0")
     meter = StepMeter(metrics)
-    meter.verifies(4)
+    meter.verifies(WindowCounts(4))
     meter.verified(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
     for attribute, family in metrics.table().items():
         series = getattr(metrics, attribute)

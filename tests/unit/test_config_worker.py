@@ -11,8 +11,8 @@ from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
 from worker.transfer.lease import MARGIN_S, Lease
 
-CPU = Machine("cpu", 6, 1 << 34, "laptop")
-CUDA = Machine("cuda", 32, 1 << 37, "host")
+CPU = Machine("cpu", 6)
+CUDA = Machine("cuda", 32)
 
 
 def config(**sections: dict[str, Any]) -> WorkerConfig:

@@ -23,7 +23,7 @@ from tests.support.oracle import Oracle
 from tests.support.pairwise import more, whole
 from tests.support.recorded import RecordedMemory, RecordedSteps, noted_by
 from tests.support.shallow import shallow
-from worker.config.spec import MAX_WIDTH
+from worker.config.engine import MAX_WIDTH
 from worker.draw.sampler import Draws, Result
 from worker.plan import Plan, max_rows
 from worker.run import eager as eager_module

@@ -19,7 +19,7 @@ from worker.api import KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold
 from worker.model.layers import SelfAttention
 from worker.prefill import PrefillLoop
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.transfer.fetch import Fetch, bit_runs
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
@@ -45,7 +45,7 @@ class PrefillAlone:
             "lease": {"prefill_window_s": 1000.0},  # nobody renews
         }  # fmt: skip
         config = worker_config("prefill", sections)
-        self.engine = build_engine(config, name="prefill-0", host="127.0.0.1")
+        self.engine = build_engine(config, Place("prefill-0", "1", "127.0.0.1"))
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
         thread = SimpleNamespace(send=self._send, stats=None, wake=lambda: None)
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")

@@ -21,7 +21,7 @@ from worker.loop import EngineThread
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
 from worker.prefill import PrefillLoop
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.wire import Wire
 
 STALL_S = 1.5
@@ -110,7 +110,7 @@ ENDS = {  # what begins the step, and what takes back all that waited for it
 def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
     loop_class, begins, ends = ENDS[role]
     sections: dict = {"engine": {"device": "cpu", "threads": 1, "num_pages": 64}}
-    worker = build_engine(worker_config(role, sections), name=f"{role}-0", host="127.0.0.1")
+    worker = build_engine(worker_config(role, sections), Place(f"{role}-0", "1", "127.0.0.1"))
     worker.runner.launch = lambda plan, *_: Endless(plan)  # type: ignore[assignment,return-value]
     thread = SimpleNamespace(
         me="w/1", stats=WorkerStats(), send=lambda *_: None, post=None, connect=None,

@@ -7,7 +7,7 @@ import pytest
 
 from worker.api import Candidate
 from worker.config import DisaggregationConfig
-from worker.schedule.locality import PlacementInputs, prefills_locally
+from worker.requests.admission import PlacementInputs, prefills_locally
 
 AUTO = DisaggregationConfig(pull_overhead_s=0.01, pull_bytes_per_s=1e9)
 COST = PlacementInputs(

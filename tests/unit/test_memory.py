@@ -13,7 +13,7 @@ from tests.support.processes import FORKED, fork
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import Machine, WorkerConfig
 from worker.errors import UserError
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 from worker.start.load import run_largest_steps
 from worker.start.memory import (
     GIB,
@@ -67,7 +67,7 @@ def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
 def on_cuda(**engine: object) -> WorkerConfig:
     """As a worker on a GPU has it when its weights are loaded."""
     tree = WorkerConfig.model_validate({"role": "decode", "engine": engine})
-    machine = Machine("cuda", 8, 140 * GIB, "host")
+    machine = Machine("cuda", 8)
     return tree.resolved(machine, model_max_len=40_960, model_dtype="bfloat16")
 
 
@@ -163,7 +163,7 @@ def test_the_largest_steps_touch_nothing_but_the_sink(role: str) -> None:
     config = worker_config(
         role, {"engine": {"device": "cpu", "num_pages": 20, "max_num_reqs": 5, "threads": 1}}
     )
-    engine = build_engine(config, name=f"{role}-0", host="127.0.0.1")
+    engine = build_engine(config, Place(f"{role}-0", "1", "127.0.0.1"))
     runner = engine.runner
     run_largest_steps(engine.config, engine.layout, runner.loaded.model)
     runner.graphs.run_largest_steps()

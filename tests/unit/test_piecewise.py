@@ -359,7 +359,7 @@ def test_one_graph_and_pieces_are_admitted_each_by_its_own_time() -> None:
     assert choose_shape(100, buckets) == PaddedShape(refused="dropped"), "its pieces lose to eager"
 
 
-CPU, CUDA = (Machine(kind, 2, 1 << 30, "host") for kind in ("cpu", "cuda"))
+CPU, CUDA = (Machine(kind, 2) for kind in ("cpu", "cuda"))
 
 
 def graphs(role: str, machine: Machine, **engine: object) -> tuple[str, str]:

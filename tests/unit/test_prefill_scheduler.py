@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.books import check_book
 from tests.support.made_spans import Made
 from worker.api import Prefill, PrefillRefused, Release, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
@@ -214,7 +215,7 @@ class Prompts:
                 self.counts["done"] += req.num_computed_tokens == req.num_target_tokens
 
     def check(self) -> None:
-        self.book.check([req.hold for req in self.reqs])
+        check_book(self.book, [req.hold for req in self.reqs])
         waiting = self.waiting
         assert list(self.scheduler.waiting) == waiting
         assert len(waiting) <= self.max_waiting

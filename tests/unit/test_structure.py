@@ -101,7 +101,7 @@ def test_ray_is_cluster_s_and_torch_is_worker_s() -> None:
 
 def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
     """It is an optional package, and its import takes a quarter of a second."""
-    behind = {"worker.observe.export", "worker.observe.spans"}
+    behind = {"worker.observe.spans"}
     breaches = [
         f"{module} imports {name}"
         for module, names in tree().imports.items()

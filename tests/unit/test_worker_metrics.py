@@ -7,7 +7,7 @@ import pytest
 
 from worker.api import FinishReason
 from worker.errors import UserError
-from worker.observe.meter import StepMeter
+from worker.observe.meter import StepMeter, WindowCounts
 from worker.observe.metrics import OUTCOMES, WorkerMetrics
 from worker.plan import Chunk, Plan
 
@@ -22,7 +22,7 @@ def metrics() -> WorkerMetrics:
 @pytest.fixture
 def meter(metrics: WorkerMetrics) -> StepMeter:
     meter = StepMeter(metrics)
-    meter.verifies(4)
+    meter.verifies(WindowCounts(4))
     return meter
 
 
@@ -95,7 +95,7 @@ def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
     metrics: WorkerMetrics, reads_text: bool, share: float
 ) -> None:
     meter, drafts = StepMeter(metrics), [(5,), (6,), (7,), (8,)]
-    meter.verifies(2, reads_text=reads_text)
+    meter.verifies(WindowCounts(2, reads_text=reads_text))
     for number in range(300):
         meter.verified(2, [2, 2, 2, 1] if number < 250 else [1] * 4, drafts)
         early = value(metrics, "spec_first_acceptance")
@@ -105,7 +105,7 @@ def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
 
 def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerMetrics) -> None:
     meter = StepMeter(metrics)
-    meter.verifies(4, simulated=True)
+    meter.verifies(WindowCounts(4, simulated=True))
     meter.verified(4, [1, 3], [(-1, -1, -1), (-1, -1, -1)])
     assert by_place(metrics, "drafted") == [2, 2, 2, None]
     assert value(metrics, "spec_simulated") == 1

@@ -1,11 +1,11 @@
 """Who holds which page: allocator, prefix tree and reservations, kept consistent in one place.
 
-Invariants, checked by `check()`:
+Invariants (tests.support.books asserts them):
     every page but 0 is in exactly one of: free, some Hold's private pages, the tree;
     num_reserved <= free + evictable, so a reserved page can always be bound for compute.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.cache.pages import PageAllocator
@@ -38,6 +38,7 @@ class PageBook:
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
+        self.launched, self.settled = self._allocator.launched, self._allocator.settled
         self.tree = PrefixTree(page_size)  # changed by the book alone
 
     @property
@@ -59,24 +60,11 @@ class PageBook:
         """Pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self.page_size)
 
-    def launched(self, step: int) -> None:
-        """See PageAllocator.launched."""
-        self._allocator.launched(step)
-
-    def settled(self, step: int) -> None:
-        """See PageAllocator.settled."""
-        self._allocator.settled(step)
-
     def open(self, tokens: Sequence[int], num_slots: int, *, max_matched: int) -> Hold | None:
         """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.
 
-        Args:
-            tokens: the sequence so far.
-            num_slots: tokens that the request must be able to store.
-            max_matched: tokens that may come from the tree (at most len(tokens) - 1).
-
-        Returns:
-            The hold, or None when there is no room; then nothing has changed.
+        At most max_matched <= len(tokens) - 1 tokens come from the tree. None: there is no room,
+        and nothing has changed.
         """
         node = self.tree.match(tokens, max_matched) if self._prefix_cache else self.tree.root
         self.tree.lock(node)
@@ -93,11 +81,9 @@ class PageBook:
     def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
 
-        Reserved pages are used first, then unpromised ones.
-
-        Raises:
-            OutOfPages: no room; with `for_pull` also while free pages still cool, which ends
-                when the step in flight settles. `hold` is unchanged then.
+        Reserved pages are used first, then unpromised ones. Raises OutOfPages, with `hold` as it
+        was, if there is no room; with `for_pull` also while free pages still cool, which ends when
+        the step in flight settles.
         """
         count = self.num_pages_for(num_slots) - len(hold.pages)
         if count <= 0:
@@ -139,12 +125,3 @@ class PageBook:
         self.num_holds -= 1
         hold.node, hold.num_reserved = self.tree.root, 0
         hold.pages, hold.num_slots, hold.private = [], 0, set()
-
-    def check(self, holds: Iterable[Hold]) -> None:
-        """Assert the invariants against all holds that are open."""
-        holds = list(holds)
-        private = [page for hold in holds for page in hold.private]
-        assert len(private) == len(set(private)) == self.num_private
-        assert self.num_reserved == sum(hold.num_reserved for hold in holds)
-        assert 0 <= self.num_reserved <= self._allocator.num_free + self.tree.num_evictable
-        assert self.num_holds == len(holds)

@@ -33,9 +33,8 @@ class KVRegion:
     Keys and values of each token ("target", a drafter's "draft"), or one vector a page ("tail":
     features of its last token, with one layer, one head, one part and `rows` "page").
 
-    Raises:
-        ValueError: a size below one, a dtype that is not in ITEM_BYTES, other parts than 1 or 2, or
-            a number of groups that does not divide the layers.
+    Raises UserError for a size below one, a dtype that is not in ITEM_BYTES, other parts than 1 or
+    2, and a number of groups that does not divide the layers.
     """
 
     name: str
@@ -49,29 +48,19 @@ class KVRegion:
     rows: Literal["token", "page"] = "token"  # StatePer of a paged region
 
     def __post_init__(self) -> None:
+        wrong: dict[str, str] = {}  # field -> text
         for field in ("num_layers", "num_kv_heads", "head_dim", "num_groups", "page_size"):
             if getattr(self, field) < 1:
-                raise UserError(
-                    f"KV region {self.name!r}: {field} must be at least 1, "
-                    f"not {getattr(self, field)}",
-                    param=field,
-                )
+                wrong[field] = f"must be at least 1, not {getattr(self, field)}"
         if self.dtype not in ITEM_BYTES:
-            raise UserError(
-                f"KV region {self.name!r}: dtype {self.dtype!r} is not one of: "
-                f"{', '.join(ITEM_BYTES)}",
-                param="dtype",
-            )
+            wrong["dtype"] = f"{self.dtype!r} is not one of: {', '.join(ITEM_BYTES)}"
         if self.parts not in (1, 2):
-            raise UserError(
-                f"KV region {self.name!r}: parts must be 1 or 2, not {self.parts}", param="parts"
-            )
-        if self.num_layers % self.num_groups:
-            raise UserError(
-                f"KV region {self.name!r}: num_groups {self.num_groups} does not divide "
-                f"num_layers {self.num_layers}",
-                param="num_groups",
-            )
+            wrong["parts"] = f"must be 1 or 2, not {self.parts}"
+        if "num_groups" not in wrong and self.num_layers % self.num_groups:
+            wrong["num_groups"] = f"{self.num_groups} does not divide num_layers {self.num_layers}"
+        if wrong:
+            field, text = next(iter(wrong.items()))
+            raise UserError(f"KV region {self.name!r}: {field} {text}", field)
 
     @property
     def layers_per_group(self) -> int:
@@ -100,35 +89,39 @@ class KVRegion:
         return self.num_groups * self.group_bytes
 
 
-def _check(regions: tuple[KVRegion, ...]) -> None:
-    names = [region.name for region in regions]
-    if not names or len(set(names)) < len(names):
-        raise UserError(f"a KV layout needs regions of distinct names, not {names}")
-    sizes = {region.name: region.page_size for region in regions}
-    if len(set(sizes.values())) > 1:
-        raise UserError(
-            f"KV regions share page ids and need one page_size, not {sizes}", param="page_size"
-        )
-    grouped = [region.name for region in regions[1:] if region.num_groups > 1]
-    if grouped:
-        raise UserError(
-            f"KV regions {grouped}: only the first may have several num_groups", param="num_groups"
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class KVLayout:
-    """All regions of one rank. Regions share page ids, so they share the page size.
+class Regions:
+    """Regions that share page ids, and so the page size.
 
-    Raises:
-        ValueError: no region, two of one name, different page sizes, or layer groups of another
-            than the first.
+    Raises UserError for no region, two of one name, different page sizes, and layer groups of
+    another than the first.
     """
 
     regions: tuple[KVRegion, ...]
 
     def __post_init__(self) -> None:
-        _check(self.regions)
+        names = [region.name for region in self.regions]
+        if not names or len(set(names)) < len(names):
+            raise UserError(f"a KV layout needs regions of distinct names, not {names}")
+        sizes = {region.name: region.page_size for region in self.regions}
+        if len(set(sizes.values())) > 1:
+            text = f"KV regions share page ids and need one page_size, not {sizes}"
+            raise UserError(text, "page_size")
+        grouped = [region.name for region in self.regions[1:] if region.num_groups > 1]
+        if grouped:
+            text = f"KV regions {grouped}: only the first may have several num_groups"
+            raise UserError(text, "num_groups")
+
+    @property
+    def page_bytes(self) -> int:
+        """One page of all regions together."""
+        return sum(region.page_bytes for region in self.regions)
+
+
+class KVLayout(Regions):
+    """All regions of one rank."""
+
+    __slots__ = ()
 
     def region(self, name: str = "target") -> KVRegion:
         """The region called `name`; KeyError if there is none."""
@@ -144,49 +137,22 @@ class KVLayout:
         """Tokens per page, of every region."""
         return self.regions[0].page_size
 
-    @property
-    def page_bytes(self) -> int:
-        """One page of all regions together."""
-        return sum(region.page_bytes for region in self.regions)
-
     def describe(self) -> str:
         """Say what a token takes, by region."""
-        parts = [
-            f"{region.name} {region.page_bytes / self.page_size:,.0f}" for region in self.regions
-        ]
-        return f"bytes a token: {', '.join(parts)}"
+        sizes = (f"{each.name} {each.page_bytes / self.page_size:,.0f}" for each in self.regions)
+        return f"bytes a token: {', '.join(sizes)}"
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLayout:
-    """All regions of the whole model: what workers have in common, whatever their ranks.
+class ModelLayout(Regions):
+    """All regions of the whole model: what workers have in common, whatever their ranks."""
 
-    Raises:
-        ValueError: as KVLayout.
-    """
-
-    regions: tuple[KVRegion, ...]
-
-    def __post_init__(self) -> None:
-        _check(self.regions)
-
-    @property
-    def page_bytes(self) -> int:
-        """One page of all regions together, all heads of them."""
-        return sum(region.page_bytes for region in self.regions)
+    __slots__ = ()
 
     def share(self, tp_size: int, rank: int) -> KVLayout:
-        """Build the layout of one rank, which holds its kv heads of each region.
-
-        Raises:
-            ValueError: see `rank_heads`.
-        """
-        return KVLayout(
-            tuple(
-                replace(region, num_kv_heads=len(rank_heads(region.num_kv_heads, tp_size, rank)))
-                for region in self.regions
-            )
-        )
+        """The layout of one rank, with its kv heads of each region; raises as `rank_heads`."""
+        heads = [rank_heads(region.num_kv_heads, tp_size, rank) for region in self.regions]
+        ranks = zip(self.regions, heads, strict=True)
+        return KVLayout(tuple(replace(region, num_kv_heads=len(own)) for region, own in ranks))
 
     def identity(self, model: str, digest: str) -> Identity:
         """Build what peers compare, for a model of that served name and digest (ADR 0025)."""
@@ -219,8 +185,7 @@ class Identity(NamedTuple):
 def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
     """The model's kv heads that `rank` of `tp_size` holds: its share, or a copy of one head.
 
-    Raises:
-        ValueError: neither of num_kv_heads and tp_size divides the other, or no such rank.
+    Raises ValueError if neither of num_kv_heads and tp_size divides the other, or for no such rank.
     """
     if not 0 <= rank < tp_size:
         raise ValueError(f"no rank {rank} among {tp_size}")

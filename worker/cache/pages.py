@@ -97,10 +97,9 @@ class PageAllocator:
             self._settled.add(self._cooling.popleft()[1])
 
     def take(self, count: int, *, for_pull: bool) -> list[int]:
-        """`count` pages, contiguous where possible.
+        """`count` pages, contiguous where possible; `for_pull`: cooled ones.
 
-        Raises:
-            OutOfPages: fewer are free; with `for_pull`, fewer are free and cooled.
+        Raises OutOfPages if fewer are free.
         """
         if count > (self.num_pullable if for_pull else self.num_free):
             raise OutOfPages(f"{count} pages wanted, {self.num_pullable} + {len(self._cooling)}")

@@ -16,18 +16,13 @@ class KVPool:
     On the CPU a region is an anonymous memfd: the shm transport hands its fd to other processes,
     and nothing stays in /dev/shm when a process dies. Elsewhere it is one device allocation.
 
-    Invariant: page 0 is a sink for padded rows and is never handed out.
-
-    Raises:
-        UserError: fewer than two pages, which would leave none beside the sink.
+    Page 0 is a sink for padded rows and is never handed out. Raises UserError for fewer than two.
     """
 
     def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
         if num_pages < 2:
-            raise UserError(
-                f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}",
-                param="num_pages",
-            )
+            text = f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}"
+            raise UserError(text, "num_pages")
         self.layout = layout
         self.num_pages = num_pages
         self.device = torch.device(device)
@@ -102,8 +97,5 @@ def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Te
         region.rows_per_page,
         region.head_dim,
     )
-    views: list[tuple[Tensor, ...]] = []
-    for layer_id in range(region.num_layers):
-        group, within = divmod(layer_id, region.layers_per_group)
-        views.append(groups[group, :, :, within].unbind(2))
-    return views
+    # A layer is [num_pages, num_kv_heads, parts, rows, head_dim].
+    return [layer.unbind(2) for group in groups for layer in group.unbind(2)]

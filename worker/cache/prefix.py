@@ -62,14 +62,12 @@ class PrefixTree:
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int]
     ) -> tuple[Node, list[int], list[int]]:
-        """Add len(pages) whole pages of `tokens`.
+        """Add len(pages) whole pages of `tokens`; returns (node, refused, displaced).
 
-        Returns:
-            (node, refused, displaced). node: the deepest of that prefix. refused: those of `pages`
-            whose prefix the tree already holds in a locked page; they stay the caller's.
-            displaced: unlocked pages of the tree that the caller's replaced, to be freed. Kept in
-            the tree, they would be locked with `node`, but reservations count on every page that
-            can be evicted.
+        node: the deepest of that prefix. refused: those of `pages` whose prefix the tree already
+        holds in a locked page; they stay the caller's. displaced: unlocked pages of the tree that
+        the caller's replaced, to be freed. Kept in the tree, they would be locked with `node`, but
+        reservations count on every page that can be evicted.
         """
         assert len(tokens) >= len(pages) * self.page_size
         node = self.root

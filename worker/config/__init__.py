@@ -9,16 +9,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, GraphConfig, Section
+from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, Section
 from worker.config.engine import AttentionConfig as AttentionConfig
 from worker.config.engine import Fraction as Fraction
-from worker.config.spec import SpecConfig
+from worker.config.engine import GraphConfig as GraphConfig  # helm.generate asks for it by name
+from worker.config.engine import SpecConfig as SpecConfig
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.config")
@@ -27,6 +30,18 @@ Note = Callable[[str, object, str], None]  # path of a leaf, what auto became, w
 Choice = tuple[Any, str]  # what auto becomes, why
 MIN_AUTO_REQS, MAX_AUTO_REQS = 64, 256  # what engine.max_num_reqs may become
 MEMORY_FRACTION = 0.85  # of the GPU memory, or part of it, that a worker has to itself
+NO_GRAPHS: Choice = "eager", "the CPU has no graphs"
+BY_DEVICE: dict[str, tuple[Choice, Choice]] = {  # leaf -> on the CPU, on CUDA
+    "kv.page_size": ((16, "CPU"), (64, "CUDA")),
+    "engine.collective": (("gloo", "CPU"), ("custom", "GPUs of one host")),
+    "engine.max_prefill_tokens": ((512, "CPU"), (2048, "CUDA; beyond, products are no faster")),
+    "engine.attention.prefill": (("reference", "CPU"), ("triton", "CUDA")),
+    "engine.attention.decode": (("reference", "CPU"), ("triton", "CUDA")),
+    "engine.attention.spec": (("reference", "CPU"), ("triton", "CUDA")),
+    "engine.graph.prefill": (NO_GRAPHS, ("piecewise", "CUDA")),
+    "engine.graph.decode": (NO_GRAPHS, ("full", "CUDA")),
+    "transport.name": (("shm", "CPU, one host"), ("mooncake", "CUDA")),
+}
 
 
 def log_choice(path: str, value: object, why: str) -> None:
@@ -67,6 +82,13 @@ class ModelConfig(Section):
     def name(self) -> str:
         """The name in the API."""
         return self.served_name or self.directory.name
+
+    def drafter_directory(self, spec: SpecConfig) -> Path:
+        """Where the drafter's config.json and weights lie, if there is a drafter."""
+        if spec.path:
+            return Path(spec.path).expanduser()
+        directory = self.directory
+        return directory.with_name(f"{TINY}-{spec.drafter}") if self.path == TINY else directory
 
 
 class KVConfig(Section):
@@ -172,16 +194,6 @@ class Machine:
 
     device: Literal["cpu", "cuda"]
     num_cpus: int
-    device_memory_bytes: int
-    host: str
-
-
-def drafter_directory(model: ModelConfig, spec: SpecConfig) -> Path:
-    """Where the drafter's config.json and weights lie, if there is a drafter."""
-    if spec.path:
-        return Path(spec.path).expanduser()
-    directory = model.directory
-    return directory.with_name(f"{TINY}-{spec.drafter}") if model.path == TINY else directory
 
 
 class WorkerConfig(Section):
@@ -200,51 +212,41 @@ class WorkerConfig(Section):
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     tracing: TracingConfig = TracingConfig()
 
-    @property
-    def drafter_directory(self) -> Path:
-        """See the function of that name."""
-        return drafter_directory(self.model, self.spec)
-
     def resolved(
         self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
     ) -> WorkerConfig:
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
         num_groups, penalty_rows, and on CUDA max_num_reqs. Idempotent.
 
-        model_max_len and model_dtype are the checkpoint's; note is called with every choice.
-
-        Raises:
-            UserError: max_model_len is beyond what the model was made for, or the collective needs
-                GPUs.
+        model_max_len and model_dtype are the checkpoint's; note is called with every choice. Raises
+        UserError if the model has fewer positions than max_model_len, or a collective needs GPUs.
         """
-        cpu = (self.engine.device if self.engine.device != "auto" else machine.device) == "cpu"
-        attention = ("reference", "CPU") if cpu else ("triton", "CUDA")
-        choices: dict[tuple[str, ...], Choice] = {
-            ("model", "dtype"): ("float32", "CPU") if cpu else (model_dtype, "as stored"),
-            ("model", "max_model_len"): (model_max_len, "the model's own limit"),
-            ("kv", "page_size"): (16, "CPU") if cpu else (64, "CUDA"),
-            ("engine", "device"): (machine.device, "what is here"),
-            ("engine", "threads"): (machine.num_cpus, "CPUs of this process"),
-            ("engine", "collective"): ("gloo", "CPU") if cpu else ("custom", "GPUs of one host"),
-            ("engine", "max_prefill_tokens"): _chunk(self.role, cpu),
-            ("engine", "memory_fraction"): (MEMORY_FRACTION, "a GPU to itself, or none"),
-            ("engine", "attention", "prefill"): attention,
-            ("engine", "attention", "decode"): attention,
-            ("engine", "attention", "spec"): _spec(self.engine.attention.decode, attention),
-            **{("engine", "graph", kind): why for kind, why in _graphs(self.role, cpu).items()},
-            ("spec", "widths"): _widths(self.spec),
-            ("transport", "name"): ("shm", "CPU, one host") if cpu else ("mooncake", "CUDA"),
+        engine = self.engine
+        cpu = (engine.device if engine.device != "auto" else machine.device) == "cpu"
+        choices: dict[str, Choice] = {
+            "model.dtype": ("float32", "CPU") if cpu else (model_dtype, "as stored"),
+            "model.max_model_len": (model_max_len, "the model's own limit"),
+            "engine.device": (machine.device, "what is here"),
+            "engine.threads": (machine.num_cpus, "CPUs of this process"),
+            "engine.memory_fraction": (MEMORY_FRACTION, "a GPU to itself, or none"),
+            "spec.widths": _widths(self.spec),
+            **{path: on_cpu if cpu else on_cuda for path, (on_cpu, on_cuda) in BY_DEVICE.items()},
         }
         if cpu:
-            choices["engine", "max_num_reqs"] = MIN_AUTO_REQS, "CPU"
+            choices["engine.max_num_reqs"] = MIN_AUTO_REQS, "CPU"
+        elif self.role == "decode":
+            choices["engine.max_prefill_tokens"] = 512, "decode steps wait meanwhile"
+        else:
+            choices["engine.graph.decode"] = "eager", "a prefill worker decodes nothing"
+        if engine.attention.decode not in {"auto", *PLANNED_ON_HOST}:
+            choices["engine.attention.spec"] = engine.attention.decode, "that of decode"
         tree = self.model_dump()
-        for (*sections, leaf), (value, reason) in choices.items():
-            node = tree
-            for section in sections:
-                node = node[section]
+        for path, (value, reason) in choices.items():
+            *sections, leaf = path.split(".")
+            node = reduce(getitem, sections, tree)
             if node[leaf] == "auto":
                 node[leaf] = value
-                note(".".join((*sections, leaf)), value, reason)
+                note(path, value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
             tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
@@ -266,10 +268,7 @@ def check_collective(
 ) -> None:
     """Raise UserError if a collective is not for the devices that `who` computes on."""
     if cpu != (name == "gloo"):
-        devices, remedy = (
-            "CPUs" if cpu else "GPUs",
-            "gloo is for CPUs, custom and nccl are for GPUs",
-        )
+        devices, remedy = "CPUs" if cpu else "GPUs", "gloo is for CPUs, custom and nccl for GPUs"
         raise UserError(f"{path}: {name}, but {who} on {devices}; {remedy}", path)
 
 
@@ -282,24 +281,3 @@ def _widths(asked: SpecConfig) -> Choice:
     if asked.simulate_accept_len or asked.simulate_accept_share:
         return [1, 2, 4, 8], "drafts are simulated"
     return [1], "nothing proposes drafts"
-
-
-def _spec(decode: str, auto: Choice) -> Choice:
-    """The attention backend of windows beside a `decode` that is configured, maybe "auto"."""
-    return auto if decode == "auto" or decode in PLANNED_ON_HOST else (decode, "that of decode")
-
-
-def _chunk(role: str, cpu: bool) -> Choice:
-    """Tokens of a prefill step at most."""
-    if cpu or role == "decode":
-        return 512, "CPU" if cpu else "decode steps wait meanwhile"
-    return 2048, "CUDA; beyond, products are no faster"
-
-
-def _graphs(role: str, cpu: bool) -> dict[str, Choice]:
-    """The graphs of each kind of step."""
-    if cpu:
-        return dict.fromkeys(GraphConfig.model_fields, ("eager", "the CPU has no graphs"))
-    nothing = "eager", "a prefill worker decodes nothing"
-    decode = nothing if role == "prefill" else ("full", "CUDA")
-    return {"prefill": ("piecewise", "CUDA"), "decode": decode}

@@ -31,7 +31,7 @@ def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | Non
     """
     if not config.spec.has_weights:
         return None
-    shape = READERS[config.spec.drafter](config.drafter_directory, target)
+    shape = READERS[config.spec.drafter](config.model.drafter_directory(config.spec), target)
     check_block(config.spec, shape)
     return shape
 
@@ -65,7 +65,7 @@ def load_drafter(config: WorkerConfig, shape: DrafterShape, target: Decoder) -> 
         assert isinstance(shape, ChainShape)
         model = ChainDrafter(shape, target, max_len)
     load_format, seed = config.model.load_format, config.model.seed
-    model.fill(config.drafter_directory, load_format=load_format, seed=seed)
+    model.fill(config.model.drafter_directory(config.spec), load_format=load_format, seed=seed)
     return model
 
 

@@ -27,13 +27,8 @@ class WindowCounts:
         self.accepted = [0] * (max_width - 1)  # windows that accepted it, by place
         self.tokens_per_row = 0.0  # moving average of what a row gets of a decode step; 0: none yet
         self.first_acceptance = 0.0  # at place 1, of the first NUM_FIRST drafts; 0 until then
-        self._simulated = simulated
+        self.simulated = simulated
         self._is_young = not reads_text
-
-    @property
-    def num_undrafted(self) -> int:
-        """Windows without any draft."""
-        return self.num_windows - self.drafted[0] if self.drafted else 0
 
     def count(self, width: int, nums: Sequence[int], drafts: Sequence[Sequence[int]]) -> None:
         """Count a decode step; see StepMeter.verified."""
@@ -48,7 +43,7 @@ class WindowCounts:
         for at, column in enumerate(zip(*drafts, strict=False)):
             accepted -= yielded.count(at + 1)  # of windows that ended here
             self.accepted[at] += accepted
-            self.drafted[at] += num_rows if self._simulated else num_rows - column.count(-1)
+            self.drafted[at] += num_rows if self.simulated else num_rows - column.count(-1)
         if self._is_young and self.drafted[0] >= NUM_FIRST:
             self._is_young = False
             self.first_acceptance = self.accepted[0] / self.drafted[0]
@@ -67,19 +62,18 @@ class StepMeter:
         self._free_at = 0.0
         self._decodes_s: dict[int, deque[float]] = {}  # by width
 
-    def verifies(
-        self, max_width: int, *, simulated: bool = False, reads_text: bool = False
-    ) -> None:
-        """Count verify windows from now on, every place from 0 on; see WindowCounts."""
-        windows = WindowCounts(max_width, simulated=simulated, reads_text=reads_text)
+    def verifies(self, windows: WindowCounts) -> None:
+        """Count verify windows from now on, every place from 0 on."""
         self.windows, metrics = windows, self._metrics
-        metrics.spec_simulated.set(simulated)
-        metrics.on_scrape(metrics.spec_steps, lambda: windows.num_windows)
-        metrics.on_scrape(metrics.spec_accepted, lambda: sum(windows.accepted))
-        metrics.on_scrape(metrics.spec_undrafted, lambda: windows.num_undrafted)
-        metrics.on_scrape(metrics.spec_first_acceptance, lambda: windows.first_acceptance)
-        metrics.on_scrape(metrics.spec_accepted_at, lambda: _by_place(windows.accepted))
-        metrics.on_scrape(metrics.spec_drafted_at, lambda: _by_place(windows.drafted))
+        metrics.spec_simulated.set(windows.simulated)
+        metrics.spec_steps.set_function(lambda: windows.num_windows)
+        metrics.spec_accepted.set_function(lambda: sum(windows.accepted))
+        metrics.spec_undrafted.set_function(lambda: windows.num_windows - sum(windows.drafted[:1]))
+        metrics.spec_first_acceptance.set_function(lambda: windows.first_acceptance)
+        for at in range(len(windows.drafted)):
+            place = str(at + 1)
+            metrics.spec_accepted_at(place).set_function(lambda at=at: windows.accepted[at])
+            metrics.spec_drafted_at(place).set_function(lambda at=at: windows.drafted[at])
 
     def ends_at(self, plan: Plan) -> float | None:
         """When the launched step of `plan` may end at the earliest, in monotonic seconds.
@@ -125,7 +119,3 @@ class StepMeter:
         if nums:
             self._metrics.spec_width.observe(width)
             self.windows.count(width, nums, drafts)
-
-
-def _by_place(counts: Sequence[int]) -> dict[tuple[str], int]:
-    return {(str(place),): count for place, count in enumerate(counts, 1)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from wsgiref.simple_server import WSGIServer
@@ -19,11 +19,11 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     disable_created_metrics,
     start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
 
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout, UserError
 
@@ -37,6 +37,7 @@ STEP_BUCKETS = (
 WIDTH_BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 SUM_BUCKETS = tuple(1 << power for power in range(13, 28, 2))  # 8 KiB to 128 MiB
 STAGE_BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+BY_PLACE = "by place in the window; the first is 1"
 NUM_FIRST = 1000  # windows by which a start is judged
 # What a decode worker counts from 0 on.
 PLACES = ("none", "local", "remote", "alone", "fallback")
@@ -65,8 +66,8 @@ class Family(NamedTuple):
     buckets: Sequence[float] = ()  # upper bounds, without infinity
 
 
-def _declare(kind: Kind) -> Callable[..., Any]:
-    def declare(name: str, text: str, *labels: str, buckets: Sequence[float] = ()) -> Any:
+def _declare(kind: Kind, buckets: Sequence[float] = ()) -> Callable[..., Any]:
+    def declare(name: str, text: str, *labels: str, buckets: Sequence[float] = buckets) -> Any:
         return Family(kind, name, text, labels, buckets)
 
     return declare
@@ -74,13 +75,25 @@ def _declare(kind: Kind) -> Callable[..., Any]:
 
 counter, gauge, histogram = _declare("counter"), _declare("gauge"), _declare("histogram")
 reading = _declare("reading")  # a counter that is kept elsewhere, and read when it is scraped
+stage = _declare("histogram", STAGE_BUCKETS)
+
+
+class _Readings(Gauge):
+    """Counters that are kept elsewhere."""
+
+    def collect(self) -> Iterator[Metric]:
+        for gauge in super().collect():
+            family = CounterMetricFamily(gauge.name, gauge.documentation)
+            family.samples = [each._replace(name=f"{each.name}_total") for each in gauge.samples]
+            yield family
 
 
 class Families:
     """The families that a subclass declares, in a registry; every name starts with `kvlane_`.
 
     The attribute of a declaration is, in an object, the series itself, or for families with labels
-    a function label values -> series. bound: labels of all series, with their values.
+    a function label values -> series. `set_function` of a gauge or reading says what to call when
+    it is scraped. bound: labels of all series, with their values.
     """
 
     histogram_type: Callable[..., Any] = Histogram
@@ -90,9 +103,20 @@ class Families:
         self.registry = CollectorRegistry()
         self.bound = bound
         self.collectors: dict[str, Any] = {}  # by attribute
+        types: dict[str, Callable[..., Any]]
+        types = {"counter": Counter, "gauge": Gauge, "reading": _Readings}
         for attribute, family in self.table().items():
-            self.collectors[attribute], series = self._make(family)
-            setattr(self, attribute, series)
+            made = types.get(family.kind, self.histogram_type)(
+                f"kvlane_{family.name}",
+                family.text,
+                (*bound, *family.labels),
+                registry=self.registry,
+                **({"buckets": family.buckets} if family.buckets else {}),
+            )
+            self.collectors[attribute] = made
+            # To look a series up takes the library as long as to count.
+            series = cache(partial(made.labels, *bound.values()))
+            setattr(self, attribute, series if family.labels else series())
 
     @classmethod
     def table(cls) -> dict[str, Family]:
@@ -108,62 +132,13 @@ class Families:
             for value in names:
                 getattr(self, attribute)(value)
 
-    def on_scrape(self, series: Any, value: Callable[[], object]) -> None:
-        """Call `value` whenever this gauge or reading is scraped.
-
-        That of a reading with a label returns all its series: (value of the label,) -> count.
-        """
-        series.set_function(value)
-
-    def _make(self, family: Family) -> tuple[Any, Any]:
-        name, text, bound = f"kvlane_{family.name}", family.text, tuple(self.bound.values())
-        labels = *self.bound, *family.labels
-        if family.kind == "reading":
-            readings = _Readings(name, text, labels, bound)
-            self.registry.register(readings)
-            return readings, readings
-        if family.kind == "histogram":
-            kind = self.histogram_type
-            made = kind(name, text, labels, registry=self.registry, buckets=family.buckets)
-        else:
-            kind = Counter if family.kind == "counter" else Gauge
-            made = kind(name, text, labels, registry=self.registry)
-        if not family.labels:
-            return made, made.labels(*bound)
-        # To look a series up takes the library as long as to count.
-        return made, cache(lambda *values: made.labels(*bound, *values))
-
-
-class _Readings(Collector):
-    """A counter that is kept elsewhere; of `labels` at most the last is not among those `bound`."""
-
-    def __init__(self, name: str, text: str, labels: Sequence[str], bound: Sequence[str]) -> None:
-        self._about, self._labels, self._bound = (name, text), labels, bound
-        self._is_split = len(labels) > len(bound)
-        self._read: Callable[[], Any] = dict if self._is_split else int
-
-    def set_function(self, read: Callable[[], Any]) -> None:
-        self._read = read
-
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        values = self._read()
-        series: dict[tuple[str, ...], float] = values if self._is_split else {(): values}
-        family = CounterMetricFamily(*self._about, labels=self._labels)
-        for label, value in series.items():
-            family.add_metric((*self._bound, *label), value)
-        yield family
-
 
 class WorkerMetrics(Families):
     """All families of one worker."""
 
     prompt_tokens = counter("prompt_tokens_computed", "Prompt tokens computed here")
-    queried_tokens = counter(
-        "prompt_tokens_queried", "Prompt tokens that were looked up in the prefix tree"
-    )
-    cached_tokens = counter(
-        "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"
-    )
+    queried_tokens = counter("prompt_tokens_queried", "Prompt tokens looked up in the prefix tree")
+    cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix tree")
     generated_tokens = counter("generation_tokens", "Output tokens drawn here")
     steps = counter("engine_steps", "Steps settled, by how they were launched", "kind", "path")
     eager_steps = counter(
@@ -175,21 +150,15 @@ class WorkerMetrics(Families):
     preemptions = counter("preemptions", "Rows that gave their pages up")
     requests = counter("requests", "Requests that ended", "outcome")
 
-    spec_steps = reading(
-        "spec_steps", "Verify windows: one for each row of each decode step wider than 1"
-    )
+    spec_steps = reading("spec_steps", "Verify windows: one for each row of a step wider than 1")
     spec_accepted = reading(
         "spec_accepted_tokens", "Drafts that windows accepted; each yields one token more"
     )
     spec_accepted_at = reading(
-        "spec_accepted_at_position",
-        "Drafts that windows accepted, by their place in the window; the first is 1",
-        "position",
+        "spec_accepted_at_position", f"Drafts that windows accepted, {BY_PLACE}", "position"
     )
     spec_drafted_at = reading(
-        "spec_drafted_at_position",
-        "Windows that had a draft to verify at this place; the first is 1",
-        "position",
+        "spec_drafted_at_position", f"Windows that had a draft to verify, {BY_PLACE}", "position"
     )
     spec_undrafted = reading(
         "spec_undrafted_steps",
@@ -207,41 +176,30 @@ class WorkerMetrics(Families):
     spec_simulated = gauge(
         "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
     )
-    drafter = gauge(
-        "drafter_info", "1 for what proposes drafts, `none` where nothing does", "drafter"
-    )
+    drafter = gauge("drafter_info", "1 for what proposes drafts; `none`: nothing", "drafter")
 
     ranks = gauge("ranks", "Processes of this worker, which ends with the first that does")
     all_reduce_bytes = histogram(
-        "all_reduce_bytes",
-        "Size of what a layer of each step sums among the ranks, by what sums it",
-        "kind",
-        "algorithm",
-        buckets=SUM_BUCKETS,
-    )
+        "all_reduce_bytes", "Size of what a layer sums among the ranks, by what sums it",
+        "kind", "algorithm", buckets=SUM_BUCKETS,
+    )  # fmt: skip
 
     placed = counter("prefill_placed", "Where prompts were prefilled", "where")
     pulled_bytes = counter("kv_pulled_bytes", "KV bytes pulled", "transport")
     pulls = counter("kv_pulls", "Pulls that ended, by outcome", "transport", "outcome")
-    pull_seconds = histogram(
-        "kv_pull_seconds", "Time of one pull that landed", "transport", buckets=STAGE_BUCKETS
-    )
-    fetch_seconds = histogram(
+    pull_seconds = stage("kv_pull_seconds", "Time of one pull that landed", "transport")
+    fetch_seconds = stage(
         "kv_fetch_seconds",
         "Time of a request's KV, from asking a prefill worker until all had landed",
         "transport",
-        buckets=STAGE_BUCKETS,
     )
-    transfer_seconds = histogram(
+    transfer_seconds = stage(
         "kv_transfer_seconds",
         "From a request's last announcement, or first token if later, until all KV had landed",
         "transport",
-        buckets=STAGE_BUCKETS,
     )
-    row_wait_seconds = histogram(
-        "row_wait_seconds",
-        "Wait of a request whose KV had landed for its first step",
-        buckets=STAGE_BUCKETS,
+    row_wait_seconds = stage(
+        "row_wait_seconds", "Wait of a request whose KV had landed for its first step"
     )
     fetch_retries = counter("kv_fetch_retries", "Attempts to fetch KV that failed", "cause")
     lease_expired = counter("lease_expired", "Leases that ran out without a release")

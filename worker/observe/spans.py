@@ -1,19 +1,34 @@
-"""Spans of one process, from time stamps that its loop takes anyway.
+"""Spans of one process, from time stamps that its loop takes anyway; and where they go.
 
 A span's times are monotonic seconds of its own process. No clock of one process is compared with
-another's: only trace and span ids travel.
+another's: only trace and span ids travel. OpenTelemetry's SDK sends spans from its own thread. It
+reads the variables OTEL_* itself; what the configuration says wins.
 """
 
 from __future__ import annotations
 
+import logging
+import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 from opentelemetry import trace as otel
 from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+
+from worker.config import TracingConfig
+
+log = logging.getLogger("kvlane.tracing")
 
 Attributes = Mapping[str, AttributeValue]
 
@@ -23,6 +38,15 @@ STEP_NS = 1_000_000  # a clock that was set by less is not noticed
 RETRIED = ("prefill", "dispatch")  # stages that are entered again where they fail
 ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
 NO_ATTRIBUTES: Attributes = {}
+FLUSH_S = 1.0  # for the last spans to leave when the process ends
+TELL_S = 60.0  # between two lines about a collector that does not answer
+TRACES_PATH = "/v1/traces"
+# Loggers whose complaints are about spans on their way out; the last two queue them.
+EXPORTING = (
+    "opentelemetry.exporter.",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.sdk._shared_internal",
+)
 
 
 class Tracer:
@@ -34,7 +58,7 @@ class Tracer:
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
-        self._tracer = tracer
+        self.spans = tracer
         self._offset_ns = _offset_ns()
         self.close = close
 
@@ -48,14 +72,6 @@ class Tracer:
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
         return self.of_headers(parent, at)
 
-    def begin(
-        self, name: str, parent: Context, at: float, attributes: Attributes, kind: SpanKind
-    ) -> Span:
-        """Begin a span; recorded only if the sampler says so."""
-        return self._tracer.start_span(
-            name, parent, kind, attributes, start_time=self.wall_ns(at), record_exception=False
-        )
-
     def wall_ns(self, at: float) -> int:
         """The wall clock's reading at a monotonic time, in ns since the epoch."""
         if abs(time.time_ns() - time.monotonic_ns() - self._offset_ns) > STEP_NS:
@@ -63,6 +79,7 @@ class Tracer:
         return int(at * 1e9) + self._offset_ns
 
 
+@dataclass(slots=True, eq=False)
 class Trace:
     """Stages of a request in one process: each begins where the one before it has ended.
 
@@ -71,29 +88,15 @@ class Trace:
     first stage that asks nobody, if another process is the parent (`serves`).
     """
 
-    __slots__ = (
-        "_attempts", "_attributes", "_cause", "_parent", "_serves", "_span", "_tracer", "at",
-        "inner",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        tracer: Tracer,
-        parent: Context,
-        at: float,
-        attributes: Attributes = NO_ATTRIBUTES,
-        *,
-        serves: bool = False,
-    ) -> None:
-        self.at = at  # up to when stages have ended
-        self.inner: Trace | None = None  # stages within the present one, which end with it
-        self._tracer = tracer
-        self._parent = parent
-        self._attributes = attributes
-        self._serves = serves  # and no stage is SERVER yet
-        self._span: Span | None = None  # of the present stage
-        self._attempts = 0
-        self._cause = ""  # of the next attempt: why a stage failed
+    tracer: Tracer
+    parent: Context
+    at: float  # up to when stages have ended
+    attributes: Attributes = field(default_factory=dict)  # of every stage
+    serves: bool = False  # and no stage is SERVER yet
+    inner: Trace | None = None  # stages within the present one, which end with it
+    _span: Span | None = None  # of the present stage
+    _attempts: int = 0
+    _cause: str = ""  # of the next attempt: why a stage failed
 
     @property
     def is_recorded(self) -> bool:
@@ -122,16 +125,18 @@ class Trace:
         One of RETRIED says which attempt it is, and what has cut off the one before.
         """
         self.leave(at)
-        all_of_it = {**self._attributes, **attributes}
+        all_of_it = {**self.attributes, **attributes}
         if stage in RETRIED:
             self._attempts += 1
             all_of_it["kvlane.attempt"] = self._attempts
             if self._cause:
                 all_of_it["kvlane.cause"], self._cause = self._cause, ""
         kind = SpanKind.CLIENT if asks else SpanKind.INTERNAL
-        if self._serves and not asks:
-            kind, self._serves = SpanKind.SERVER, False
-        self._span = self._tracer.begin(stage, self._parent, self.at, all_of_it, kind)
+        if self.serves and not asks:
+            kind, self.serves = SpanKind.SERVER, False
+        self._span = self.tracer.spans.start_span(  # recorded only if the sampler says so
+            stage, self.parent, kind, all_of_it, start_time=self.tracer.wall_ns(self.at)
+        )
 
     def note(self, attributes: Attributes) -> None:
         """Add to the present stage."""
@@ -163,14 +168,14 @@ class Trace:
             if error != ABORT:
                 span.set_status(Status(StatusCode.ERROR, why or error))
         self.at = max(at, self.at)
-        span.end(self._tracer.wall_ns(self.at))
+        span.end(self.tracer.wall_ns(self.at))
         self._span = None
 
     def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:
         """Stages within the present one, from `at` on."""
         assert self._span is not None
         parent = otel.set_span_in_context(self._span, Context())
-        return Trace(self._tracer, parent, at, attributes)
+        return Trace(self.tracer, parent, at, attributes)
 
     def add(self, stage: str, began_at: float, at: float, attributes: Attributes) -> None:
         """A stage that is over already; the present one has ended when it began."""
@@ -187,3 +192,65 @@ def _offset_ns() -> int:
         before, wall, after = time.monotonic_ns(), time.time_ns(), time.monotonic_ns()
         readings.append((after - before, wall - (before + after) // 2))
     return min(readings)[1]
+
+
+def exporting(config: TracingConfig, role: str, name: str) -> Tracer:
+    """A tracer whose spans go to the collector."""
+    _quiet_sdk()
+    ours = {
+        "service.name": f"kvlane-{role}",
+        "service.instance.id": name,
+        "host.name": socket.gethostname(),
+    }
+    resource = Resource.create(ours).merge(OTELResourceDetector().detect())
+    ratio = config.sample_ratio
+    sampler = None if ratio == "auto" else ParentBased(TraceIdRatioBased(ratio))
+    provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(endpoint=_url(config.endpoint))
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+
+    def close() -> None:
+        flushing = threading.Thread(target=provider.shutdown, name="kvlane-spans", daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_S)
+        if flushing.is_alive():
+            exporter.shutdown()  # ends its retries
+            log.warning("the last spans could not be sent within %g s", FLUSH_S)
+
+    return Tracer(provider.get_tracer("kvlane"), close)
+
+
+def _url(endpoint: str) -> str | None:
+    if endpoint == "auto":
+        return None
+    parts = urlsplit(endpoint)
+    path = parts.path.rstrip("/")
+    if not path.endswith(TRACES_PATH):
+        path += TRACES_PATH
+    return parts._replace(path=path).geturl()
+
+
+class _Complaints(logging.Handler):
+    """Passes the SDK's complaints on to our log, without stack traces.
+
+    One every TELL_S of a logger; all loggers that export spans count as one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._next_at: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        subject = "spans may be lost" if record.name.startswith(EXPORTING) else record.name
+        now = time.monotonic()
+        if now >= self._next_at.get(subject, 0.0):
+            self._next_at[subject] = now + TELL_S
+            log.warning("%s: %s", subject, " ".join(record.getMessage().split()))
+
+
+def _quiet_sdk() -> None:
+    """Else a collector that is down is a line or a stack trace for every batch."""
+    sdk = logging.getLogger("opentelemetry")
+    if not any(isinstance(handler, _Complaints) for handler in sdk.handlers):
+        sdk.addHandler(_Complaints())
+        sdk.propagate = False

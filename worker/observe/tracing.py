@@ -28,12 +28,6 @@ def check_tracing(config: TracingConfig) -> None:
     """
     if not config.endpoint:
         return
-    _check_libraries()
-    if config.sample_ratio == "auto":
-        _check_sampler()
-
-
-def _check_libraries() -> None:
     for package in PACKAGES:
         with suppress(ModuleNotFoundError):  # its parent is not installed
             if find_spec(package) is not None:
@@ -41,23 +35,17 @@ def _check_libraries() -> None:
         path = "tracing.endpoint"
         message = f"{path}: {package} is not installed: pip install 'kvlane[tracing]'"
         raise MissingLibrary(message, path)
-
-
-def _check_sampler() -> None:
-    """The SDK would warn, and sample every request."""
-    name = os.environ.get(SAMPLER, "").lower()
-    ratio = os.environ.get(SAMPLER_ARG, "")
+    if config.sample_ratio != "auto":
+        return
+    # Of a sampler that it does not know the SDK would warn, and sample every request.
+    name, ratio = os.environ.get(SAMPLER, "").lower(), os.environ.get(SAMPLER_ARG, "")
     if name and name not in SAMPLERS:
         raise UserError(f"{SAMPLER}={name}: must be one of {', '.join(SAMPLERS)}", SAMPLER)
-    if name in RATIO_SAMPLERS and ratio and not _is_share(ratio):
+    if name in RATIO_SAMPLERS and ratio:
+        with suppress(ValueError):
+            if 0 <= float(ratio) <= 1:
+                return
         raise UserError(f"{SAMPLER_ARG}={ratio}: must be a number from 0 to 1", SAMPLER_ARG)
-
-
-def _is_share(text: str) -> bool:
-    try:
-        return 0 <= float(text) <= 1
-    except ValueError:
-        return False
 
 
 def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
@@ -68,6 +56,6 @@ def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
     if not config.endpoint:
         return None
     check_tracing(config)
-    from worker.observe.export import exporting
+    from worker.observe.spans import exporting
 
     return exporting(config, role, name)

@@ -3,14 +3,17 @@
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Generate, PeerId, Sampling
+import msgspec
+
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId, Sampling
+from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
 from worker.observe.timeline import Timeline
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.locality import PlacementInputs, prefills_locally
 from worker.schedule.req import Req
 from worker.transfer.inbound import Inbound
 
@@ -142,15 +145,8 @@ class Admission:
 
 def _fits(sampling: Sampling) -> bool:
     """Whether the device's tensors can hold it; the router's limits are narrower."""
-    numbers = (
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p,
-        sampling.presence_penalty,
-        sampling.frequency_penalty,
-        sampling.repetition_penalty,
-        *(bias for _, bias in sampling.logit_bias),
-    )
+    numbers = [each for each in msgspec.structs.astuple(sampling) if isinstance(each, float)]
+    numbers += [bias for _, bias in sampling.logit_bias]
     counts = sampling.top_k, sampling.min_tokens
     return (
         all(map(math.isfinite, numbers))
@@ -161,3 +157,42 @@ def _fits(sampling: Sampling) -> bool:
 
 def _known(ids: Sequence[int], vocab_size: int) -> bool:
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
+
+
+@dataclass(slots=True, frozen=True)
+class PlacementInputs:
+    """Numbers of the request and of this worker from which both costs are estimated."""
+
+    num_uncached_tokens: int  # tokens to prefill
+    num_running: int  # decode rows that a local prefill would stall
+    s_per_token: float  # of local prefill; 0 = not measured yet
+    kv_bytes_per_token: int
+    pull_bytes_per_s: float
+
+
+def prefills_locally(
+    inputs: PlacementInputs, candidates: list[Candidate], config: DisaggregationConfig
+) -> bool:
+    """Whether decode should prefill by itself; always True without a candidate.
+
+    A local prefill costs its compute time once for the request and once for every decode row that
+    it stalls, a remote one the candidate's queue, its compute time and the pull. (To disaggregate
+    only what pays is DistServe's and Dynamo's idea; the estimate is our own.)
+    """
+    if not candidates or config.mode == "never":
+        return True
+    # An unmeasured rate is borrowed: our own from the fastest candidate, a candidate's from us.
+    measured = filter(None, (candidate.prefill_s_per_token for candidate in candidates))
+    s_per_token = inputs.s_per_token or min(measured, default=0.0)
+    if config.mode == "always" or s_per_token == 0:
+        return False
+    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token
+
+    def remote_s(candidate: Candidate) -> float:
+        num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)
+        rate = candidate.prefill_s_per_token or s_per_token
+        compute_s = (candidate.num_queued_tokens + num_uncached) * rate
+        return config.pull_overhead_s + compute_s + num_bytes / inputs.pull_bytes_per_s
+
+    local_s = inputs.num_uncached_tokens * s_per_token * (1 + inputs.num_running)
+    return local_s <= min(map(remote_s, candidates))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
@@ -22,12 +21,6 @@ from worker.schedule.req import Req
 Key = tuple[PeerId, str, int]  # router, req_id, dispatch
 
 
-@dataclass(slots=True)
-class _Final:
-    chunk: TokenChunk
-    sent_at: float = math.inf  # inf: still queued
-
-
 class Last(NamedTuple):
     """What a step, or a prefill worker, has added to a request."""
 
@@ -45,7 +38,7 @@ class Replies:
         self._send = send
         self._resend_s = resend_s
         self._queued: dict[PeerId, list[TokenChunk]] = {}
-        self._finals: dict[Key, _Final] = {}
+        self._finals: dict[Key, tuple[TokenChunk, float]] = {}  # sent when; inf: still queued
 
     @property
     def num_unacknowledged(self) -> int:
@@ -54,7 +47,8 @@ class Replies:
 
     def tokens(self, req: Req, now: float, last: Last) -> None:
         """Queue the tokens that were just added to `req`; the first ones bring its stages."""
-        num, logprobs, most = last.num, last.logprobs, req.sampling.logprobs
+        num, reason, error, logprobs, window = last
+        most = req.sampling.logprobs
         if logprobs and most < 0:  # others of the batch asked for them
             logprobs = ()
         elif logprobs:
@@ -64,18 +58,11 @@ class Replies:
         stages = None
         if req.timeline.stage != "decode":
             stages = req.timeline.token(now, in_row=req.row != 0)
+        position, tokens = len(req.tokens) - num, tuple(req.tokens[-num:])
         chunk = TokenChunk(
-            req.req_id,
-            req.dispatch,
-            len(req.tokens) - num,
-            tuple(req.tokens[-num:]),
-            last.reason,
-            last.error,
-            req.num_cached_tokens,
-            logprobs,
-            stages,
-            last.window,
-        )
+            req.req_id, req.dispatch, position, tokens, reason, error, req.num_cached_tokens,
+            logprobs, stages, window,
+        )  # fmt: skip
         self.add(req.router, chunk)
 
     def error(self, req: Req, error: Error) -> None:
@@ -87,7 +74,7 @@ class Replies:
         """Queue a chunk for the next frame."""
         self._queued.setdefault(router, []).append(chunk)
         if chunk.finish_reason is not None:
-            self._finals[router, chunk.req_id, chunk.dispatch] = _Final(chunk)
+            self._finals[router, chunk.req_id, chunk.dispatch] = chunk, math.inf
 
     def acknowledged(self, router: PeerId, req_id: str, dispatch: int) -> None:
         """Forget a final chunk: the router has it."""
@@ -104,12 +91,12 @@ class Replies:
         read_at: when this turn read its inbox. Acknowledgements are known up to then only, so a
         long turn alone does not cause a resend.
         """
-        for (router, _, _), final in self._finals.items():
-            if final.sent_at == math.inf:
-                final.sent_at = now
-            elif read_at - final.sent_at >= self._resend_s:
-                final.sent_at = now
-                self._queued.setdefault(router, []).append(final.chunk)
+        for key, (chunk, sent_at) in self._finals.items():
+            if read_at - sent_at >= self._resend_s:
+                self._queued.setdefault(key[0], []).append(chunk)
+            elif sent_at < math.inf:
+                continue
+            self._finals[key] = chunk, now
         for router, chunks in self._queued.items():
             self._send(router, Chunks(tuple(chunks)))
         self._queued.clear()

@@ -2,14 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
-from typing import Protocol
 
-from worker.api import AnyMessage, Error, FinishReason, Generate, PeerId, Refused, Stop
+from worker.api import Error, FinishReason, Generate, PeerId, Refused, Stop
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
+from worker.loop import EngineThread
 from worker.requests.admission import Admission
-from worker.requests.replies import Last, Replies
-from worker.requests.siblings import Siblings
+from worker.requests.replies import Key, Last, Replies
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req, finish_reason
@@ -22,23 +20,18 @@ SWEEP_S = 0.25
 ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
-class Post(Protocol):
-    """The part of the engine thread that is used here: this worker's name, and sending."""
-
-    me: PeerId
-    send: Callable[[PeerId, AnyMessage], None]
-
-
 class Requests:
     """The requests that a decode worker owns; each ends once, by `end`."""
 
     def __init__(
-        self, engine: Engine, thread: Post, scheduler: DecodeScheduler, inbound: Inbound
+        self, engine: Engine, thread: EngineThread, scheduler: DecodeScheduler, inbound: Inbound
     ) -> None:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
         self.admission = Admission(thread.me, engine, scheduler, inbound)
-        self.siblings = Siblings()
+        # Further choices (n > 1) that wait for the first one's prompt, and when they came. They
+        # hold no pages.
+        self.siblings: dict[Key, tuple[Generate, float]] = {}
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
@@ -50,18 +43,18 @@ class Requests:
     ) -> None:
         """Admit a request, or refuse it; was_deferred: it waited for a sibling's prompt."""
         key = message.req_id, message.dispatch
-        if key in self.reqs or self.siblings.defer(
-            router, message, received_at, self.reqs.values()
-        ):
+        if key in self.reqs:
+            return
+        if self._waits(router, message):
+            self.siblings.setdefault((router, *key), (message, received_at))
             return
         try:
             req = self.admission.admit(router, message, len(self.reqs), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)
-            if isinstance(error, LibraryError):
-                error.log(message.req_id)
-            self._thread.send(router, Refused(*key, error_of(error), retry_after_s))
+            refused = Refused(*key, error_of(error, message.req_id), retry_after_s)
+            self._thread.send(router, refused)
             return
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
         if was_deferred:
@@ -71,8 +64,9 @@ class Requests:
 
     def resume(self) -> None:
         """Admit requests that waited for a sibling's prompt, and preempted requests."""
-        for due in self.siblings.due(self.reqs.values()):
-            self.admit(*due, was_deferred=True)
+        waiting = self.siblings.items()
+        for key in [key for key, (message, _) in waiting if not self._waits(key[0], message)]:
+            self.admit(key[0], *self.siblings.pop(key), was_deferred=True)
         self.admission.resume_preempted()
 
     def pass_on(self, req: Req) -> None:
@@ -94,9 +88,10 @@ class Requests:
 
     def lose(self, peer: PeerId) -> None:
         """Forget a router or a prefill worker that is gone; end the router's requests."""
+        self._inbound.peers.lose(peer)
         self._inbound.on_lost(peer)
         self.replies.lost(peer)
-        self.siblings.lost(peer)
+        self.siblings = {key: each for key, each in self.siblings.items() if key[0] != peer}
         lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self.reqs.values() if each.router == peer]:
             self.leave(req, FinishReason.ABORT, lost)
@@ -111,8 +106,9 @@ class Requests:
 
     def abort(self, req_id: str, dispatch: int) -> None:
         """End a request that its router no longer wants."""
-        self.siblings.abort(req_id, dispatch)
-        if (req := self.reqs.get((req_id, dispatch))) is not None:
+        ended = req_id, dispatch
+        self.siblings = {key: each for key, each in self.siblings.items() if key[1:] != ended}
+        if (req := self.reqs.get(ended)) is not None:
             self.leave(req, FinishReason.ABORT, ABORTED)
 
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
@@ -143,9 +139,23 @@ class Requests:
             self.replies.error(req, error)
             self.leave(req, FinishReason.ABORT, error)
 
+    def _waits(self, router: PeerId, message: Generate) -> bool:
+        """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.
 
-def error_of(error: KvlaneError) -> Error:
-    """What goes to the router."""
+        Then it will match that prompt's whole pages, and prefill the rest, less than a page.
+        """
+        return bool(message.after) and any(
+            req.req_id == message.after
+            and req.router == router
+            and req.num_computed_tokens < req.num_prompt_tokens - 1
+            for req in self.reqs.values()
+        )
+
+
+def error_of(error: KvlaneError, req_id: str) -> Error:
+    """What goes to the router; a library's failure is logged."""
+    if isinstance(error, LibraryError):
+        error.log(req_id)
     return Error(error.code, str(error), error.param if isinstance(error, UserError) else None)
 
 

@@ -17,6 +17,7 @@ from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.observe.metrics import Progress, no_progress
+from worker.plan import PaddedShape as PaddedShape
 from worker.plan import Plan, Tail
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState, Windows
@@ -38,15 +39,6 @@ class LoadedModel:
     decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
     always_hooked: bool  # the loop passes a layer hook with every prefill step
     drafter: Drafter | None = None  # takes part in every step
-
-
-@dataclass(slots=True, frozen=True)
-class PaddedShape:
-    """How to build a batch of chunks for `ChunkGraphs.launch`; see `BatchBuffers.chunks`."""
-
-    num_tokens: int = 0  # pad to this many; 0: do not pad
-    fixed: bool = False  # pad the number of requests as well
-    refused: str = ""  # why no graph serves the batch, for metrics
 
 
 @dataclass(slots=True, frozen=True)

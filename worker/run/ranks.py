@@ -56,7 +56,7 @@ class Ranks:
 
     def launch(self, plan: Plan, shape: PaddedShape) -> None:
         """Have a step launched; the leader launches it next."""
-        self.tell(Launch(plan, shape.num_tokens, shape.fixed, shape.refused))
+        self.tell(Launch(plan, shape))
 
     def launch_tail(self, masks: Masks) -> None:
         """Have the tail of the masked step launched."""

@@ -78,6 +78,11 @@ class DecodeScheduler:
         self.launched: dict[int, InFlight] = {}  # by step number, until it settles
         self.leaving: set[Req] = set()  # preempted as soon as their step in flight settles
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step runs or can run; preempted requests may wait for pages of fetches."""
+        return bool(self.running or self.ready or self.local)
+
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
 
@@ -136,10 +141,14 @@ class DecodeScheduler:
             self._rows.queue_pages(req)
             req.phase = Phase.RUNNING
             self.running[req.row] = req
-        plan = None
         if self.local and not (self._last_was_prefill and self.running):
             plan = self._plan_chunks(now)
-        return plan or self._plan_decode()
+            if plan is not None:
+                self._last_was_prefill = True
+                return plan
+        self._last_was_prefill = False
+        width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
+        return (self._plan_decode(width) if width > 1 else None) or self._plan_decode(1)
 
     def settle(self, step: int, drawn: list[Drawn]) -> list[Settled]:
         """Append the tokens of step `step`, which has finished.
@@ -181,12 +190,9 @@ class DecodeScheduler:
         """
         if req.phase is Phase.FINISHED:
             return
-        if req.phase is Phase.LOCAL:
-            self.local.remove(req)
-        elif req.phase is Phase.READY:
-            self.ready.remove(req)
-        elif req.phase is Phase.PREEMPTED:
-            self.preempted.remove(req)
+        queues = {Phase.LOCAL: self.local, Phase.READY: self.ready, Phase.PREEMPTED: self.preempted}
+        if req.phase in queues:
+            queues[req.phase].remove(req)
         self.leaving.discard(req)
         self._release(req)
         req.phase = Phase.FINISHED
@@ -221,30 +227,15 @@ class DecodeScheduler:
                 sampled.append(req)
         if not chunks:
             return None
-        self._last_was_prefill = True
         ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(InFlight(sampled, computed), ends, chunks=tuple(chunks))
+        return self._launch(InFlight(sampled, computed), ends, tuple(chunks))
 
-    def _plan_decode(self) -> Plan | None:
-        self._last_was_prefill = False
-        width = self.widths.choose(len(self.running)) if self.widths.max_width > 1 else 1
-        batch = self._with_slots(width) if width > 1 else None
-        if batch is None:
-            width, batch = 1, self._with_slots(1)
-        assert batch is not None
-        chosen, lengths = batch
-        if not chosen:
-            return None
-        rows = tuple(req.row for req in chosen)
-        return self._launch(InFlight(chosen, [], width), lengths, decode=rows)
+    def _plan_decode(self, width: int) -> Plan | None:
+        """The next step with windows of `width`, whose pages are bound here.
 
-    def _with_slots(self, width: int) -> tuple[list[Req], list[int]] | None:
-        """Choose the requests of a step with windows of `width` and bind their pages.
-
-        The slots of the next step, and of its drafts, are bound one step early (`ahead`: more than
-        the width where the drafter's block is longer). Also returns upper
-        bounds of the requests' KV lengths after the step. Where pages are too few, width 1 preempts
-        requests and wider ones return None.
+        The slots of the step after it, and of its drafts, are bound one step early (`ahead`: more
+        than the width where the drafter's block is longer). Where pages are too few, width 1
+        preempts requests and wider ones return None.
         """
         chosen: list[Req] = []
         lengths: list[int] = []
@@ -264,15 +255,10 @@ class DecodeScheduler:
             chosen.append(req)
             # An active row has KV of less than max_len tokens, whatever the host's bound is.
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
-        return chosen, lengths
+        return self._launch(InFlight(chosen, [], width), lengths) if chosen else None
 
     def _launch(
-        self,
-        launched: InFlight,
-        lengths: list[int],
-        *,
-        chunks: tuple[Chunk, ...] = (),
-        decode: tuple[int, ...] = (),
+        self, launched: InFlight, lengths: list[int], chunks: tuple[Chunk, ...] = ()
     ) -> Plan:
         """The plan of the next step; lengths: its rows' bounds of KV."""
         self.step += 1
@@ -286,7 +272,7 @@ class DecodeScheduler:
             self.step,
             *self._rows.drain(),
             chunks,
-            decode,
+            () if chunks else tuple(req.row for req in launched.sampled),
             TAILS[max((draw.tail for draw in draws), default=0)],
             max(lengths),
             penalized=any(draw.penalized for draw in draws),
@@ -346,11 +332,6 @@ class DecodeScheduler:
             req.hold = None
 
 
-def num_queued_tokens(scheduler: DecodeScheduler) -> int:
-    """Prompt tokens of local prefills that are not yet in a step."""
-    return sum(len(req.tokens) - req.num_planned_tokens for req in scheduler.local)
-
-
 def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
     """Append the tokens of a step; returns how many, and why the request ends, if it does.
 
@@ -381,8 +362,3 @@ def window_slots(bound: int, width: int, ahead: int, max_len: int) -> int:
     Both may pass the end of the text; what lies there is computed and never used.
     """
     return min(bound + width + ahead, max_len + ahead - 1)
-
-
-def has_work(scheduler: DecodeScheduler) -> bool:
-    """Whether a step runs or can run. Preempted requests may wait for pages that fetches hold."""
-    return bool(scheduler.running or scheduler.ready or scheduler.local)

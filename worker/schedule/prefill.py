@@ -33,7 +33,8 @@ class PrefillScheduler:
         self._max_len = max_len  # tokens of a prompt that a row's page table can hold
         self.rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
-        self._launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
+        # By step number, until it settles.
+        self.launched: dict[int, list[tuple[PrefillReq, Chunk]]] = {}
 
     @property
     def num_queued_tokens(self) -> int:
@@ -43,8 +44,7 @@ class PrefillScheduler:
     def admit(self, asked: Prefill) -> PrefillReq | None:
         """Admit a prompt of at least two tokens; None if there is no room for it now.
 
-        Raises:
-            UserError: it is longer than max_len.
+        Raises UserError if it is longer than max_len.
         """
         tokens = asked.tokens
         if len(tokens) > self._max_len:
@@ -57,13 +57,7 @@ class PrefillScheduler:
             return None
         num = hold.num_matched
         req = PrefillReq(
-            tokens,
-            hold,
-            asked.link_bytes_per_s,
-            num_computed_tokens=num,
-            num_planned_tokens=num,
-            sampling=asked.sampling,
-            num_prompt_tokens=asked.num_prompt_tokens,
+            tokens, hold, asked.link_bytes_per_s, asked.sampling, asked.num_prompt_tokens, num, num
         )
         if num < req.num_target_tokens:
             self.waiting.append(req)
@@ -95,7 +89,7 @@ class PrefillScheduler:
                 self.waiting.popleft()
             budget -= end - start
         self._step += 1
-        self._launched[self._step] = launched
+        self.launched[self._step] = launched
         starts = tuple(_start(req) for req, chunk in launched if chunk.sample)
         # The device needs no releases: a row that draws ends after its token, others never start.
         _, _, pages = self.rows.drain()
@@ -113,10 +107,6 @@ class PrefillScheduler:
             num_keys=sum(req.num_planned_tokens for req, _ in launched),
         )
 
-    def chunks_of(self, step: int) -> Sequence[tuple[PrefillReq, Chunk]]:
-        """Return what step `step` computes; it must not have settled."""
-        return self._launched[step]
-
     def settle(self, step: int, drawn: Sequence[Drawn]) -> list[PrefillReq]:
         """Record that step `step` has finished; returns the requests that it computed for.
 
@@ -126,7 +116,7 @@ class PrefillScheduler:
         self.book.settled(step)
         computed: list[PrefillReq] = []
         results = iter(drawn)
-        for req, chunk in self._launched.pop(step):
+        for req, chunk in self.launched.pop(step):
             result = next(results) if chunk.sample else None
             if not req.dropped:
                 req.num_computed_tokens = chunk.start + len(chunk.tokens)

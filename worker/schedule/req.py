@@ -109,6 +109,8 @@ class PrefillReq:
     tokens: tuple[int, ...]
     hold: Hold
     link_bytes_per_s: float  # to its decode worker, as measured there; 0 = not known
+    sampling: Sampling | None  # to draw the token that follows; None: decode draws it
+    num_prompt_tokens: int  # with `sampling`: how many of `tokens` are prompt, not output
     num_computed_tokens: int  # settled
     num_planned_tokens: int  # launched
     row: int = 0
@@ -116,8 +118,6 @@ class PrefillReq:
     num_announced_pages: int = 0  # decode had them, or they are settled and announced whole
     num_announced_groups: int = 0  # of the current chunk's pages; 0 again when it has settled
     started_at: float = 0.0  # monotonic: when its first step was planned
-    sampling: Sampling | None = None  # to draw the token that follows; None: decode draws it
-    num_prompt_tokens: int = 0  # with `sampling`: how many of `tokens` are prompt, not output
     token: int | None = None  # drawn and settled
     prefill_s: float = 0.0  # from started_at until its last page and token were announced
     dropped: bool = False  # given back; a step in flight may still compute it

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,30 +45,20 @@ class Place:
         """The name under which the worker is addressed."""
         return f"{self.name}/{self.incarnation}"
 
-    def join(self, rank: int, size: int) -> RankGroup:
-        """Join the worker's other ranks; PeerLost if they do not come."""
-        return RankGroup(rank, size, self.rendezvous, self.peer)
 
-
-def build_engine(
-    config: WorkerConfig,
-    *,
-    name: str,
-    host: str,
-    rank_group: RankGroup | None = None,
-    progress: Progress = no_progress,
-) -> Engine:
+def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-    name: for logs and metrics; host: for the transport; rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
             is too small.
+        PeerLost: the other ranks did not come to the rendezvous.
     """
-    start = _begin(config, rank_group or RankGroup(), progress)
-    leads = start.rank_group.rank == 0  # and alone knows of requests
+    name, host, leads = place.name, place.host, rank == 0  # which alone knows of requests
+    rank_group = RankGroup(rank, config.tp, place.rendezvous, place.peer)
+    start = _begin(config, rank_group, place.progress)
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
     loaded = load(start)
     config, pool = loaded.config, loaded.graphs.loaded.pool
@@ -82,7 +71,7 @@ def build_engine(
     metrics = _metrics(config, name, book, loaded.checks)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     meter = StepMeter(metrics)
-    sums = metrics if start.rank_group.size > 1 else None
+    sums = metrics if rank_group.size > 1 else None
     step_log, device = None, torch.device(str(config.engine.device))
     if leads and config.engine.step_log:
         step_log = StepLog(config.engine.step_log, name, device)
@@ -100,13 +89,12 @@ def build_engine(
         meter=meter,
         checks=loaded.checks,
         tracer=tracer,
-        rank_group=start.rank_group,
+        rank_group=rank_group,
     )
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
     """Read the models' shapes and resolve the configuration, equally on all ranks."""
-    assert rank_group.size == configured.tp
     shape = read_model_shape(configured.model.directory)
     drafter_shape = read_drafter(configured, shape)
     config = configured.resolved(
@@ -124,15 +112,10 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
 
 
 def probe() -> Machine:
-    """Look at the device, its memory and the CPUs that this process may use."""
-    cuda = torch.cuda.is_available()
-    if cuda:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Look at the device and the CPUs that this process may use."""
     threads = os.environ.get("OMP_NUM_THREADS", "")  # Ray sets it to the number of CPUs granted
     num_cpus = int(threads) if threads.isdigit() else len(os.sched_getaffinity(0))
-    return Machine("cuda" if cuda else "cpu", max(1, num_cpus), memory, socket.gethostname())
+    return Machine("cuda" if torch.cuda.is_available() else "cpu", max(1, num_cpus))
 
 
 def model_layout(
@@ -165,10 +148,10 @@ def _metrics(
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)
-    metrics.on_scrape(metrics.pages("available"), lambda: book.num_available)
-    metrics.on_scrape(metrics.pages("reserved"), lambda: book.num_reserved)
-    metrics.on_scrape(metrics.pages("private"), lambda: book.num_private)
-    metrics.on_scrape(metrics.usage, lambda: 1 - book.num_available / book.num_pages)
+    metrics.pages("available").set_function(lambda: book.num_available)
+    metrics.pages("reserved").set_function(lambda: book.num_reserved)
+    metrics.pages("private").set_function(lambda: book.num_private)
+    metrics.usage.set_function(lambda: 1 - book.num_available / book.num_pages)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)

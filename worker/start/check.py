@@ -10,7 +10,6 @@ from worker.config import (
     SpecConfig,
     TransportConfig,
     check_length,
-    drafter_directory,
 )
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
@@ -77,7 +76,7 @@ def _check_ranks(shape: LayerShape, ranks: Mapping[str, int]) -> None:
 def _check_drafter(
     model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Mapping[str, int]
 ) -> None:
-    directory = drafter_directory(model, spec)
+    directory = model.drafter_directory(spec)
     if not directory.is_dir():
         raise UserError(f"spec.path: there is no directory {directory}", "spec.path")
     try:
