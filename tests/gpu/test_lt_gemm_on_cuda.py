@@ -2,6 +2,7 @@
 
 from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from worker.ops.lt_gemm import (
     LtError,
     LtGemm,
     LtMatmul,
-    Table,
     Words,
     set_attribute,
     tuned_gemm,
@@ -67,7 +67,7 @@ def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGem
     matmul = LtMatmul(lt, shape, shape[2])
     found = []
     for words in islice((w for w in proposals(lt, matmul) if matmul.refusal(w) is None), num):
-        found.append(LtGemm(lt, Table("this one", lt.version, {shape: words})))
+        found.append(LtGemm(lt, {shape: words}))
     assert found
     return found
 
@@ -144,7 +144,8 @@ def test_other_products_are_not_taken(lt):
 
 
 def test_an_algorithm_that_the_library_refuses_is_not_taken(lt):
-    gemm = LtGemm(lt, Table("this one", lt.version, {(128, 384, 256): (1 << 63,) * 8}))
+    words: Any = (1 << 63,) * 8
+    gemm = LtGemm(lt, {(128, 384, 256): words})
     assert gemm(noise(128, 256), weights(384, 256)) is None
 
 
