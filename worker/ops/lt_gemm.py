@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -117,7 +117,9 @@ class LtMatmul:
         self.lt = lt
         self.operation = c_void_p()
         lt.call("cublasLtMatmulDescCreate", byref(self.operation), COMPUTE_F32, REAL_F32)
-        set_attribute(lt, "cublasLtMatmulDesc", self.operation, TRANSPOSE_A, c_int(1))
+        on = c_int(1)
+        transposed = TRANSPOSE_A, byref(on), c_size_t(ctypes.sizeof(on))
+        lt.call("cublasLtMatmulDescSetAttribute", self.operation, *transposed)
         layouts = (k, n, k), (k, m, stride), (n, m, n)
         self.w, self.x, self.out = (self._layout(*layout) for layout in layouts)
         self._one, self._zero = c_float(1), c_float(0)
@@ -128,16 +130,14 @@ class LtMatmul:
         self.lt.call(name, byref(layout), REAL_BF16, rows, columns, stride)
         return layout
 
-    def refusal(self, words: Words) -> str | None:
-        """Why the algorithm cannot compute this product here without scratch; None: it can."""
+    def takes(self, words: Words) -> bool:
+        """Whether the algorithm can compute this product here without scratch."""
         result = HeuristicResult()
         status = self.lt.library.cublasLtMatmulAlgoCheck(
             self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
             byref(AlgorithmWords(*words)), byref(result),
         )  # fmt: skip
-        if status or result.state:
-            return f"refused with cuBLAS status {status or result.state}"
-        return "need scratch" if result.workspace else None
+        return not (status or result.state or result.workspace)
 
     def run(self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64]) -> None:
         """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""
@@ -148,14 +148,6 @@ class LtMatmul:
             addressof(words), None, 0,
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
-
-
-def set_attribute(
-    lt: CublasLt, kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64
-) -> None:
-    """<kind>SetAttribute of the library."""
-    size = c_size_t(ctypes.sizeof(value))
-    lt.call(f"{kind}SetAttribute", of, c_int(attribute), byref(value), size)
 
 
 class LtGemm:
@@ -191,7 +183,7 @@ class LtGemm:
 
     def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
         matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape]
-        return (matmul, AlgorithmWords(*words)) if matmul.refusal(words) is None else None
+        return (matmul, AlgorithmWords(*words)) if matmul.takes(words) else None
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
