@@ -231,7 +231,7 @@ def test_a_sum_waits_for_the_product_before_it(algorithm: str, tmp_path: Path) -
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:
     collective = join(rank, world, init_method)
-    collective.timeout_s = LATE_S
+    collective.set_timeout(LATE_S)
     x = collective.buffer((16, 4096), torch.bfloat16).zero_()
     collective.all_reduce_by(algorithm, x)
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from worker.errors import Unsupported
 from worker.peers.peer_layout import PeerLayout
-from worker.peers.store import exchange
+from worker.peers.rank_group import exchange
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
@@ -87,7 +87,7 @@ class PeerRegions:
         reasons = exchange(store, "mapped", rank, size, reason)
         for each in filter(None, reasons):
             self.close()
-            raise Unsupported(f"peer memory: {each}")
+            raise Unsupported(f"peer memory: {each.decode()}")
 
     def _allocate(self, layout: PeerLayout) -> bytes:
         """Make this rank's region; its handle for the peers."""

@@ -7,8 +7,14 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from worker.peers.peer_memory import CHUNK_BYTES
-
+CHUNK_BYTES = 16
+# Two i64 words in pinned host memory. A poll that lasts longer than the limit sets the fault, and a
+# poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
+# them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
+# as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
+# 0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
+CONTROL_WORDS = 2  # fault, limit_ns
+FAULT, LIMIT_NS = range(CONTROL_WORDS)
 CHANNELS = 128
 MAX_ROW_CHUNKS = 2048  # of the fused form: a row is held in the registers of one program
 NUM_BUFFERS = 3
