@@ -221,14 +221,16 @@ def skinny_gemm(
     assert tile.num_tiles(n) <= workspace.arrivals.numel()
     assert not gated or (tile.gates(n) and out.shape[1] == n // 2)
     steps = -(-k // (tile.block_k * tile.split))
-    options: dict[str, Any] = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    options |= {"launch_pdl": True} if pdl else {}
+    constants: dict[str, Any] = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
+        "SPLIT": tile.split, "STEPS": steps, "EVEN_N": n % tile.block_n == 0,
+        "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
+        "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
     _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
         x, w, out, workspace.partial, workspace.arrivals,
         m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        SPLIT=tile.split, STEPS=steps, EVEN_N=n % tile.block_n == 0,
-        EVEN_K=steps * tile.block_k * tile.split == k, UPCAST=not x.is_cuda,
-        PDL=pdl, TRIGGER=max(-1, steps - 1 - tile.trigger), GATED=gated, **options,
+        **constants, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
