@@ -228,9 +228,11 @@ def skinny_gemm(
         "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
+    if pdl:
+        constants["launch_pdl"] = True
     _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
         x, w, out, workspace.partial, workspace.arrivals,
         m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
-        **constants, **({"launch_pdl": True} if pdl else {}),
+        **constants,
     )  # fmt: skip
     return out
