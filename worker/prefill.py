@@ -17,7 +17,7 @@ from worker.run.flight import Flight, Step
 from worker.run.groups import LayerGroups
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
-from worker.transfer.outbound import Outbound, OutboundContext
+from worker.transfer.outbound import Outbound
 
 
 class PrefillLoop:
@@ -38,15 +38,10 @@ class PrefillLoop:
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
-        context = OutboundContext(
-            self.scheduler,
-            self._pace.num_groups,
-            thread.send,
-            config.lease,
-            engine.metrics,
-            engine.tracer,
-        )
-        self._outbound = Outbound(incarnation, context)
+        self._outbound = Outbound(
+            incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
+            engine.metrics, engine.tracer,
+        )  # fmt: skip
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics = engine.metrics
