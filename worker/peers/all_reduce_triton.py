@@ -27,11 +27,11 @@ from worker.peers.peer_layout import (
     CHUNK_BYTES,
     GATHER_BLOCK,
     PeerMemory,
-    Tiles,
     fits_fused,
     fits_gather,
     one_shot_tiles,
     share_of,
+    tiles_of,
     two_shot_tiles,
 )
 
@@ -497,7 +497,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     assert fits_gather(layout, x.nbytes)
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
-    tiles = Tiles.of(num_pairs, GATHER_BLOCK)
+    tiles = tiles_of(num_pairs, GATHER_BLOCK)
     source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
     _gather_kernel[(tiles.programs,)](
         source, to, memory.peers, memory.own, memory.control, memory.rank,

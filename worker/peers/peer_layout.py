@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -95,25 +95,24 @@ class PeerMemory:
         return at if inside else None
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """A message as `programs` programs take it: `steps` tiles of `block` chunks each."""
 
     programs: int
     steps: int
     block: int
 
-    @staticmethod
-    def of(num_chunks: int, block: int, programs: int = CHANNELS) -> Tiles:
-        """Cut by at most so many programs."""
-        tiles = -(-num_chunks // block)
-        programs = min(tiles, programs)
-        return Tiles(programs, -(-tiles // programs), block)
+
+def tiles_of(num_chunks: int, block: int) -> Tiles:
+    """Cut a message for at most one program a channel."""
+    tiles = -(-num_chunks // block)
+    programs = min(tiles, CHANNELS)
+    return Tiles(programs, -(-tiles // programs), block)
 
 
 def one_shot_tiles(num_chunks: int) -> Tiles:
     """Of the one-shot kernel, for 256 threads a program."""
-    return Tiles.of(num_chunks, 256 if num_chunks <= CHANNELS * 256 else 1024)
+    return tiles_of(num_chunks, 256 if num_chunks <= CHANNELS * 256 else 1024)
 
 
 def share_of(num_chunks: int, world: int) -> int:
@@ -125,7 +124,7 @@ def two_shot_tiles(num_chunks: int, world: int) -> Tiles:
     """Of the two-shot kernel, for 512 threads a program and one rank's share."""
     share = share_of(num_chunks, world)
     large = 2048 if world == 2 else 1024
-    return Tiles.of(share, 512 if share <= CHANNELS * 512 else large)
+    return tiles_of(share, 512 if share <= CHANNELS * 512 else large)
 
 
 def fits_one_shot(layout: PeerLayout, num_bytes: int) -> bool:
