@@ -225,7 +225,7 @@ class MooncakeTransport(KVTransport):
         configure(kind)
         self.kind = kind
         self.engines = Engines(load(), host, kind)
-        self._endpoint: Endpoint | None = None
+        self._endpoint = None
         self._lock = threading.Lock()  # connect runs in threads; guards the two sets
         self._peers: set[MooncakePeer] = set()
         self._contacts: set[Endpoint] = set()
@@ -237,10 +237,6 @@ class MooncakeTransport(KVTransport):
         name = f"{self.engines.host}:{port}"
         self._endpoint = describe(self.name, self.kind, name, regions)
         log.debug("mooncake serves at %s over %s", name, self.kind)
-
-    def endpoint(self) -> Endpoint:
-        assert self._endpoint is not None, "register comes first"
-        return self._endpoint
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
         """Probe, then read one byte, so that connections are open (see KVTransport.connect).
