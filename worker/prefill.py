@@ -16,7 +16,7 @@ from worker.run.engine import Engine
 from worker.run.flight import Flight, LayerGroups, Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
-from worker.transfer.outbound import Outbound, OutboundContext
+from worker.transfer.outbound import Outbound
 
 
 class PrefillLoop(Role):
@@ -37,11 +37,11 @@ class PrefillLoop(Role):
         self.scheduler = PrefillScheduler(
             engine.book, config.engine, int(config.model.max_model_len), self._pace
         )
-        metrics, num_groups = engine.metrics, self._pace.num_groups
-        context = OutboundContext(
-            self.scheduler, num_groups, thread.send, config.lease, metrics, engine.tracer
-        )
-        self._outbound = outbound = Outbound(incarnation, context)
+        metrics = engine.metrics
+        self._outbound = outbound = Outbound(
+            incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
+            metrics, engine.tracer,
+        )  # fmt: skip
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
         metrics.leases.set_function(lambda: outbound.num_leases)

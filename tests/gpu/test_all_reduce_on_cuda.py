@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_ranks
+from tests.support.products import workspace_of
 from worker.errors import PeerLost
 from worker.ops.norms import add_rms_norm_ref
-from worker.ops.skinny_triton import SkinnyWorkspace, choose, skinny_gemm
+from worker.ops.skinny_triton import choose, skinny_gemm
 from worker.peers import all_reduce_triton as kernels
 from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm
 from worker.peers.custom import CustomCollective
@@ -200,7 +201,7 @@ def after_products(rank: int, world: int, init_method: str, algorithm: str) -> N
     generator = torch.Generator(device).manual_seed(rank)
     weights = torch.randn((4, 4096, 1024), generator=generator, device=device).bfloat16() / 32
     tile = choose(8, 4096, 1024)
-    workspace = SkinnyWorkspace.allocate([(tile, 4096)], device)
+    workspace = workspace_of([(tile, 4096)], device)
     inputs = torch.randn((50, 8, 1024), generator=generator, device=device).bfloat16()
 
     def step(x: Tensor, sync: Callable[[], None]) -> Tensor:
@@ -230,7 +231,7 @@ def test_a_sum_waits_for_the_product_before_it(algorithm: str, tmp_path: Path) -
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:
     collective = join(rank, world, init_method)
-    collective.timeout_s = LATE_S
+    collective.set_timeout(LATE_S)
     x = collective.buffer((16, 4096), torch.bfloat16).zero_()
     collective.all_reduce_by(algorithm, x)
     torch.cuda.synchronize()

@@ -1,7 +1,8 @@
 """Products by algorithms of cuBLASLt that a table names, on one GPU."""
 
-from ctypes import byref, c_int, c_uint32, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p, sizeof
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +17,7 @@ from worker.ops.lt_gemm import (
     LtError,
     LtGemm,
     LtMatmul,
-    Table,
     Words,
-    set_attribute,
     tuned_gemm,
 )
 from worker.ops.product import product
@@ -48,9 +47,12 @@ def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
         preference, count = c_void_p(), c_int()
         results = (HeuristicResult * 64)()
         lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
-        kind = "cublasLtMatmulPreference"
-        set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(0))
-        set_attribute(lt, kind, preference, REDUCTION_MASK, c_uint32(reductions))
+        for attribute, value in (
+            (MAX_WORKSPACE, c_uint64(0)),
+            (REDUCTION_MASK, c_uint32(reductions)),
+        ):
+            of = preference, c_int(attribute), byref(value), c_size_t(sizeof(value))
+            lt.call("cublasLtMatmulPreferenceSetAttribute", *of)
         status = lt.library.cublasLtMatmulAlgoGetHeuristic(
             lt.handle, matmul.operation, matmul.w, matmul.x, matmul.out, matmul.out,
             preference, len(results), results, byref(count),
@@ -66,8 +68,8 @@ def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGem
     """Each with another algorithm for this shape."""
     matmul = LtMatmul(lt, shape, shape[2])
     found = []
-    for words in islice((w for w in proposals(lt, matmul) if matmul.refusal(w) is None), num):
-        found.append(LtGemm(lt, Table("this one", lt.version, {shape: words})))
+    for words in islice((w for w in proposals(lt, matmul) if matmul.takes(w)), num):
+        found.append(LtGemm(lt, {shape: words}))
     assert found
     return found
 
@@ -144,7 +146,8 @@ def test_other_products_are_not_taken(lt):
 
 
 def test_an_algorithm_that_the_library_refuses_is_not_taken(lt):
-    gemm = LtGemm(lt, Table("this one", lt.version, {(128, 384, 256): (1 << 63,) * 8}))
+    words: Any = (1 << 63,) * 8
+    gemm = LtGemm(lt, {(128, 384, 256): words})
     assert gemm(noise(128, 256), weights(384, 256)) is None
 
 

@@ -19,12 +19,24 @@ def weights(n: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 1) 
     return made.mul_(k**-0.5).to(dtype)
 
 
+def workspace_of(
+    products: Sequence[tuple[SkinnyTile, int]], device: torch.device | str = "cpu"
+) -> SkinnyWorkspace:
+    """Enough for each (tile, n) of `products`, and no more."""
+    floats = max((tile.num_partials(n) for tile, n in products), default=0)
+    tiles = max((tile.num_tiles(n) for tile, n in products), default=0)
+    return SkinnyWorkspace(
+        torch.empty(max(floats, 1), device=device),
+        torch.zeros(max(tiles, 1), dtype=torch.int32, device=device),
+    )
+
+
 def computed(
     x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, *, poison: float = 7e7, pdl: bool = False
 ) -> torch.Tensor:
     """One product into poisoned memory; nothing beside [m, n] may be written."""
     m, n = len(x), len(w)
-    workspace = SkinnyWorkspace.allocate([(tile, n)], x.device)
+    workspace = workspace_of([(tile, n)], x.device)
     workspace.partial.fill_(poison)
     around = torch.full((m + 2, n + 8 - n % 8), 77.0, dtype=x.dtype, device=x.device)
     skinny_gemm(x, w, around[1 : m + 1, :n], workspace, tile, pdl=pdl)
@@ -55,7 +67,7 @@ def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Skinn
     what the kernel before wrote, though it starts before that one ends."""
     ws = [weights(n, k, seed=i) for i, (n, k) in enumerate(shapes)]
     sizes = [(tile, n) for tile, (n, _) in zip(tiles, shapes, strict=True)]
-    workspace = SkinnyWorkspace.allocate(sizes, "cuda")
+    workspace = workspace_of(sizes, "cuda")
     x, widest = noise(m, shapes[0][1], device="cuda"), max(n for n, _ in shapes)
     buffers = [torch.empty(m, widest, device="cuda").bfloat16() for _ in range(2)]
 
@@ -83,7 +95,7 @@ def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Skinn
 def check_hot_call(m: int, tile: SkinnyTile) -> None:
     """It allocates nothing and waits for nothing."""
     x, w = noise(m, 4096, device="cuda"), weights(4096, 4096)
-    workspace = SkinnyWorkspace.allocate([(tile, 4096)], "cuda")
+    workspace = workspace_of([(tile, 4096)], "cuda")
     out = torch.empty(m, 4096, device="cuda").bfloat16()
     skinny_gemm(x, w, out, workspace, tile, pdl=False)
     torch.cuda.synchronize()
@@ -99,7 +111,7 @@ def check_hot_call(m: int, tile: SkinnyTile) -> None:
 def check_replays(x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, times: int) -> None:
     """They are equal whatever else the GPU does."""
     first = computed(x, w, tile)
-    workspace, out = SkinnyWorkspace.allocate([(tile, len(w))], "cuda"), torch.empty_like(first)
+    workspace, out = workspace_of([(tile, len(w))], "cuda"), torch.empty_like(first)
     graph = captured(lambda: skinny_gemm(x, w, out, workspace, tile, pdl=True))
     other, noisy = torch.cuda.Stream(), torch.empty(1 << 26, device="cuda")
     for i in range(times):

@@ -27,6 +27,7 @@ from worker.peers.all_reduce_triton import (
 )
 from worker.peers.peer_layout import (
     CHANNELS,
+    FAULT,
     GATHER_BLOCK,
     PeerLayout,
     PeerMemory,
@@ -37,7 +38,6 @@ from worker.peers.peer_layout import (
     share_of,
     two_shot_tiles,
 )
-from worker.peers.peer_memory import FAULT
 
 HANG_NS = 60 * 10**9
 BUFFER_BYTES = 1 << 20

@@ -11,9 +11,9 @@ import msgspec
 from tests.support.patience import HANG_S
 from tests.support.pulls import OK, ScriptedPull
 from worker.api import Member
-from worker.cache.layout import KVRegion, ModelLayout
+from worker.cache.layout import KVRegion, MemoryRegion, ModelLayout
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, RemoteRegion, Run
+from worker.transfer.base import Endpoint, Run
 from worker.transfer.peers import PrefillPeers
 from worker.transfer.sources import NUM_READS, DialFailed, Link, LocalRank
 
@@ -45,7 +45,7 @@ def dialled(
 ) -> Link | DialFailed:
     """The event that a worker with THEIRS pages leads to."""
     memory = tuple(
-        RemoteRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
+        MemoryRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
     )
     endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, memory))
     member = Member(

@@ -18,7 +18,7 @@ from worker.plan import Drawn, Plan, RowStart, tail_of
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
-from worker.transfer.outbound import Outbound, OutboundContext
+from worker.transfer.outbound import Outbound
 
 VOCAB = 3  # few, so that prompts often share pages
 SAMPLINGS = [
@@ -329,10 +329,9 @@ def outbound_of(
 ) -> Outbound:
     """Prefill's side of the pull protocol alone."""
     metrics = WorkerMetrics(model="m", role="prefill", worker="w")
-    context = OutboundContext(
-        scheduler, 1, lambda _, message: send(message), LeaseConfig(), metrics, tracer
+    return Outbound(
+        "p", scheduler, 1, lambda _, message: send(message), LeaseConfig(), metrics, tracer
     )
-    return Outbound("p", context)
 
 
 def test_a_prompt_is_refused_with_the_reason() -> None:

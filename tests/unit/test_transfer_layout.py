@@ -4,9 +4,9 @@ import itertools
 
 import pytest
 
-from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
+from worker.cache.layout import KVLayout, KVRegion, MemoryRegion, ModelLayout, rank_heads
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, RemoteRegion
+from worker.transfer.base import Endpoint
 from worker.transfer.layout import (
     HeadRange,
     PageRun,
@@ -71,7 +71,7 @@ def test_pages_are_counted_by_the_bytes_of_every_region(
 ) -> None:
     one = layout(num_heads=2, num_groups=2, draft_heads=2)
     held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
-    regions = tuple(RemoteRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
+    regions = tuple(MemoryRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
     endpoint = Endpoint("shm", "shm", "", "", 1, 1, regions)
     if pages is not None:
         assert num_pool_pages(one, endpoint) == pages

@@ -17,6 +17,8 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from worker.errors import UserError
 
 # What has a vector of its own in a region: a token, a page, or a row of the batch. The state of a
@@ -198,9 +200,8 @@ def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
     raise ValueError(f"{num_kv_heads} kv heads cannot be shared by {tp_size} ranks")
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRegion:
-    """One region's memory, as a transport registers it.
+class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
+    """One region's memory, as a transport registers it and its peers see it.
 
     Of n pages, group g of page p starts at address + (g·n + p)·group_bytes.
     """
@@ -208,4 +209,4 @@ class MemoryRegion:
     name: str
     address: int
     num_bytes: int
-    fd: int | None  # the memfd behind it on the CPU, owned by the pool; None on CUDA
+    fd: int | None  # the memfd behind it on the CPU, of the owner's process; None on CUDA

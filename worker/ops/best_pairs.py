@@ -19,8 +19,6 @@ from torch import Tensor
 # several logits at once. Ranks launch the same binaries then, but for the last rank of a vocabulary
 # that is no multiple of it.
 ALIGNMENT = 16
-
-
 LARGEST = 0x7FFFFFFF  # beyond the order of every number; negative: below it
 
 

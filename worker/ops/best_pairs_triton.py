@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 BLOCK = 128
@@ -44,9 +44,7 @@ def _best_pairs_kernel(
     values, ids, pairs, no_id, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """One program a row: the pair of the best of its blocks."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCKS_2)
     inside = at < BLOCKS
@@ -76,9 +74,7 @@ def best_pairs_triton(values: Tensor, ids: Tensor, no_id: int) -> Tensor:
 @triton.jit(do_not_specialize=["n"])
 def _best_ids_kernel(pairs, out, n, RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (blocks of rows)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     best = tl.load(pairs + row, mask=inside, other=0)

@@ -12,14 +12,14 @@ The library is the one that torch has loaded. The constants below are those of i
 from __future__ import annotations
 
 import ctypes
-import json
 import logging
 import os
-from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from ctypes import addressof, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,14 +27,14 @@ log = logging.getLogger("kvlane.kernels")
 
 TUNED = Path(__file__).parent / "tuned"
 DTYPE = torch.bfloat16
-WORDS = 8  # of an algorithm
 ALIGNMENT = 16  # bytes, of rows and of the first element
 COMPUTE_F32, REAL_F32, REAL_BF16 = 68, 0, 14
 TRANSPOSE_A = 3  # attribute of an operation
 
 Shape = tuple[int, int, int]  # m, n, k
-Words = tuple[int, ...]  # an algorithm: cublasLtMatmulAlgo_t
-AlgorithmWords = c_uint64 * WORDS
+Word = Annotated[int, msgspec.Meta(ge=0)]
+Words = tuple[Word, Word, Word, Word, Word, Word, Word, Word]  # cublasLtMatmulAlgo_t
+AlgorithmWords = c_uint64 * 8
 
 
 class LtError(RuntimeError):
@@ -53,80 +53,39 @@ class HeuristicResult(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """The best algorithms for products of bf16, by (m, n, k)."""
+class Table(msgspec.Struct, frozen=True):
+    """A file of the best algorithms for products on one kind of device."""
 
     device: str
-    version: int  # of cuBLASLt
-    algorithms: dict[Shape, Words]
-
-    @staticmethod
-    def parse(text: str) -> Table:
-        """Inverse of `dump`. ValueError: not a table."""
-        try:
-            raw = json.loads(text)
-            table = Table(raw["device"], raw["cublaslt"], _algorithms(raw["algorithms"]))
-            dtype = raw["dtype"]
-        except (KeyError, TypeError, AttributeError) as failure:
-            raise ValueError(f"not a table of algorithms: {failure!r}") from failure
-        if dtype != str(DTYPE).removeprefix("torch."):
-            raise ValueError(f"a table for {dtype}")
-        return table
-
-    def dump(self) -> str:
-        """As JSON, with one line for each algorithm."""
-        rows = [
-            f'  "{m},{n},{k}": {json.dumps(words)}'
-            for (m, n, k), words in sorted(self.algorithms.items())
-        ]
-        head = {
-            "device": self.device,
-            "cublaslt": self.version,
-            "dtype": str(DTYPE).removeprefix("torch."),
-        }
-        lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        body = "{\n" + ",\n".join(rows) + "\n }" if rows else "{}"
-        return "\n".join(["{", *lines, f' "algorithms": {body}', "}"]) + "\n"
+    cublaslt: int  # version
+    dtype: Literal["bfloat16"]
+    algorithms: dict[str, Words]  # by "m,n,k"
 
 
-def _algorithms(raw: dict[str, object]) -> dict[Shape, Words]:
-    found = {}
-    for key, words in raw.items():
-        m, n, k = (int(each) for each in key.split(","))
-        if not (isinstance(words, list) and len(words) == WORDS):
-            raise ValueError(f"{key}: an algorithm has {WORDS} words")
-        if not all(isinstance(each, int) and 0 <= each < 1 << 64 for each in words):
-            raise ValueError(f"{key}: words are unsigned and have 64 bits")
-        found[m, n, k] = tuple(words)
-    return found
+def algorithms_for(device: str, version: int, folder: Path = TUNED) -> dict[Shape, Words]:
+    """The table in `folder` for devices of this name and this cuBLASLt; without one it is empty.
 
-
-def table_of(device: str, folder: Path = TUNED) -> Table | None:
-    """The table in `folder` for devices of this name, or None. ValueError: it is broken."""
+    ValueError: it is broken.
+    """
     path = folder / f"{device.replace(' ', '_').replace('/', '_')}.json"
     if not path.exists():
-        return None
-    table = Table.parse(path.read_text())
-    return table if table.device == device else None
+        return {}
+    table = msgspec.json.decode(path.read_bytes(), type=Table)
+    if (table.device, table.cublaslt) != (device, version):
+        return {}
+    algorithms: dict[Shape, Words] = {}
+    for key, words in table.algorithms.items():
+        m, n, k = map(int, key.split(","))
+        algorithms[m, n, k] = words
+    return algorithms
 
 
 class CublasLt:
-    """The library and one handle, for one device.
-
-    Args:
-        library: as `loaded` finds it.
-        device: a CUDA device.
-
-    Raises:
-        LtError: from any call of the library that fails.
-    """
+    """The library, as `loaded` finds it, and one handle; LtError from any call that fails."""
 
     def __init__(self, library: ctypes.CDLL, device: torch.device) -> None:
         self.library = library
-        library.cublasLtGetVersion.restype = c_size_t
-        pointers, size = [c_void_p] * 14, c_size_t
-        library.cublasLtMatmul.argtypes = [*pointers, size, c_void_p]
+        library.cublasLtMatmul.argtypes = [*[c_void_p] * 14, c_size_t, c_void_p]
         library.cublasLtMatrixLayoutCreate.argtypes = [c_void_p, c_int, c_uint64, c_uint64, c_int64]
         self.handle = c_void_p()
         with torch.cuda.device(device):
@@ -141,11 +100,6 @@ class CublasLt:
         except OSError:
             return None
 
-    @property
-    def version(self) -> int:
-        """As in its header: 130100 is 13.1.0."""
-        return self.library.cublasLtGetVersion()
-
     def call(self, name: str, *arguments: object) -> None:
         """LtError unless the library's function returns success."""
         if status := getattr(self.library, name)(*arguments):
@@ -155,10 +109,7 @@ class CublasLt:
 class LtMatmul:
     """A product of one shape, described for the library, which is column-major.
 
-    Args:
-        lt: the library.
-        shape: (m, n, k): x is [m, k], w [n, k] and contiguous, out [m, n] and contiguous.
-        stride: elements between rows of x.
+    x: [m, k], rows `stride` elements apart; w: [n, k]; out: [m, n]; both contiguous.
     """
 
     def __init__(self, lt: CublasLt, shape: Shape, stride: int) -> None:
@@ -166,12 +117,11 @@ class LtMatmul:
         self.lt = lt
         self.operation = c_void_p()
         lt.call("cublasLtMatmulDescCreate", byref(self.operation), COMPUTE_F32, REAL_F32)
-        set_attribute(lt, "cublasLtMatmulDesc", self.operation, TRANSPOSE_A, c_int(1))
-        self.w, self.x, self.out = (
-            self._layout(k, n, k),
-            self._layout(k, m, stride),
-            self._layout(n, m, n),
-        )
+        on = c_int(1)
+        transposed = TRANSPOSE_A, byref(on), c_size_t(ctypes.sizeof(on))
+        lt.call("cublasLtMatmulDescSetAttribute", self.operation, *transposed)
+        layouts = (k, n, k), (k, m, stride), (n, m, n)
+        self.w, self.x, self.out = (self._layout(*layout) for layout in layouts)
         self._one, self._zero = c_float(1), c_float(0)
 
     def _layout(self, rows: int, columns: int, stride: int) -> c_void_p:
@@ -180,16 +130,14 @@ class LtMatmul:
         self.lt.call(name, byref(layout), REAL_BF16, rows, columns, stride)
         return layout
 
-    def refusal(self, words: Words) -> str | None:
-        """Why the algorithm cannot compute this product here without scratch; None: it can."""
+    def takes(self, words: Words) -> bool:
+        """Whether the algorithm can compute this product here without scratch."""
         result = HeuristicResult()
         status = self.lt.library.cublasLtMatmulAlgoCheck(
             self.lt.handle, self.operation, self.w, self.x, self.out, self.out,
             byref(AlgorithmWords(*words)), byref(result),
         )  # fmt: skip
-        if status or result.state:
-            return f"refused with cuBLAS status {status or result.state}"
-        return "need scratch" if result.workspace else None
+        return not (status or result.state or result.workspace)
 
     def run(self, x: Tensor, w: Tensor, out: Tensor, words: ctypes.Array[c_uint64]) -> None:
         """out[:] = x @ w.T on the current stream; allocates nothing: a CUDA graph may hold it."""
@@ -202,24 +150,11 @@ class LtMatmul:
         )  # fmt: skip
 
 
-def set_attribute(
-    lt: CublasLt, kind: str, of: c_void_p, attribute: int, value: c_int | c_uint32 | c_uint64
-) -> None:
-    """<kind>SetAttribute of the library."""
-    size = c_size_t(ctypes.sizeof(value))
-    lt.call(f"{kind}SetAttribute", of, c_int(attribute), byref(value), size)
-
-
 class LtGemm:
-    """The tuned products of one device, which has to be the current one.
+    """The tuned products of one device, which has to be the current one."""
 
-    Args:
-        lt: the library, of the version that the table is for.
-        table: what was found best.
-    """
-
-    def __init__(self, lt: CublasLt, table: Table) -> None:
-        self.lt, self.algorithms = lt, table.algorithms
+    def __init__(self, lt: CublasLt, algorithms: dict[Shape, Words]) -> None:
+        self.lt, self.algorithms = lt, algorithms
         self.plans: dict[tuple[Shape, int], tuple[LtMatmul, ctypes.Array[c_uint64]] | None] = {}
 
     def __call__(self, x: Tensor, w: Tensor, out: Tensor | None = None) -> Tensor | None:
@@ -248,7 +183,7 @@ class LtGemm:
 
     def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
         matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape]
-        return (matmul, AlgorithmWords(*words)) if matmul.refusal(words) is None else None
+        return (matmul, AlgorithmWords(*words)) if matmul.takes(words) else None
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:
@@ -265,12 +200,13 @@ def _takes(x: Tensor, w: Tensor) -> bool:
 @cache
 def tuned_gemm(device: torch.device) -> LtGemm | None:
     """The tuned products of a CUDA device; None: no table for it and for this library."""
-    table, library = table_of(torch.cuda.get_device_name(device)), CublasLt.loaded()
-    if table is None or library is None or not table.algorithms:
+    if (library := CublasLt.loaded()) is None:
         return None
+    library.cublasLtGetVersion.restype = c_size_t
+    version = library.cublasLtGetVersion()  # as in its header: 130100 is 13.1.0
+    algorithms = algorithms_for(torch.cuda.get_device_name(device), version)
     try:
-        lt = CublasLt(library, device)
+        return LtGemm(CublasLt(library, device), algorithms) if algorithms else None
     except LtError as refusal:
         log.warning("no tuned products: %s", refusal)
         return None
-    return LtGemm(lt, table) if lt.version == table.version else None

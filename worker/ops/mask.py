@@ -1,6 +1,6 @@
 """Which keys a query row sees: constants of an attention backend's instance, and of its kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from worker.errors import UserError
 
@@ -11,10 +11,7 @@ class KeyMask:
 
     Without `causal` it sees those up to n - 1, so a block of rows sees itself whole. With `window`
     it sees only keys k > p - window: itself and the window - 1 before it. A row that sees no key
-    gives zeros.
-
-    Raises:
-        ValueError: first_key is neither 0 nor 1, or window is below 1.
+    gives zeros. Raises UserError unless first_key is 0 or 1, and window at least 1.
     """
 
     first_key: int = 0  # 1: the region has no row for slot 0, as a chain drafter's
@@ -30,20 +27,11 @@ class KeyMask:
     @property
     def unlike_causal(self) -> frozenset[str]:
         """The fields by which it differs from CAUSAL."""
-        differs = {
-            "first_key": self.first_key != 0,
-            "causal": not self.causal,
-            "window": self.window is not None,
-        }
-        return frozenset(name for name, found in differs.items() if found)
+        return frozenset(x.name for x in fields(self) if getattr(self, x.name) != x.default)
 
     def constants(self) -> dict[str, int]:
         """As constants of kernels; WINDOW is 0 if there is none."""
-        return {
-            "FIRST_KEY": self.first_key,
-            "CAUSAL": self.causal,
-            "WINDOW": self.window or 0,
-        }
+        return {"FIRST_KEY": self.first_key, "CAUSAL": self.causal, "WINDOW": self.window or 0}
 
 
 CAUSAL = KeyMask()

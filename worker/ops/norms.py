@@ -30,8 +30,6 @@ def add_rms_norm_ref(
 
 
 rms_norm = op(rms_norm_ref)
-
-
 add_rms_norm = op(add_rms_norm_ref)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 
@@ -19,9 +19,7 @@ def _rms_norm_kernel(
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     dtype = normed.dtype.element_ty
     y = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
@@ -78,8 +76,6 @@ def add_rms_norm_triton(
 # Columns of one program. From MANY_ROWS rows on the wide block is faster: for 2048 rows of the
 # Qwen3-8B shape on an H200 it saves 10 of 36 us (benchmarks/results/kernels.md).
 BLOCK, WIDE_BLOCK = 1024, 2048
-
-
 MANY_ROWS = 1024
 
 
@@ -92,9 +88,7 @@ def silu_and_mul(gate, up, dtype):
 @triton.jit
 def _swiglu_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (rows, blocks of width)."""
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 
@@ -20,9 +20,7 @@ def _pair_norm_kernel(
     of_hidden = tl.program_id(1)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     if of_hidden == 1:
         x = tl.load(hidden + row * stride_hidden + at, mask=inside, other=0.0).to(tl.float32)
         scale = tl.load(hidden_weight + at, mask=inside, other=0.0).to(tl.float32)

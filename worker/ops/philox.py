@@ -4,30 +4,13 @@ Source: J. Salmon, M. Moraes, R. Dror, D. Shaw, "Parallel Random Numbers: As Eas
 SC 2011. The same constants and rounds as Random123 and Triton's tl.philox.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from worker.ops.jit import HAS_TRITON, tl
-
 _MASK = 0xFFFFFFFF
-
-
 _MUL = (0xD2511F53, 0xCD9E8D57)
-
-
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-
-
 ROUNDS = 10
-
-
-_log: Any = None
-
-
-if HAS_TRITON:
-    _log = tl.extra.cuda.libdevice.log  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from worker.ops.jit import tl, triton
-from worker.ops.philox import _log
+from typing import Any
+
+from worker.ops.jit import HAS_TRITON, tl, triton
+
+_log: Any = None
+if HAS_TRITON:
+    _log = tl.extra.cuda.libdevice.log  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit

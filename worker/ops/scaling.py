@@ -9,11 +9,7 @@ ROPE_TYPES = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """A scaling of rope; the last three fields are llama3's only.
-
-    Raises:
-        Unsupported: `rope_type` is none of ROPE_TYPES.
-    """
+    """A scaling of rope; the last three fields are llama3's only. Unsupported: of another type."""
 
     rope_type: str
     factor: float = 1.0

@@ -15,7 +15,6 @@ before it stores them, which saves a kernel and half of the writes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,15 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.ops.jit import (
-    HAS_TRITON,
-    INTERPRETED,
-    gdc_launch_dependents,
-    gdc_wait,
-    tl,
-    triton,
-)
-from worker.ops.norms import swiglu_ref
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 
 MAX_ROWS = 64
@@ -200,32 +191,18 @@ class SkinnyWorkspace:
     partial: Tensor  # f32
     arrivals: Tensor  # i32, all 0 between launches
 
-    @staticmethod
-    def allocate(
-        products: Sequence[tuple[SkinnyTile, int]], device: torch.device | str
-    ) -> SkinnyWorkspace:
-        """Enough for each (tile, n) of `products`."""
-        floats = max((tile.num_partials(n) for tile, n in products), default=0)
-        tiles = max((tile.num_tiles(n) for tile, n in products), default=0)
-        return SkinnyWorkspace(
-            torch.empty(max(floats, 1), dtype=torch.float32, device=device),
-            torch.zeros(max(tiles, 1), dtype=torch.int32, device=device),
-        )
-
 
 def skinny_gemm(
     x: Tensor,
     w: Tensor,
     out: Tensor,
     workspace: SkinnyWorkspace,
-    tile: SkinnyTile | None = None,
+    tile: SkinnyTile,
     *,
     pdl: bool = False,
     gated: bool = False,
 ) -> Tensor:
     """out[:] = x @ w.T, or the same bits as its swiglu; allocates nothing, so graphs may hold it.
-
-    Float32 goes to torch, and so does the CPU except under Triton's interpreter.
 
     x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
     x's dtype, rows contiguous.
@@ -234,27 +211,7 @@ def skinny_gemm(
     `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
     `tile.gates(n)`.
     """
-    if x.dtype == torch.float32 or (not x.is_cuda and not INTERPRETED):
-        whole = skinny_gemm_ref(x, w)
-        return out.copy_(swiglu_ref(whole) if gated else whole)
-    tile = tile or choose(x.shape[0], w.shape[0], w.shape[1])
-    grid, arguments, constants = _launch(x, w, out, workspace, tile, pdl, gated)
-    _skinny_gemm_kernel[grid](*arguments, **constants)
-    return out
-
-
-def _launch(
-    x: Tensor,
-    w: Tensor,
-    out: Tensor,
-    workspace: SkinnyWorkspace,
-    tile: SkinnyTile,
-    pdl: bool,
-    gated: bool,
-) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Grid, arguments and constants of one launch, checked."""
     (m, k), n = x.shape, w.shape[0]
-    assert HAS_TRITON
     assert x.dtype in DTYPES
     assert x.dtype == w.dtype == out.dtype
     assert 0 < m <= tile.block_m
@@ -273,8 +230,9 @@ def _launch(
     }  # fmt: skip
     if pdl:
         constants["launch_pdl"] = True
-    arguments = (
+    _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
         x, w, out, workspace.partial, workspace.arrivals,
         m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
+        **constants,
     )  # fmt: skip
-    return (tile.num_tiles(n), tile.split), arguments, constants
+    return out

@@ -7,44 +7,42 @@ travel with the number of the call in one access of 8 (NCCL's LL), so nothing ne
 
 All programs of a launch must be resident together, or two ranks could wait for programs that have
 not started: CHANNELS programs of 512 threads are, on any GPU with NVLink. A program whose peer is
-late beyond a limit sets a fault and ends (`peer_memory`); neither its result nor the regions are of
+late beyond a limit sets a fault and ends (`peer_layout`); neither its result nor the regions are of
 use then.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
+from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
+from worker.peers import peer_interpreted, peer_ptx
 from worker.peers.peer_layout import (
     CHANNELS,
+    CHUNK_BYTES,
     GATHER_BLOCK,
     PeerMemory,
-    Tiles,
     fits_fused,
     fits_gather,
     one_shot_tiles,
     share_of,
+    tiles_of,
     two_shot_tiles,
-)
-from worker.peers.peer_memory import (
-    CHUNK_BYTES,
-    load_chunks,
-    load_peer_chunks,
-    poll_chunks,
-    poll_flags,
-    poll_marked,
-    store_chunks,
-    store_flags,
-    store_marked,
-    store_peer_chunks,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+access: Any = peer_interpreted if INTERPRETED else peer_ptx
+load_chunks, load_peer_chunks = access.load_chunks, access.load_peer_chunks
+store_chunks, store_peer_chunks = access.store_chunks, access.store_peer_chunks
+poll_chunks = access.poll_chunks
+store_marked, poll_marked = access.store_marked, access.poll_marked
+store_flags, poll_flags = access.store_flags, access.poll_flags
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
@@ -53,10 +51,6 @@ def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
-
-
-ABSENT = -1
-ONE_SHOT, TWO_SHOT, GATHER = range(3)  # rows of PeerLayout.turns
 
 
 @triton.jit
@@ -188,7 +182,7 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
 
 # One shot: each rank writes its part into a slot of every peer, polls its own slots and sums. There
 # is no barrier and no atomic: a slot holds ABSENT words until data comes, and the data is its own
-# flag. ABSENT is a NaN in every dtype (of bf16 and f16, a pair of them); a word of the payload that
+# flag. ABSENT, -1, is a NaN in every dtype (of bf16 and f16, a pair of them); a payload's word that
 # equals it is sent as another NaN. (The idea is NCCL's LL and TensorRT-LLM's "Lamport" all-reduce.)
 #
 # Program c of a rank exchanges with program c of its peers alone, by turns in two sets of slots
@@ -408,29 +402,24 @@ def chunks_of(x: Tensor) -> int:
     return x.nbytes // CHUNK_BYTES
 
 
-def one_shot(
-    memory: PeerMemory, x: Tensor, out: Tensor | None = None, tiles: Tiles | None = None
-) -> Tensor:
-    """The sum of all ranks' x, into `out` or into x itself; all ranks call with one shape.
+def one_shot(memory: PeerMemory, x: Tensor) -> Tensor:
+    """The sum of all ranks' x, in x itself; all ranks call with one shape.
 
     x: contiguous, of DTYPES, fits_one_shot; it may lie anywhere.
     """
-    out = x if out is None else out
-    assert x.dtype == out.dtype
     assert x.dtype in DTYPES
     num_chunks, layout = chunks_of(x), memory.layout
-    assert chunks_of(out) == num_chunks
-    tiles = tiles or one_shot_tiles(num_chunks)
+    tiles = one_shot_tiles(num_chunks)
     assert tiles.steps * tiles.block <= layout.piece
     _one_shot_kernel[(tiles.programs,)](
-        x, out, memory.peers, memory.own, memory.control, memory.rank,
+        x, x, memory.peers, memory.own, memory.control, memory.rank,
         num_chunks, tiles.steps,
         **overlap(
             x, WORLD=layout.world, CHANNELS=CHANNELS, SLOTS=layout.slots, PIECE=layout.piece,
             BLOCK=tiles.block, num_warps=8,
         ),
     )  # fmt: skip
-    return out
+    return x
 
 
 def one_shot_rms_norm(
@@ -481,7 +470,7 @@ def _row_stride(x: Tensor) -> int:
     return stride
 
 
-def two_shot(memory: PeerMemory, x: Tensor, tiles: Tiles | None = None) -> Tensor:
+def two_shot(memory: PeerMemory, x: Tensor) -> Tensor:
     """The sum of all ranks' x, in x itself; all ranks call with one shape.
 
     x: contiguous, of DTYPES, in this rank's buffers (PeerMemory.offset).
@@ -489,7 +478,7 @@ def two_shot(memory: PeerMemory, x: Tensor, tiles: Tiles | None = None) -> Tenso
     assert x.dtype in DTYPES
     assert memory.offset(x) is not None
     num_chunks, layout = chunks_of(x), memory.layout
-    tiles = tiles or two_shot_tiles(num_chunks, layout.world)
+    tiles = two_shot_tiles(num_chunks, layout.world)
     _two_shot_kernel[(tiles.programs,)](
         x, memory.bases, memory.own, memory.control, memory.rank, num_chunks,
         share_of(num_chunks, layout.world), tiles.steps,
@@ -508,7 +497,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     assert fits_gather(layout, x.nbytes)
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
-    tiles = Tiles.of(num_pairs, GATHER_BLOCK)
+    tiles = tiles_of(num_pairs, GATHER_BLOCK)
     source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
     _gather_kernel[(tiles.programs,)](
         source, to, memory.peers, memory.own, memory.control, memory.rank,

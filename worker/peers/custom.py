@@ -1,6 +1,5 @@
 """Tensor parallelism on the GPUs of one host: our kernels over peer memory, NCCL beside them."""
 
-import hashlib
 import json
 import logging
 import math
@@ -16,6 +15,10 @@ from worker.peers.base import Collective, join_parts
 from worker.peers.mapped import PeerRegions
 from worker.peers.nccl import NcclCollective
 from worker.peers.peer_layout import (
+    CHUNK_BYTES,
+    CONTROL_WORDS,
+    FAULT,
+    LIMIT_NS,
     NUM_BUFFERS,
     PeerLayout,
     PeerMemory,
@@ -23,8 +26,7 @@ from worker.peers.peer_layout import (
     fits_gather,
     fits_one_shot,
 )
-from worker.peers.peer_memory import CHUNK_BYTES, CONTROL_WORDS, FAULT, LIMIT_NS
-from worker.peers.store import TIMEOUT_S, exchange, open_store
+from worker.peers.rank_group import TIMEOUT_S, exchange, open_store
 from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, measure, table_of
 
 log = logging.getLogger("kvlane.comm")
@@ -74,21 +76,16 @@ class CustomCollective(Collective):
             self._nccl.close()
             raise
         self._control = pinned_zeros(CONTROL_WORDS)
-        self.timeout_s = TIMEOUT_S
+        self.set_timeout(TIMEOUT_S)
         control = self._control.data_ptr()
         self.memory = PeerMemory(rank, layout, tuple(self._regions.addresses), control)
         self.table = default_table(size)
         self._next_buffer = self._num_calibrations = 0
         self._closed = False
 
-    @property
-    def timeout_s(self) -> float:
+    def set_timeout(self, timeout_s: float) -> None:
         """How late a peer may be in a call; may be changed at any time, for captured calls too."""
-        return int(self._control[LIMIT_NS]) / 1e9
-
-    @timeout_s.setter
-    def timeout_s(self, seconds: float) -> None:
-        self._control[LIMIT_NS] = int(seconds * 1e9)
+        self._control[LIMIT_NS] = int(timeout_s * 1e9)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
@@ -170,14 +167,11 @@ class CustomCollective(Collective):
 
     def calibrate(self) -> None:
         """What rank 0 has measured holds for all; PeerLost if a rank did not come in time."""
-        times = measure(self, self.memory.layout, self.device)
+        times = measure(self.all_reduce_by, self.buffer, self.memory.layout)
         self.check()
         self._num_calibrations += 1
         key = f"table {self._num_calibrations}"
         tables = exchange(self._store, key, self.rank, self.size, json.dumps(table_of(times)))
         self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
-        digest = hashlib.sha256(repr((self.table, self.memory.layout)).encode()).hexdigest()
-        digests = exchange(self._store, f"{key} digest", self.rank, self.size, digest)
-        assert len(set(digests)) == 1, "ranks choose algorithms by different tables"
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
         log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)

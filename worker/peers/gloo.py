@@ -9,8 +9,8 @@ from torch import Tensor
 
 from worker.errors import PeerLost, UserError
 from worker.peers.base import Collective
+from worker.peers.rank_group import TIMEOUT_S, open_store
 from worker.peers.rendezvous import own_address
-from worker.peers.store import TIMEOUT_S, open_store
 
 
 class GlooCollective(Collective):

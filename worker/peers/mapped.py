@@ -9,6 +9,7 @@ import json
 from ctypes import byref, c_char, c_char_p, c_size_t, c_uint, c_uint64
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from worker.errors import Unsupported
 from worker.peers.peer_layout import PeerLayout
-from worker.peers.store import exchange
+from worker.peers.rank_group import exchange
 
 HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
@@ -53,18 +54,6 @@ def _call(name: str, *arguments: Any) -> None:
         raise DriverError(f"{name}: {(text.value or b'?').decode()}")
 
 
-class _Memory:
-    """What torch makes a tensor of without a copy."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 class PeerRegions:
     """This rank's region, cleared before peers can write, and where those of peers are mapped.
 
@@ -87,7 +76,7 @@ class PeerRegions:
         reasons = exchange(store, "mapped", rank, size, reason)
         for each in filter(None, reasons):
             self.close()
-            raise Unsupported(f"peer memory: {each}")
+            raise Unsupported(f"peer memory: {each.decode()}")
 
     def _allocate(self, layout: PeerLayout) -> bytes:
         """Make this rank's region; its handle for the peers."""
@@ -97,8 +86,10 @@ class PeerRegions:
             _call("cuMemAlloc_v2", byref(own), layout.num_bytes)
             self.addresses[self._rank] = own.value
             _call("cuIpcGetMemHandle", byref(handle), own)
-            memory = _Memory(own.value, layout.num_bytes)
-            self.region: Tensor = torch.as_tensor(memory, device=self._device)
+            memory = {"shape": (layout.num_bytes,), "typestr": "|u1", "version": 3}
+            memory["data"] = own.value, False
+            shared = SimpleNamespace(__cuda_array_interface__=memory)  # a tensor without a copy
+            self.region: Tensor = torch.as_tensor(shared, device=self._device)
             layout.clear(self.region)
             torch.cuda.synchronize()
         return bytes(handle)

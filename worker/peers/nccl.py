@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import (
 
 from worker.errors import PeerLost, UserError
 from worker.peers.base import Collective, join_parts
-from worker.peers.store import TIMEOUT_S, open_store
+from worker.peers.rank_group import TIMEOUT_S, open_store
 from worker.peers.table import NCCL
 
 # Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the

@@ -1,4 +1,4 @@
-"""Memory of peers under Triton's interpreter, which runs no PTX: memory that processes share."""
+"""peer_ptx under Triton's interpreter: plain loads and stores of memory that processes share."""
 
 from __future__ import annotations
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from worker.peers.peer_memory import CHUNK_BYTES
-
+CHUNK_BYTES = 16
+# Two i64 words in pinned host memory. A poll that lasts longer than the limit sets the fault, and a
+# poll that sees the fault set ends, so all polls of a step with a lost peer end together. Reading
+# them crosses PCIe, which takes milliseconds if all threads of a kernel do so; the peers then wait
+# as long, read them too, and never catch up (measured: 2 ms for each sum once one rank was late by
+# 0.7 ms). So a poll looks there only once it has lasted 20 ms, and one thread in 128 at a time.
+CONTROL_WORDS = 2  # fault, limit_ns
+FAULT, LIMIT_NS = range(CONTROL_WORDS)
 CHANNELS = 128
 MAX_ROW_CHUNKS = 2048  # of the fused form: a row is held in the registers of one program
 NUM_BUFFERS = 3
@@ -89,25 +95,24 @@ class PeerMemory:
         return at if inside else None
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
+class Tiles(NamedTuple):
     """A message as `programs` programs take it: `steps` tiles of `block` chunks each."""
 
     programs: int
     steps: int
     block: int
 
-    @staticmethod
-    def of(num_chunks: int, block: int, programs: int = CHANNELS) -> Tiles:
-        """Cut by at most so many programs."""
-        tiles = -(-num_chunks // block)
-        programs = min(tiles, programs)
-        return Tiles(programs, -(-tiles // programs), block)
+
+def tiles_of(num_chunks: int, block: int) -> Tiles:
+    """Cut a message for at most one program a channel."""
+    tiles = -(-num_chunks // block)
+    programs = min(tiles, CHANNELS)
+    return Tiles(programs, -(-tiles // programs), block)
 
 
 def one_shot_tiles(num_chunks: int) -> Tiles:
     """Of the one-shot kernel, for 256 threads a program."""
-    return Tiles.of(num_chunks, 256 if num_chunks <= CHANNELS * 256 else 1024)
+    return tiles_of(num_chunks, 256 if num_chunks <= CHANNELS * 256 else 1024)
 
 
 def share_of(num_chunks: int, world: int) -> int:
@@ -119,7 +124,7 @@ def two_shot_tiles(num_chunks: int, world: int) -> Tiles:
     """Of the two-shot kernel, for 512 threads a program and one rank's share."""
     share = share_of(num_chunks, world)
     large = 2048 if world == 2 else 1024
-    return Tiles.of(share, 512 if share <= CHANNELS * 512 else large)
+    return tiles_of(share, 512 if share <= CHANNELS * 512 else large)
 
 
 def fits_one_shot(layout: PeerLayout, num_bytes: int) -> bool:

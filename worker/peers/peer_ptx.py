@@ -1,4 +1,12 @@
-"""Memory of peers on a GPU: what `peer_memory` says, in PTX."""
+"""Sixteen bytes at a time: loads, stores and polls of memory that other GPUs write, in PTX.
+
+A chunk is 16 bytes: four words of 32 bits, each in a tensor of its own, so that a thread moves a
+chunk by one access. Tensors of chunks must not be smaller than the program's threads: Triton would
+hold an element in several threads, and each would run the access.
+
+Memory of peers is touched by relaxed accesses of the scope of the system (PTX ISA, "Memory
+consistency model"). They are never torn within an element, and no L1 holds what they read.
+"""
 
 from __future__ import annotations
 

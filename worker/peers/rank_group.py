@@ -1,4 +1,4 @@
-"""RankGroup: how the ranks of one worker agree on everything by which they could come to differ.
+"""How ranks find each other and agree on everything by which they could come to differ.
 
 What memory holds, what the weights are, who listens where: a rank that decided by itself would
 enter other collectives than its peers, and all of them would wait for ever.
@@ -8,13 +8,37 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from worker.errors import PeerLost
 
-# Ranks load weights and capture graphs between two calls. The control plane notices the death of a
-# rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
-TIMEOUT_S = 1800.0
+TIMEOUT_S = 60.0  # of a collective's rendezvous and of each call: a peer this late is gone
+# Ranks load weights and capture graphs between two calls of a RankGroup. The control plane notices
+# the death of a rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
+START_TIMEOUT_S = 1800.0
+
+
+def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
+    """Open the store of a group that alone uses `init_method`; keys stay until the group is gone.
+
+    Raises PeerLost if the rank that keeps the store did not come in time.
+    """
+    try:
+        stores = rendezvous(init_method, rank, size, timeout=timedelta(seconds=TIMEOUT_S))
+        store, _, _ = next(iter(stores))
+    except RuntimeError as e:
+        raise PeerLost(f"{name} rank {rank} of {size}: nobody at {init_method}: {e}") from e
+    return store
+
+
+def exchange(store: Any, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:
+    """Every rank's `value`, in their order; all ranks call once with each `name`, or PeerLost."""
+    try:
+        store.set(f"{name}/{rank}", value)
+        return [bytes(store.get(f"{name}/{peer}")) for peer in range(size)]
+    except RuntimeError as e:
+        raise PeerLost(f"rank {rank} of {size}: a peer did not say its {name}: {e}") from e
 
 
 class RankGroup:
@@ -34,19 +58,17 @@ class RankGroup:
         self.rank = rank
         self.size = size
         self.host = urlsplit(rendezvous).hostname or ""  # rank 0's
-        self._store: Any = None
+        self._store: Store | None = None
         self._num_calls = 0
         if size == 1:
             return
         try:
             self._store = TCPStore(
                 self.host, urlsplit(rendezvous).port or 0, size, is_master=rank == 0,
-                timeout=timedelta(seconds=TIMEOUT_S), wait_for_workers=False,
+                timeout=timedelta(seconds=START_TIMEOUT_S), wait_for_workers=False,
             )  # fmt: skip
-        except RuntimeError as error:
-            raise PeerLost(
-                f"rank {rank} of {size}: no rendezvous at {rendezvous}: {error}"
-            ) from error
+        except RuntimeError as e:
+            raise PeerLost(f"rank {rank} of {size}: no rendezvous at {rendezvous}: {e}") from e
 
     def gather(self, value: bytes) -> list[bytes]:
         """Give `value` to all ranks; returns the values of all, in rank order. Blocks.
@@ -56,12 +78,8 @@ class RankGroup:
         if self._store is None:
             return [value]
         self._num_calls += 1
-        try:
-            call = f"{self._worker}/{self._num_calls}"
-            self._store.set(f"{call}/{self.rank}", value)
-            return [bytes(self._store.get(f"{call}/{i}")) for i in range(self.size)]
-        except RuntimeError as error:
-            raise PeerLost(f"rank {self.rank} of {self.size}: a rank is gone: {error}") from error
+        name = f"{self._worker}/{self._num_calls}"
+        return exchange(self._store, name, self.rank, self.size, value)
 
     def broadcast(self, value: bytes) -> bytes:
         """Rank 0's value."""

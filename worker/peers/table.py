@@ -2,7 +2,6 @@
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -41,43 +40,33 @@ def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
     return tuple(rows)
 
 
-class Measured(Protocol):
-    """A collective that can be told how to sum."""
-
-    def all_reduce_by(self, algorithm: str, x: Tensor) -> Tensor:
-        """The sum of all ranks' x."""
-        ...
-
-    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """See Collective.buffer."""
-        ...
-
-
 def measure(
-    collective: Measured, layout: PeerLayout, device: torch.device
+    all_reduce_by: Callable[[str, Tensor], Tensor],
+    buffer: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    layout: PeerLayout,
 ) -> dict[int, dict[str, float]]:
     """Bytes -> algorithm -> seconds of a call, among others in a graph; all ranks together."""
 
     def captured(algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
-        collective.all_reduce_by(algorithm, x)  # compiled, before the capture
-        torch.cuda.synchronize(device)
+        all_reduce_by(algorithm, x)  # compiled, before the capture
+        torch.cuda.synchronize(x.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(MEASURED_CALLS):
-                collective.all_reduce_by(algorithm, x)
+                all_reduce_by(algorithm, x)
         return graph
 
     def zeros(num_bytes: int) -> Tensor:
-        return collective.buffer((num_bytes // 2,), torch.bfloat16).zero_()
+        return buffer((num_bytes // 2,), torch.bfloat16).zero_()
 
     # Calls that go before, while which every host launches what is measured.
     meet = captured(ONE_SHOT, zeros(MEASURED_BYTES[0]))
-    found: dict[int, dict[str, float]] = {}
-    for num_bytes in (each for each in MEASURED_BYTES if each <= layout.buffer_bytes):
+    times: dict[int, dict[str, float]] = {}
+    for num_bytes in (size for size in MEASURED_BYTES if size <= layout.buffer_bytes):
         ways = [TWO_SHOT, NCCL] + [ONE_SHOT] * fits_one_shot(layout, num_bytes)
         x = zeros(num_bytes)
-        found[num_bytes] = {name: _seconds(captured(name, x), meet.replay) for name in ways}
-    return found
+        times[num_bytes] = {name: _seconds(captured(name, x), meet.replay) for name in ways}
+    return times
 
 
 def _seconds(graph: torch.cuda.CUDAGraph, meet: Callable[[], None]) -> float:

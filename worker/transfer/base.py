@@ -49,15 +49,6 @@ def pieces(runs: Sequence[Run], max_bytes: int) -> Iterator[Run]:
             yield Run(region, local_offset + at, remote_offset + at, size)
 
 
-class RemoteRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region as its peers see it; `fd` is its memfd in the owner's process."""
-
-    name: str
-    address: int
-    num_bytes: int
-    fd: int | None
-
-
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one transport of one process; travels as msgpack on the control channel.
 
@@ -71,7 +62,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     host_key: str  # host_key() of the owner
     pid: int
     start_ticks: int  # process_stat() of the owner
-    regions: tuple[RemoteRegion, ...]
+    regions: tuple[MemoryRegion, ...]
 
 
 class PullState(Enum):
@@ -133,6 +124,7 @@ class KVTransport(Protocol):
 
     name: str  # key of TRANSPORTS
     kind: str
+    _endpoint: Endpoint | None  # since `register`
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Take the memory that may be pulled from and into: once, before anything else.
@@ -144,7 +136,8 @@ class KVTransport(Protocol):
 
     def endpoint(self) -> Endpoint:
         """What peers need in order to `connect`."""
-        ...
+        assert self._endpoint is not None, "register comes first"
+        return self._endpoint
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> Peer:
         """Reach the peer and warm the way to it, so that the first pull is like any other.
@@ -171,7 +164,7 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
         host_key=host_key(),
         pid=os.getpid(),
         start_ticks=process_stat(os.getpid()).start_ticks,
-        regions=tuple(RemoteRegion(r.name, r.address, r.num_bytes, r.fd) for r in regions),
+        regions=tuple(regions),
     )
 
 

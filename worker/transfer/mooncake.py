@@ -107,7 +107,7 @@ class MooncakePull(Pull):
         if self._cancelled or self._failed or time.monotonic() < self._resume_at:
             return 0
         num_issued = 0
-        while self._pieces and self._peer.has_room and time.perf_counter() < deadline:
+        while self._pieces and self._peer.num_free_reads and time.perf_counter() < deadline:
             piece = self._pieces.popleft()
             batch_id = self._peer.read(piece)
             if batch_id == 0:
@@ -162,14 +162,8 @@ class MooncakePeer(Peer):
         self.finish_copies = transport.engines.finish_copies
         self._endpoint = endpoint
         self._engine: Engine | None = engine
-        self._max_reads = MAX_READS[transport.kind]
-        self._num_reads = 0  # under way, of all pulls together
+        self.num_free_reads = MAX_READS[transport.kind]  # how many more may be issued
         self._pulls: list[MooncakePull] = []
-
-    @property
-    def has_room(self) -> bool:
-        """Whether one more read may be issued."""
-        return self._num_reads < self._max_reads
 
     def read(self, piece: Run) -> int:
         """Start one read; its batch id, or 0 if the engine refused.
@@ -182,14 +176,14 @@ class MooncakePeer(Peer):
         batch_id = self._engine.raw.batch_transfer_async_read(
             self.name, [here], [there], [piece.num_bytes]
         )
-        self._num_reads += batch_id != 0
+        self.num_free_reads -= batch_id != 0
         return batch_id
 
     def status(self, batch_id: int) -> int:
         """1 done, -1 failed: `batch_id` is a dangling pointer then; 0 and -2 under way."""
         assert self._engine is not None
         status = self._engine.raw.transfer_check_status(batch_id)
-        self._num_reads -= status in (1, -1)
+        self.num_free_reads += status in (1, -1)
         return status
 
     def pull(self, runs: Sequence[Run]) -> MooncakePull:
@@ -208,7 +202,7 @@ class MooncakePeer(Peer):
             pull.cancel()
         while running := [p for p in running if p.poll() is PullState.RUNNING]:
             time.sleep(POLL_BUDGET_S)
-        assert self._num_reads == 0
+        assert self.num_free_reads == MAX_READS[self._transport.kind]
         engine, self._engine = self._engine, None
         self._transport.release(self, engine)
 
@@ -231,7 +225,7 @@ class MooncakeTransport(KVTransport):
         configure(kind)
         self.kind = kind
         self.engines = Engines(load(), host, kind)
-        self._endpoint: Endpoint | None = None
+        self._endpoint = None
         self._lock = threading.Lock()  # connect runs in threads; guards the two sets
         self._peers: set[MooncakePeer] = set()
         self._contacts: set[Endpoint] = set()
@@ -243,10 +237,6 @@ class MooncakeTransport(KVTransport):
         name = f"{self.engines.host}:{port}"
         self._endpoint = describe(self.name, self.kind, name, regions)
         log.debug("mooncake serves at %s over %s", name, self.kind)
-
-    def endpoint(self) -> Endpoint:
-        assert self._endpoint is not None, "register comes first"
-        return self._endpoint
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
         """Probe, then read one byte, so that connections are open (see KVTransport.connect).

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from worker.api import (
@@ -54,29 +54,20 @@ class _Outgoing:
     first_page: int  # index in the prompt of the first page that decode lacks
 
 
-@dataclass(slots=True, frozen=True)
-class OutboundContext:
-    """What all transfers of a prefill worker share."""
+@dataclass(slots=True, eq=False)
+class Outbound:
+    """All transfers of one prefill worker."""
 
+    incarnation: str
     scheduler: PrefillScheduler
     num_groups: int  # layer groups that are announced one by one
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     metrics: WorkerMetrics
     tracer: Tracer | None = None
-
-
-class Outbound:
-    """All transfers of one prefill worker."""
-
-    def __init__(self, incarnation: str, context: OutboundContext) -> None:
-        self.draining = False
-        self._incarnation = incarnation
-        self._context = context
-        self._send = context.send
-        self._page_size = context.scheduler.book.page_size
-        self._outgoing: dict[Xfer, _Outgoing] = {}
-        self._by_req: dict[PrefillReq, _Outgoing] = {}
+    draining: bool = False
+    _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
+    _by_req: dict[PrefillReq, _Outgoing] = field(default_factory=dict)
 
     @property
     def num_leases(self) -> int:
@@ -89,8 +80,8 @@ class Outbound:
         same = xfer.xfer_id, xfer.decode
         attempts = [x for x in self._outgoing if (x.xfer_id, x.decode) == same]
         known = any(x.attempt >= xfer.attempt for x in attempts)
-        if known or xfer.prefill != self._incarnation:
-            self._context.metrics.dropped("Prefill").inc()
+        if known or xfer.prefill != self.incarnation:
+            self.metrics.dropped("Prefill").inc()
             return
         for older in attempts:
             self._drop(self._outgoing[older])  # decode asks again only when its pulls are over
@@ -98,17 +89,17 @@ class Outbound:
             req = self._admit(message)
         except KvlaneError as error:
             log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
-            self._send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
+            self.send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
             return
         log.debug("xfer_id=%s from %s: %d tokens", xfer.xfer_id, peer, len(message.tokens))
-        first_page = req.num_announced_pages = message.num_matched // self._page_size
-        self._context.metrics.queried_tokens.inc(len(message.tokens))
-        self._context.metrics.cached_tokens.inc(req.num_computed_tokens)
-        lease = Lease(self._context.lease.prefill_window_s, now)
+        first_page = req.num_announced_pages = message.num_matched // self.scheduler.book.page_size
+        self.metrics.queried_tokens.inc(len(message.tokens))
+        self.metrics.cached_tokens.inc(req.num_computed_tokens)
+        lease = Lease(self.lease.prefill_window_s, now)
         outgoing = _Outgoing(xfer, peer, req, lease, first_page)
         self._outgoing[xfer] = self._by_req[req] = outgoing
-        if message.trace and self._context.tracer is not None:
-            req.trace = self._context.tracer.carried(message.trace, now)
+        if message.trace and self.tracer is not None:
+            req.trace = self.tracer.carried(message.trace, now)
             cached = {"kvlane.cached_tokens": req.num_computed_tokens}
             req.trace.enter("prefill_queue", now, cached)
             if req.num_computed_tokens == req.num_target_tokens:
@@ -120,7 +111,7 @@ class Outbound:
             raise UserError("nothing to prefill")
         if self.draining:
             raise Busy("draining")
-        req = self._context.scheduler.admit(message)
+        req = self.scheduler.admit(message)
         if req is None:
             raise Busy("no room")
         return req
@@ -132,7 +123,7 @@ class Outbound:
             outgoing = self._outgoing[xfer]
             outgoing.lease.renewed(now)
             self._announce(outgoing, outgoing.first_page)
-        self._send(peer, RenewAck(message.seq, held))
+        self.send(peer, RenewAck(message.seq, held))
 
     def on_release(self, message: Release) -> None:
         """End the lease: decode has all KV, or no longer wants it."""
@@ -172,18 +163,18 @@ class Outbound:
         for outgoing in list(self._outgoing.values()):
             if outgoing.lease.expired(now):
                 log.warning("xfer_id=%s: its lease ended without a release", outgoing.xfer.xfer_id)
-                self._context.metrics.lease_expired.inc()
+                self.metrics.lease_expired.inc()
                 self._drop(outgoing, Revoked.code)
 
     def _all_groups_announced(self, req: PrefillReq) -> bool:
-        return req.num_announced_groups == self._context.num_groups
+        return req.num_announced_groups == self.num_groups
 
     def _announce(self, outgoing: _Outgoing, first_page: int, first_group: int = 0) -> None:
         """Announce computed pages from index `first_page` on, layer groups from `first_group` on.
 
         A KVReady is sent even without pages: a request's first KVReady acknowledges its Prefill.
         """
-        req, groups = outgoing.req, range(first_group, self._context.num_groups)
+        req, groups = outgoing.req, range(first_group, self.num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
         req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
         if groups or req.token is not None:
@@ -194,20 +185,18 @@ class Outbound:
     ) -> None:
         req = outgoing.req
         pages = self._pages(req, first_page, num_tokens) if groups else ()
-        final = num_tokens == req.num_target_tokens and groups.stop == self._context.num_groups
+        final = num_tokens == req.num_target_tokens and groups.stop == self.num_groups
         last = final and not req.awaits_token
-        cached, first_group, num_groups = req.hold.num_matched, groups.start, len(groups)
-        figures = first_group, num_groups, last, cached, req.prefill_s, req.token
-        self._send(outgoing.peer, KVReady(outgoing.xfer, first_page, pages, *figures))
+        figures = groups.start, len(groups), last, req.hold.num_matched, req.prefill_s, req.token
+        self.send(outgoing.peer, KVReady(outgoing.xfer, first_page, pages, *figures))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """Ids of the pages, from index `first` on, whose KV is complete after `num_tokens` tokens.
 
         Full pages only; at the end of the prompt its last, partly filled page as well.
         """
-        end = num_tokens // self._page_size
-        if num_tokens == req.num_target_tokens:
-            end = -(-num_tokens // self._page_size)
+        page_size, at_end = self.scheduler.book.page_size, num_tokens == req.num_target_tokens
+        end = -(-num_tokens // page_size) if at_end else num_tokens // page_size
         return tuple(req.hold.pages[first:end])
 
     def _drop(self, outgoing: _Outgoing, cause: str = FinishReason.ABORT.value) -> None:
@@ -215,4 +204,4 @@ class Outbound:
             outgoing.req.trace.leave(time.monotonic(), error=cause)
         del self._outgoing[outgoing.xfer]
         del self._by_req[outgoing.req]
-        self._context.scheduler.drop(outgoing.req)
+        self.scheduler.drop(outgoing.req)

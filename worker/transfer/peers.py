@@ -24,8 +24,7 @@ class _Known:
     member: Member
     link: Link | None = None
     answers: bool = False  # it has answered a ping since our last connect
-    dialling: bool = False
-    retry_at: float | None = 0.0  # None: never again
+    dial_at: float | None = 0.0  # None: it is being dialled, has a link, or is never dialled again
 
 
 class PrefillPeers:
@@ -84,7 +83,7 @@ class PrefillPeers:
         if known.link is not None:
             self.closing.append(known.link)
         if peer in self._listed:
-            self.known[peer] = _Known(self._listed[peer], retry_at=time.monotonic() + RETRY_S)
+            self.known[peer] = _Known(self._listed[peer], dial_at=time.monotonic() + RETRY_S)
 
     def heard(self, peer: PeerId) -> None:
         """Note that `peer` has answered a ping."""
@@ -92,17 +91,13 @@ class PrefillPeers:
             known.answers = True
 
     def tend(self, now: float, in_use: Callable[[Link], bool]) -> None:
-        """Dial the peers that are due; close links of lost peers once no pull uses them.
-
-        Called every turn while there are any.
-        """
+        """Dial the peers that are due; close links of lost peers once no pull uses them."""
         for link in [link for link in self.closing if not in_use(link)]:
             self.closing.remove(link)
             link.source.close()
         for peer, known in self.known.items():
-            due = known.retry_at is not None and now >= known.retry_at
-            if known.link is None and not known.dialling and due:
-                known.dialling = True
+            if known.dial_at is not None and now >= known.dial_at:
+                known.dial_at = None
                 self._connect(peer, known.member.address)
                 self._dial(known.member)
 
@@ -112,23 +107,22 @@ class PrefillPeers:
         if known is None or known.link is not None:
             link.source.close()  # the peer died meanwhile, or was lost and dialled again
             return
-        known.link, known.dialling = link, False
+        known.link, known.dial_at = link, None
         log.debug("can pull from %s, %.3g GB/s", link.peer, link.bytes_per_s / 1e9)
 
     def failed(self, event: DialFailed) -> None:
         """Plan to dial the peer again, unless that can never work."""
         known = self.known.get(event.peer)
         log.warning("cannot pull from %s: %s", event.peer, event.error)
-        if known is not None:
-            known.dialling = False
+        if known is not None and known.link is None:
             never = isinstance(event.error, Incompatible)
-            known.retry_at = None if never else time.monotonic() + RETRY_S
+            known.dial_at = None if never else time.monotonic() + RETRY_S
 
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        It pulls the leader's heads only, over connections opened for this. What is pulled lands in
-        page 0. Takes up to a few seconds for a peer that does not answer.
+        It pulls the leader's heads only, into page 0, over connections opened for this. A peer that
+        does not answer takes a few seconds.
         """
         return [self._rank.measure(member) for member in list(self._listed.values())]
 

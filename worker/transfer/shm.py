@@ -27,7 +27,6 @@ from worker.transfer.base import (
     Peer,
     Pull,
     PullState,
-    RemoteRegion,
     Run,
     check_peer,
     check_runs,
@@ -120,7 +119,7 @@ class ShmTransport(KVTransport):
             raise Unsupported(f"transport shm has no kind {kind!r}, only 'shm'")
         self.kind = kind
         self.local: list[NDArray[np.uint8]] = []
-        self._endpoint: Endpoint | None = None
+        self._endpoint = None
         self.peers: set[ShmPeer] = set()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -134,10 +133,6 @@ class ShmTransport(KVTransport):
             np.ctypeslib.as_array((ctypes.c_uint8 * region.num_bytes).from_address(region.address))
             for region in regions
         ]
-
-    def endpoint(self) -> Endpoint:
-        assert self._endpoint is not None, "register comes first"
-        return self._endpoint
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> ShmPeer:
         """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is."""
@@ -155,7 +150,7 @@ class ShmTransport(KVTransport):
         self.local.clear()
 
 
-def _map(pid: int, region: RemoteRegion) -> mmap.mmap:
+def _map(pid: int, region: MemoryRegion) -> mmap.mmap:
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
         # Checked before opening: opening anything else, such as a pipe, might block.

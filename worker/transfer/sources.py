@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -64,16 +64,11 @@ class DialFailed:
     error: TransferError
 
 
-class _Source(NamedTuple):
-    connection: Peer
-    pair: RankPair
-
-
 class Sources(PageSource):
     """Connections to all remote ranks that hold heads of one local rank."""
 
-    def __init__(self, sources: Sequence[_Source]) -> None:
-        self._sources = tuple(sources)
+    def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
+        self._sources = sources
 
     def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
         pulls = [
@@ -93,7 +88,7 @@ class Sources(PageSource):
         page_bytes, page_runs = sum(run.num_bytes for run in once), len(once)
         times = min(-(-MEASURED_BYTES // page_bytes), -(-MAX_MEASURED_RUNS // page_runs))
         took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS)
-        first = self._sources[0].connection
+        first, _ = self._sources[0]
         small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL)
         num_bytes = times * page_bytes
         return num_bytes / took_s, num_bytes, times * page_runs, small_s
@@ -134,10 +129,10 @@ class LocalRank:
             endpoint = _endpoint(member, rank)
             num_pages = num_pool_pages(remote, endpoint)
             peers.append((endpoint, RankPair(layout, remote, self.num_pages, num_pages, heads)))
-        sources: list[_Source] = []
+        sources: list[tuple[Peer, RankPair]] = []
         try:
             for endpoint, pair in peers:
-                sources.append(_Source(self.transport.connect(endpoint, self.timeout_s), pair))
+                sources.append((self.transport.connect(endpoint, self.timeout_s), pair))
         except BaseException:
             Sources(sources).close()
             raise
