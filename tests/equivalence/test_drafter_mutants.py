@@ -203,7 +203,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "dflash", f"{DFLASH}.read_rows",
         gives(lambda found, *_: replace(found, positions=found.positions + 1)),
     ),
-    "block: causal": ("dflash", "worker.drafts.dflash_config.KeyMask", lambda _: seen_causally),
+    "block: causal": ("dflash", "worker.drafts.drafter_config.KeyMask", lambda _: seen_causally),
     "block: mask": (
         "dflash", "worker.drafts.dflash_model.DFlashDrafter.embed",
         given(lambda model, ids, block: (

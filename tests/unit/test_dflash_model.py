@@ -15,8 +15,8 @@ from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
-from worker.drafts.dflash_config import read_dflash_shape
 from worker.drafts.dflash_model import DFlashDrafter
+from worker.drafts.drafter_config import read_dflash_shape
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context

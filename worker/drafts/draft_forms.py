@@ -32,51 +32,48 @@ class Form:
     own: Mapping[str, str]  # parts that only some files have
 
 
-def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
-    return dict.fromkeys(names)
+def _any(names: str) -> dict[str, tuple[Any, ...] | None]:
+    return dict.fromkeys(names.split())
 
 
 # No draft depends on these: how the drafter was trained and stored, for what length, where a text
 # ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
 # products are cut.
-_UNREAD = _any(
-    "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "auto_map",
-    "base_model_ep_plan", "bos_token_id", "embed_requires_grad", "enable_sp_ulysses",
-    "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_position_embeddings",
-    "max_window_layers", "name_or_path", "pad_token_id", "pretraining_tp", "speculators_version",
-    "transformers_version", "use_cache",
-)  # fmt: skip
+_UNREAD = _any("""
+    _attn_implementation_autoset _name_or_path attention_dropout auto_map base_model_ep_plan
+    bos_token_id embed_requires_grad enable_sp_ulysses eos_token_id has_no_defaults_at_init
+    initializer_range max_position_embeddings max_window_layers name_or_path pad_token_id
+    pretraining_tp speculators_version transformers_version use_cache
+""")
 # `bias` is of fc in one project, of attention in another.
-_LAYER = _UNREAD | _any(
-    "architectures", "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "layer_types", "mlp_bias", "model_type", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "qk_norm",
-    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "sliding_window", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
-) | {
+_LAYER = _UNREAD | _any("""
+    architectures attention_bias dtype head_dim hidden_act hidden_size intermediate_size layer_types
+    mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads
+    partial_rotary_factor qk_norm quantization_config rms_norm_eps rope_parameters rope_scaling
+    rope_theta sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size
+""") | {
     "bias": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,), "qkv_bias": (False,),
 }  # fmt: skip
 _CHAIN_LAYER = _LAYER | {"is_causal": (True,)}
-ROPE = _any(
-    "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings",
-    "partial_rotary_factor", "rope_theta", "rope_type", "type",
-)  # fmt: skip
-_EAGLE3 = _any(
-    "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc",
-    "norm_before_residual", "norm_output", "num_aux_hidden_states", "target_hidden_size",
-)  # fmt: skip
-_EAGLE_CONFIG = _any(
-    "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "return_hidden_post_norm",
-    "use_aux_hidden_state",
-) | {
+ROPE = _any("""
+    factor high_freq_factor low_freq_factor original_max_position_embeddings partial_rotary_factor
+    rope_theta rope_type type
+""")
+_EAGLE3 = _any("""
+    draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual
+    norm_output num_aux_hidden_states target_hidden_size
+""")
+_EAGLE_CONFIG = _any("""
+    eagle_aux_hidden_state_layer_ids norm_before_fc return_hidden_post_norm use_aux_hidden_state
+""") | {
     "eh_proj_before_attn": (False,), "next_layer_regular": (True,), "parallel_draft_step": (1,),
     "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
 }  # fmt: skip
-_SPECULATORS = _UNREAD | _any(
-    "architectures", "dtype", "model_type", "speculators_config", "speculators_model_type",
-    "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
-)  # fmt: skip
+_SPECULATORS = _UNREAD | _any("""
+    architectures dtype model_type speculators_config speculators_model_type tie_word_embeddings
+    torch_dtype transformer_layer_config
+""")
 _DFLASH = {
     "add_swa_attention_sink_bias": (False,), "attention_sink_bias": (False,),
     "attention_value_scale": (1.0,), "pure_draft_prefix_len": (1,), "sample_from_anchor": (False,),
@@ -84,10 +81,10 @@ _DFLASH = {
 }  # fmt: skip
 # The layers have norms of q and k, whatever `model_type` is.
 _DFLASH_LAYER = _LAYER | _DFLASH | {"qk_norm": (True,)}
-_DFLASH_CONFIG = _DFLASH | _any(
-    "block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "swa_window_size",
-    "target_layer_ids", "use_swa",
-)  # fmt: skip
+_DFLASH_CONFIG = _DFLASH | _any("""
+    block_size causal mask_token mask_token_id num_target_layers swa_window_size target_layer_ids
+    use_swa
+""")
 
 _PARTS = {
     "attention": ".self_attn", "post_norm": ".post_attention_layernorm", "feed_forward": ".mlp",
@@ -153,10 +150,10 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     "DFlashDraftModel": Form(
         drafter="dflash", needed=_DFLASH_NEEDED, ties_head=True, flags=_BIASES | {"qk_norm": True},
         objects={
-            "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any(
-                "block_size", "dflash_config", "draft_vocab_size", "is_causal", "mask_token_id",
-                "num_target_layers", "target_hidden_size",
-            ),
+            "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any("""
+                block_size dflash_config draft_vocab_size is_causal mask_token_id num_target_layers
+                target_hidden_size
+            """),
             "dflash_config": _DFLASH_CONFIG,
         },
         parts=_DFLASH_PARTS, own=_DFLASH_OWN,
@@ -174,11 +171,10 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     "dflash": Form(
         drafter="dflash", layer=_NESTED, needed=_DFLASH_NEEDED, flags=_BIASES | {"qk_norm": True},
         objects={
-            "": _SPECULATORS | _DFLASH | _any(
-                "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id",
-                "max_anchors", "num_hidden_layers", "sliding_window_non_causal",
-                "target_hidden_size",
-            ),
+            "": _SPECULATORS | _DFLASH | _any("""
+                aux_hidden_state_layer_ids block_size draft_vocab_size mask_token_id max_anchors
+                num_hidden_layers sliding_window_non_causal target_hidden_size
+            """),
             # Beside `sliding_window_non_causal`, nobody says whether `is_causal` counts.
             _NESTED: _DFLASH_LAYER | {"model_type": ("llama", "qwen3")},
         },

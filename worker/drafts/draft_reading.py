@@ -35,20 +35,19 @@ class DrafterFile:
 
     @classmethod
     def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
-        """Read the file of directory `path`; refuse unknown fields, and values we do not compute.
+        """Read the file of directory `path`.
 
-        Raises:
-            UserError: it is broken. Unsupported: it is none of a `drafter`, or has such a field.
+        Raises UserError if it is broken; Unsupported if it is none of a `drafter`, or has unknown
+        fields or values that we do not compute.
         """
         fields, field = read_fields(path / "config.json"), "speculators_model_type"
         if (name := fields.get(field)) is None:
             field, name = "architectures", read_architecture(fields)
-        forms = FORMS[field]
-        form = forms.get(name) if isinstance(name, str) else None
+        form = FORMS[field].get(str(name))
         if form is None:
             if part := _missing_part(str(name)):
                 raise fields.unsupported(field, f"a drafter of {name} needs {part}")
-            known = ", ".join(name for name, form in forms.items() if form.drafter == drafter)
+            known = ", ".join(n for n, form in FORMS[field].items() if form.drafter == drafter)
             raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
         if form.drafter != drafter:
             raise fields.unsupported(
@@ -63,19 +62,18 @@ class DrafterFile:
         for place in ("rope_scaling", "rope_parameters"):
             _check(layer.inner(place), ROPE)
         for field, reason in form.needed.items():
-            where = layer if field in form.objects[form.layer] else fields
+            where = file._holder(field)
             if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
                 raise where.unsupported(field, f"missing: {reason}; set it")
         return file
 
     def shape(self) -> dict[str, Any]:
-        """The fields of a shape that have one place in a form: all of a DrafterShape but `taps` and
-        `names`, and the flags."""
+        """The fields of a DrafterShape but `taps` and `names`, and the form's flags."""
         fields, layer, target = self.fields, self.layer, self.target
         slides = self.form.drafter == "dflash"
         refuse_what_we_cannot_compute(layer, windows=slides)
-        unused = layer.get("use_sliding_window") is False
-        if not slides and not unused and layer.get("sliding_window") is not None:
+        unused = slides or layer.get("use_sliding_window") is False
+        if not unused and layer.get("sliding_window") is not None:
             raise layer.unsupported("sliding_window", "sliding-window attention")
         if layer.inner("rope_scaling").values and layer.inner("rope_parameters").values:
             raise layer.error("rope_scaling", "excludes rope_parameters, but there are both")
@@ -101,11 +99,14 @@ class DrafterFile:
             "target_hidden_size": target.hidden_size,
         }  # fmt: skip
 
+    def _holder(self, field: str) -> Fields:
+        """The object in which the form has the field."""
+        return self.layer if field in self.form.objects[self.form.layer] else self.fields
+
     def _flag(self, place: str | bool) -> bool:
         if isinstance(place, bool):
             return place
-        where = self.layer if place in self.form.objects[self.form.layer] else self.fields
-        return where.flag(place, default=place in TRUE_UNLESS_SAID)
+        return self._holder(place).flag(place, default=place in TRUE_UNLESS_SAID)
 
     def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
         """Where the parts of the form, but for `without`, stand in the weight files.
@@ -117,13 +118,13 @@ class DrafterFile:
         reduced = shape["vocab_size"] != shape["target_vocab_size"]
         needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}
 
-        def place(options: str) -> str:
+        def place(text: str) -> str:
             """The option that tensors are called by, maybe behind "model."; else the first."""
-            for option in options.split("|"):
-                for name in (option, f"model.{option}"):
-                    if any(t == name or t.startswith(f"{name}.") for t in tensors):
-                        return name
-            return options.split("|")[0]
+            options = text.split("|")
+            for name in (f"{outer}{option}" for option in options for outer in ("", "model.")):
+                if any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
+                    return name
+            return options[0]
 
         parts = {part: name for part, name in self.form.parts.items() if part not in without}
         at = place(parts.pop("layer", ""))
@@ -144,23 +145,21 @@ class DrafterFile:
             )
         return names
 
-    def check_taps(self, where: Fields, field: str, taps: Sequence[int], *, last: bool) -> None:
+    def check_taps(self, field: str, taps: Sequence[int], *, last: bool) -> None:
         """Refuse outputs of layers that the target lacks, or in another order.
 
         last: the output of the last layer may be among them.
         """
-        num_layers = self.target.num_layers
-        problem = ""
-        if not last and num_layers - 1 in taps:
-            problem = (
-                f"the output of the last layer ({num_layers - 1}), before or after the final norm"
-            )
-        elif not all(0 <= layer < num_layers for layer in taps):
-            problem = f"outputs of the layers {list(taps)}; the target's are 0 to {num_layers - 1}"
+        end = self.target.num_layers - 1
+        if not last and end in taps:
+            problem = f"the output of the last layer ({end}), before or after the final norm"
+        elif not all(0 <= layer <= end for layer in taps):
+            problem = f"outputs of the layers {list(taps)}; the target's are 0 to {end}"
         elif list(taps) != sorted(set(taps)):
             problem = f"must be ascending, each layer once, not {list(taps)}"
-        if problem:
-            raise where.unsupported(field, problem)
+        else:
+            return
+        raise self.fields.unsupported(field, problem)
 
     def check_equal(self, where: Fields, wanted: int, *places: str) -> None:
         """Refuse a drafter of another target by a size of it that the file has."""
