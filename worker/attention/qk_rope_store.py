@@ -1,5 +1,6 @@
 """From the packed projection to attention's input in one pass: q/k norm, rope, and the KV store."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,3 +89,28 @@ def qk_rope_store_ref(
 
 
 qk_rope_store = op(qk_rope_store_ref)
+
+
+def layers_rope_store_ref(
+    kv: Tensor,
+    rotation: Rotation,
+    caches: Sequence[tuple[Tensor, ...]],
+    slot_mapping: Tensor,
+    k_weights: Tensor | None,
+    eps: float,
+) -> None:
+    """Store keys and values of several layers at once, of tokens that do not attend.
+
+    Args:
+        kv: [num_tokens, num_layers · 2 · num_kv_heads · head_dim], each row contiguous: of each
+            layer the heads of k, then of v.
+        caches: as of qk_rope_store_ref for each layer; equally spaced in memory.
+        k_weights: [num_layers, head_dim], the norm of each head of k before rope; None: no norm.
+        eps: of these norms.
+    """
+    for layer, part in enumerate(kv.chunk(len(caches), dim=1)):
+        norms = None if k_weights is None else HeadNorms(k_weights[layer], k_weights[layer], eps)
+        qk_rope_store_ref(part, rotation, caches[layer], slot_mapping, norms)
+
+
+layers_rope_store = op(layers_rope_store_ref)

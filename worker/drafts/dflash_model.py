@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from worker.attention.layers_rope_store import layers_rope_store
+from worker.attention.qk_rope_store import Rotation, layers_rope_store
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
@@ -88,7 +88,8 @@ class DFlashDrafter(DrafterModel):
         caches = [context.attention.kv(layer) for layer in range(self.spec.num_layers)]
         kv = product(features, stacked.weight, stacked.bias)
         slots, eps = context.batch.slot_mapping, self.spec.rms_norm_eps
-        layers_rope_store(kv, positions, self.rotary.table, caches, slots, stacked.k_norm, eps)
+        rotation = Rotation(self.rotary.table, positions)
+        layers_rope_store(kv, rotation, caches, slots, stacked.k_norm, eps)
 
     def embed(self, input_ids: Tensor, block: int) -> Tensor:
         """Embed blocks of one token and masks: [n · block] i64 -> [n · block, hidden_size].
