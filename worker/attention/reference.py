@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
-from worker.attention.pool import PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
