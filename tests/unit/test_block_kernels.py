@@ -6,7 +6,7 @@ import torch
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.attention import qk_rope_store, qk_rope_store_triton
-from worker.drafts import kept_rows, kept_rows_triton
+from worker.drafts import draft_rows, draft_rows_triton
 from worker.ops.jit import HAS_TRITON
 from worker.ops.rope import rope_inv_freq, rope_table
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
     sampled, drawn = step_of(columns, width, seed)
-    op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
+    op = draft_rows_triton.kept_rows_triton if INTERPRETED else draft_rows.kept_rows_ref
     positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
@@ -40,7 +40,7 @@ if not INTERPRETED:
         types = dict.fromkeys(("rows", "position", "drawn", "out"), "*i64")
         types |= {"valid": "*u8", "page_table": "*i32", "stride": "i32", "stride_table": "i32"}
         constants = dict(WIDTH=4, WIDTH_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        kernel = kept_rows_triton._kept_rows_kernel
+        kernel = draft_rows_triton._kept_rows_kernel
         assert "griddepcontrol.wait" in ptx_of(
             kernel, types, constants, num_warps=1, launch_pdl=True
         )

@@ -9,10 +9,9 @@ from worker.drafts.chain import Chain
 from worker.drafts.chain_model import ChainDrafter
 from worker.drafts.dflash import BlockLimits, DFlash
 from worker.drafts.dflash_model import DFlashDrafter
-from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter import DrafterModel, Features
 from worker.drafts.drafter_config import READERS, check_block
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
-from worker.drafts.features import Features
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
 from worker.model.decoder import Decoder

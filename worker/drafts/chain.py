@@ -20,7 +20,7 @@ from worker.drafts.base import Drafter
 from worker.drafts.chain_model import ChainDrafter
 from worker.drafts.draft_draws import draw_drafts
 from worker.drafts.draft_rows import DraftSteps, draft_rows
-from worker.drafts.features import Features, stored_tokens
+from worker.drafts.drafter import Features, stored_tokens
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.step.rows import SampledRows

@@ -51,7 +51,6 @@ class ChainDrafter(DrafterModel):
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
-        """Fuse [n, num_features · target_hidden_size] into g [n, hidden_size]; without fc: taps."""
         if self.fc is None:
             return taps
         if self.fc_norm is not None:

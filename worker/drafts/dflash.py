@@ -19,8 +19,8 @@ from worker.cache.pool import KVPool
 from worker.drafts.base import Drafter
 from worker.drafts.dflash_model import DFlashDrafter
 from worker.drafts.draft_draws import draw_drafts
-from worker.drafts.features import Features, stored_tokens
-from worker.drafts.kept_rows import kept_rows
+from worker.drafts.draft_rows import kept_rows
+from worker.drafts.drafter import Features, stored_tokens
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.ops.mask import KeyMask

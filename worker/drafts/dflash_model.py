@@ -75,7 +75,6 @@ class DFlashDrafter(DrafterModel):
         self._stacked = Stacked.of([layer.attention for layer in self._layers()])
 
     def features(self, taps: Tensor) -> Tensor:
-        """Fuse hidden states [n, num_features · target_hidden_size] to [n, hidden_size]."""
         return self.hidden_norm(self.fc(taps))
 
     def store(self, features: Tensor, positions: Tensor) -> None:

@@ -1,16 +1,65 @@
-"""What the networks of drafters have in common."""
+"""What drafters with weights have in common: network, token ids, and the target's features."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from worker.drafts.draft_ids import DraftIds
 from worker.drafts.drafter_shape import DrafterShape
+from worker.errors import UserError
+from worker.forward.batch import Batch
 from worker.model.decoder import Decoder
 from worker.model.layers import VocabParallelEmbedding
 from worker.model.loader import LoadFormat, check_format, fill_with_noise, read_weights
 from worker.model.rotary import RotaryEmbedding
-from worker.model.shard import Shard, split_heads
+from worker.model.shard import Shard, split_heads, whole
+from worker.model.taps import Taps
+from worker.step.state import StepState
+
+
+class DraftIds(nn.Module):
+    """Which of the target's ids a drafter's head has rows for: its own id + d2t[its own id]."""
+
+    offsets: Tensor  # [vocab_size] i64, d2t as the checkpoint has it
+    used: Tensor  # [target_vocab_size] bool, t2d as the checkpoint has it
+
+    def __init__(self, spec: DrafterShape, device: torch.device) -> None:
+        super().__init__()
+        self.spec = spec
+        self.targets: Tensor | None = None  # [vocab_size] i64; None: the ids are the target's
+        offsets = torch.zeros(spec.vocab_size, dtype=torch.int64, device=device)
+        used = torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device)
+        self.register_buffer("offsets", offsets, persistent=False)
+        self.register_buffer("used", used, persistent=False)
+
+    def shards(self) -> dict[str, Shard]:
+        tables, names = {"d2t": self.offsets, "t2d": self.used}, self.spec.names
+        return {names[part]: whole(table) for part, table in tables.items() if part in names}
+
+    def spread(self) -> None:
+        """Fill the tables of a drafter without a checkpoint: evenly spaced ids of the target."""
+        own = torch.arange(self.spec.vocab_size, device=self.offsets.device)
+        targets = own * self.spec.target_vocab_size // self.spec.vocab_size
+        self.offsets.copy_(targets - own)
+        self.used.zero_()[targets] = True
+
+    def settle(self, path: Path) -> None:
+        """Make `targets` of the tables, which are filled by now. Waits for the device.
+
+        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
+        tables of directory `path` disagree.
+        """
+        names, size = self.spec.names, self.spec.target_vocab_size
+        targets = torch.arange(self.spec.vocab_size, device=self.offsets.device) + self.offsets
+        if bool(((targets < 0) | (targets >= size)).any()):
+            raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
+        if bool((targets[1:] <= targets[:-1]).any()):
+            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
+        if "t2d" in names and not torch.equal(self.used.nonzero().flatten(), targets):
+            raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
+        self.targets = targets if self.spec.vocab_size < size else None
 
 
 class DrafterModel(nn.Module):
@@ -45,12 +94,14 @@ class DrafterModel(nn.Module):
         """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
         return self.ids.targets
 
+    def features(self, taps: Tensor) -> Tensor:
+        """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
+        raise NotImplementedError
+
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
         raise NotImplementedError
 
     def ignores(self, name: str) -> bool:
-        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         return name.endswith(Decoder.ignored_suffixes)
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
@@ -70,3 +121,42 @@ class DrafterModel(nn.Module):
             read_weights(self, path)
         self.ids.settle(path)
         self.eval()
+
+
+Model = TypeVar("Model", bound=DrafterModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Features(Generic[Model]):
+    """Makes a drafter's features of what the target has computed."""
+
+    model: Model  # filled
+    taps: Taps | None  # what the target leaves for it; None: it is fed with the target's output
+    poison: bool  # make taps NaN once they are read, so that one that is not written is noticed
+
+    def of(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """[num_tokens, hidden_size of the drafter], of the latest step; hidden: the target's."""
+        if self.taps is None:
+            return self.model.features(hidden)
+        rows = self.taps.rows(num_tokens)
+        features = self.model.features(rows)
+        if self.poison:
+            rows.fill_(float("nan"))
+        return features
+
+
+def stored_tokens(state: StepState, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Batch:
+    """Tokens whose keys and values are stored while nothing attends; all [n] i64."""
+    table = state.page_table[:0]
+    return Batch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=table[:, 0],
+        seq_lens=table[:, 0],
+        page_table=table,
+        num_reqs=0,
+        num_tokens=len(positions),
+        max_query_len=0,
+        max_seq_len_ub=0,
+    )
