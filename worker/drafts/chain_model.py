@@ -1,15 +1,12 @@
 """Chain drafters: one layer that drafts token by token, on features of the target."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter import DrafterModel, Stack
 from worker.drafts.drafter_shape import ChainShape
 from worker.model.decoder import Decoder, FeedForward, SelfAttention
 from worker.model.layers import ReplicatedLinear, RMSNorm
-from worker.model.shard import Shard
 from worker.ops.pair_norm import pair_norm
 
 
@@ -101,29 +98,14 @@ class ChainDrafter(DrafterModel):
         projected = self.projection(pair)
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
-    def shards(self) -> dict[str, Shard]:
-        shards = self.ids.shards()
-        for part, name in self.spec.names.items():
-            if part not in ("d2t", "t2d"):
-                module: Any = getattr(self, part)
-                shards |= module.shards(name)
-        return shards
-
     def ignores(self, name: str) -> bool:
         is_target_s = self.spec.form == "mtp" and not name.startswith("model.mtp_layers.")
         return is_target_s or super().ignores(name)
 
 
-class FeatureNorms(nn.ModuleList):
+class FeatureNorms(Stack):
     """A norm of its own for each of the hidden states that are fused."""
 
     def forward(self, taps: Tensor) -> Tensor:
         parts = taps.chunk(len(self), dim=-1)
         return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        shards: dict[str, Shard] = {}
-        for i, norm in enumerate(self):
-            assert isinstance(norm, RMSNorm)
-            shards |= norm.shards(f"{prefix}.{i}")
-        return shards

@@ -8,16 +8,15 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from worker.attention.qk_rope_store import Rotation, layers_rope_store
-from worker.drafts.drafter import DrafterModel
+from worker.drafts.drafter import DrafterModel, Stack
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.context import current
 from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
 from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.loader import LoadFormat
-from worker.model.shard import Shard, whole
 from worker.ops.mask import KeyMask
 from worker.ops.product import product
 
@@ -61,12 +60,12 @@ class DFlashDrafter(DrafterModel):
         tapped = spec.num_features * spec.target_hidden_size
         self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
         self.hidden_norm = RMSNorm(size, eps, placement)
-        self.layers = nn.ModuleList(
+        self.layers = Stack(
             DecoderLayer(spec, i, self.rotary, placement) for i in range(spec.num_layers)
         )
         self.final_norm = RMSNorm(size, eps, placement)
-        masked = spec.mask_token_id is None
-        self.mask_embedding = placement.empty(size) if masked else None
+        if spec.mask_token_id is None:
+            self.tables["mask_embedding"] = placement.empty(size)
         self._stacked: Stacked | None = None
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
@@ -96,8 +95,8 @@ class DFlashDrafter(DrafterModel):
         The ids of masks are the mask's, or any if the drafter has an embedding of its own for them.
         """
         hidden = self.embedding(input_ids)
-        if self.mask_embedding is not None:
-            hidden.view(-1, block, hidden.shape[1])[:, 1:] = self.mask_embedding
+        if (mask := self.tables.get("mask_embedding")) is not None:
+            hidden.view(-1, block, hidden.shape[1])[:, 1:] = mask
         return hidden
 
     def runs(self) -> Iterator[tuple[KeyMask, range]]:
@@ -132,16 +131,3 @@ class DFlashDrafter(DrafterModel):
             layer = self.layers[number]
             assert isinstance(layer, DecoderLayer)
             yield layer
-
-    def shards(self) -> dict[str, Shard]:
-        shards, names = self.ids.shards(), self.spec.names
-        for number, layer in enumerate(self._layers()):
-            shards |= layer.shards(f"{names['layers']}.{number}")
-        shards |= self.fc.shards(names["fc"]) | self.hidden_norm.shards(names["hidden_norm"])
-        shards |= self.final_norm.shards(names["final_norm"])
-        if self.mask_embedding is not None:
-            shards[names["mask_embedding"]] = whole(self.mask_embedding.detach())
-        for part, module in (("embedding", self.embedding), ("head", self.head)):
-            if part in names:
-                shards |= module.shards(names[part])
-        return shards

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,47 +19,16 @@ from worker.model.taps import Taps
 from worker.step.state import StepState
 
 
-class DraftIds(nn.Module):
-    """Which of the target's ids a drafter's head has rows for: its own id + d2t[its own id]."""
+class Stack(nn.ModuleList):
+    """Modules that a checkpoint numbers."""
 
-    offsets: Tensor  # [vocab_size] i64, d2t as the checkpoint has it
-    used: Tensor  # [target_vocab_size] bool, t2d as the checkpoint has it
-
-    def __init__(self, spec: DrafterShape, device: torch.device) -> None:
-        super().__init__()
-        self.spec = spec
-        self.targets: Tensor | None = None  # [vocab_size] i64; None: the ids are the target's
-        offsets = torch.zeros(spec.vocab_size, dtype=torch.int64, device=device)
-        used = torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device)
-        self.register_buffer("offsets", offsets, persistent=False)
-        self.register_buffer("used", used, persistent=False)
-
-    def shards(self) -> dict[str, Shard]:
-        tables, names = {"d2t": self.offsets, "t2d": self.used}, self.spec.names
-        return {names[part]: whole(table) for part, table in tables.items() if part in names}
-
-    def spread(self) -> None:
-        """Fill the tables of a drafter without a checkpoint: evenly spaced ids of the target."""
-        own = torch.arange(self.spec.vocab_size, device=self.offsets.device)
-        targets = own * self.spec.target_vocab_size // self.spec.vocab_size
-        self.offsets.copy_(targets - own)
-        self.used.zero_()[targets] = True
-
-    def settle(self, path: Path) -> None:
-        """Make `targets` of the tables, which are filled by now. Waits for the device.
-
-        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
-        tables of directory `path` disagree.
-        """
-        names, size = self.spec.names, self.spec.target_vocab_size
-        targets = torch.arange(self.spec.vocab_size, device=self.offsets.device) + self.offsets
-        if bool(((targets < 0) | (targets >= size)).any()):
-            raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
-        if bool((targets[1:] <= targets[:-1]).any()):
-            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
-        if "t2d" in names and not torch.equal(self.used.nonzero().flatten(), targets):
-            raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
-        self.targets = targets if self.spec.vocab_size < size else None
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Those of all modules; see DrafterModel.shards."""
+        shards: dict[str, Shard] = {}
+        for number, module in enumerate(self):
+            held: Any = module
+            shards |= held.shards(f"{prefix}.{number}")
+        return shards
 
 
 class DrafterModel(nn.Module):
@@ -82,7 +51,12 @@ class DrafterModel(nn.Module):
         self.rotary = RotaryEmbedding(spec, max_positions, device)
         self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = self._rows("head", spec.vocab_size, target.head)
-        self.ids = DraftIds(spec, device)
+        self._id_map: Tensor | None = None
+        # The head's ids among the target's: its own id + d2t[its own id]; t2d: which these are.
+        self.tables = {  # parts that are tensors, not modules
+            "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64, device=device),
+            "t2d": torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device),
+        }
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
         if part not in self.spec.names:
@@ -92,14 +66,20 @@ class DrafterModel(nn.Module):
     @property
     def id_map(self) -> Tensor | None:
         """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
-        return self.ids.targets
+        return self._id_map
 
     def features(self, taps: Tensor) -> Tensor:
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
         raise NotImplementedError
 
     def shards(self) -> dict[str, Shard]:
-        raise NotImplementedError
+        shards: dict[str, Shard] = {}
+        for part, name in self.spec.names.items():
+            if part in self.tables:
+                shards[name] = whole(self.tables[part])
+            else:
+                shards |= getattr(self, part).shards(name)
+        return shards
 
     def ignores(self, name: str) -> bool:
         return name.endswith(Decoder.ignored_suffixes)
@@ -112,15 +92,36 @@ class DrafterModel(nn.Module):
         """
         check_format(load_format)
         if load_format == "dummy":
-            tables = self.ids.shards()
             # Names of its own: a part that is called as one of the target's is not to equal it.
-            own = {f"draft.{name}": s for name, s in self.shards().items() if name not in tables}
-            fill_with_noise(own, seed)
-            self.ids.spread()
+            shards = {f"draft.{name}": shard for name, shard in self.shards().items()}
+            fill_with_noise({n: s for n, s in shards.items() if s.dest.is_floating_point()}, seed)
+            self._spread_ids()
         else:
             read_weights(self, path)
-        self.ids.settle(path)
+        self._map_ids(path)
         self.eval()
+
+    def _spread_ids(self) -> None:
+        own = torch.arange(self.spec.vocab_size, device=self.placement.device)
+        targets = own * self.spec.target_vocab_size // self.spec.vocab_size
+        self.tables["d2t"].copy_(targets - own)
+        self.tables["t2d"].zero_()[targets] = True
+
+    def _map_ids(self, path: Path) -> None:
+        """Make `id_map` of the tables, which are filled by now. Waits for the device.
+
+        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
+        tables of directory `path` disagree.
+        """
+        names, size, offsets = self.spec.names, self.spec.target_vocab_size, self.tables["d2t"]
+        targets = torch.arange(self.spec.vocab_size, device=offsets.device) + offsets
+        if bool(((targets < 0) | (targets >= size)).any()):
+            raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
+        if bool((targets[1:] <= targets[:-1]).any()):
+            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
+        if "t2d" in names and not torch.equal(self.tables["t2d"].nonzero().flatten(), targets):
+            raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
+        self._id_map = targets if self.spec.vocab_size < size else None
 
 
 Model = TypeVar("Model", bound=DrafterModel)
