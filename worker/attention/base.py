@@ -41,7 +41,6 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
-    parts: frozenset[int] = frozenset({2})  # of a token's row in the region: keys and values
 
     def region(self, pool: KVPool, shape: AttentionShape) -> KVRegion:
         """The region to be served.
@@ -58,10 +57,10 @@ class AttentionCaps:
                 f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
                 f"the model {kv[0]} of {kv[1]}"
             )
-        if region.parts not in self.parts or region.rows != "token":
+        if (region.parts, region.rows) != (2, "token"):
             raise Unsupported(
                 f"the KV region {region.name!r} has {region.parts} parts a {region.rows}; attention"
-                f" needs {' or '.join(map(str, sorted(self.parts)))} a token"
+                " needs 2 a token"
             )
         checks = (
             ("device", pool.device.type, self.devices),

@@ -16,8 +16,6 @@ compare every key: such batches are short queries of drafters, so far.
 The twin in plain torch is `worker.attention.reference`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -498,17 +496,9 @@ def constants_of(tiles: PagedTiles, shape: AttentionShape, page_size: int) -> di
     """The compile-time constants of _attend_kernel, except PDL."""
     used = power_of_two(tiles.rows)
     return {
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "HEAD_DIM": shape.head_dim,
-        "PAGE": page_size,
-        "GROUP": shape.num_heads // shape.num_kv_heads,
-        "KV_HEADS": shape.num_kv_heads,
-        "ROWS": tiles.rows,
-        "USED": used,
-        "UNROLL": min(max(64 // used, 1), 16),
-        "FIELDS": FIELDS,
-        "MANY": tiles.max_tiles > 1,
-        **shape.mask.constants(),
-        "INTERPRETED": INTERPRETED,
-    }
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEAD_DIM": shape.head_dim,
+        "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
+        "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
+        "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+        **shape.mask.constants(), "INTERPRETED": INTERPRETED,
+    }  # fmt: skip

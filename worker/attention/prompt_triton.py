@@ -11,8 +11,6 @@ chunks, nor on the other rows.
 The twin in plain torch is `worker.attention.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -255,11 +253,6 @@ def prompt_attention(
 def prompt_constants(heads: tuple[int, int], head_dim: int) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
     return {
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "HEAD_DIM": head_dim,
-        "GROUP": heads[0] // heads[1],
-        "HEADS": heads[0],
-        "FIELDS": FIELDS,
-        "INTERPRETED": INTERPRETED,
-    }
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "HEAD_DIM": head_dim, "HEADS": heads[0],
+        "GROUP": heads[0] // heads[1], "FIELDS": FIELDS, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip

@@ -1,7 +1,5 @@
 """Kernels of qk_rope_store.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -51,7 +51,8 @@ class DrafterModel(nn.Module):
         self.rotary = RotaryEmbedding(spec, max_positions, device)
         self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = self._rows("head", spec.vocab_size, target.head)
-        self._id_map: Tensor | None = None
+        # [vocab_size] i64: the target's id of each of the head's; None: they are the same.
+        self.id_map: Tensor | None = None
         # The head's ids among the target's: its own id + d2t[its own id]; t2d: which these are.
         self.tables = {  # parts that are tensors, not modules
             "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64, device=device),
@@ -62,11 +63,6 @@ class DrafterModel(nn.Module):
         if part not in self.spec.names:
             return shared
         return VocabParallelEmbedding(num, self.spec.hidden_size, self.placement)
-
-    @property
-    def id_map(self) -> Tensor | None:
-        """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
-        return self._id_map
 
     def features(self, taps: Tensor) -> Tensor:
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
@@ -121,7 +117,7 @@ class DrafterModel(nn.Module):
             raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
         if "t2d" in names and not torch.equal(self.tables["t2d"].nonzero().flatten(), targets):
             raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
-        self._id_map = targets if self.spec.vocab_size < size else None
+        self.id_map = targets if self.spec.vocab_size < size else None
 
 
 Model = TypeVar("Model", bound=DrafterModel)

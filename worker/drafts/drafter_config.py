@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from worker.config import SpecConfig
-from worker.drafts.draft_reading import DrafterFile
+from worker.drafts.draft_forms import DrafterFile
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
 from worker.model.fields import Fields
@@ -19,10 +19,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     """The chain drafter in directory `path`, which may be the target's own, for `target`.
 
-    Raises:
-        UserError: a file or a field is missing or wrong, or the drafter is another target's; the
-            message names file and field. Unsupported (a UserError): it uses what we cannot
-            compute, or a field has two readings or is unknown.
+    Raises UserError, which names file and field, if one is missing or wrong, or the drafter is
+    another target's; Unsupported if we cannot compute it, or a field is unknown or ambiguous.
     """
     file = DrafterFile.open(path, "chain", target)
     fields, layer, kind = file.fields, file.layer, file.form.kind
