@@ -593,7 +593,8 @@ if not INTERPRETED:
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
         types |= {"scale": "fp32"}
-        constants = paged.constants_of(tiles, (32, 8), 128, 64, mask) | {"PDL": True}
+        shape = AttentionShape(32, 8, 128, 1.0, mask)
+        constants = paged.constants_of(tiles, shape, 64) | {"PDL": True}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         asm = asm_of(paged._attend_kernel, types, constants, **options)
         ptx = asm["ptx"]

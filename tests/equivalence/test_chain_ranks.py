@@ -9,8 +9,8 @@ from tests.support.chain_checkpoints import TARGET
 from tests.support.chain_rows import ChainRows
 from tests.support.processes import run_ranks
 from tests.unit.test_chain_forms import CPU, write_case
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
 from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.peers.base import Collective, SingleCollective

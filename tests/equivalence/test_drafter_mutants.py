@@ -108,10 +108,10 @@ def without_draft_region(runs: list[Any], pair: Any, *_: Any) -> list[Any]:
 
 
 def noise_by_draft_id(real: Any) -> Any:
-    def draw(*given: Any) -> Tensor:
-        *first, ids, drafts, _ = given
-        found = real(*first, None, drafts)
-        drafts[given[1]] = torch.where(drafts[given[1]] >= 0, ids[found][:, None], -1)
+    def draw(logits: Tensor, draws: Any, drafts: Tensor) -> Tensor:
+        rows, ids = draws.rows, draws.ids
+        found = real(logits, draws._replace(ids=None), drafts)
+        drafts[rows] = torch.where(drafts[rows] >= 0, ids[found][:, None], -1)
         return ids[found]
 
     return draw
@@ -143,7 +143,7 @@ def seen_causally(*, causal: bool, window: int | None) -> KeyMask:
     return KeyMask(causal=True, window=window)
 
 
-CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain_model.ChainDrafter"
+CHAIN, MODEL = "worker.drafts.chain", "worker.drafts.chain.ChainDrafter"
 DFLASH = "worker.drafts.dflash"
 TAPS, PAIR_RUNS = "worker.model.decoder.Taps.after", "worker.transfer.layout.RankPair.runs"
 ONE_LAYER_EARLY = given(lambda taps, layer: (taps, layer + 1))
@@ -153,7 +153,9 @@ ACTIVE = given(
         replace(sampled, valid=columns.active[sampled.rows]), drawn, columns, *rest,
     )
 )  # fmt: skip
-PLACE_BEFORE = given(lambda logits, rows, position, *rest: (logits, rows, position - 1, *rest))
+PLACE_BEFORE = given(
+    lambda logits, draws, drafts: (logits, draws._replace(position=draws.position - 1), drafts)
+)
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "taps one layer early": ("eagle3", TAPS, ONE_LAYER_EARLY),
     "taps not written": ("eagle3", TAPS, nothing),  # as a graph that replays without them
@@ -186,7 +188,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "noise's id": ("eagle3", f"{CHAIN}.draw_drafts", noise_by_draft_id),
     "first key": ("eagle", "worker.drafts.build.FROM_KEY_1", lambda _: KeyMask()),
     "map without offset": (
-        "eagle3", f"{MODEL}.id_map", lambda _: property(lambda model: torch.arange(300)),
+        "eagle3", f"{MODEL}._map_ids",
+        lambda _: lambda model, path: setattr(model, "id_map", torch.arange(300)),
     ),
     "normed fed back": ("eagle3", f"{MODEL}.forward", gives(lambda both, *_: (both[1], both[1]))),
     "raw fed back": ("mtp", f"{MODEL}.forward", feeds_back_the_raw_output),
@@ -203,9 +206,9 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         "dflash", f"{DFLASH}.read_rows",
         gives(lambda found, *_: replace(found, positions=found.positions + 1)),
     ),
-    "block: causal": ("dflash", "worker.drafts.dflash_config.KeyMask", lambda _: seen_causally),
+    "block: causal": ("dflash", "worker.drafts.drafter_config.KeyMask", lambda _: seen_causally),
     "block: mask": (
-        "dflash", "worker.drafts.dflash_model.DFlashDrafter.embed",
+        "dflash", "worker.drafts.dflash.DFlashDrafter.embed",
         given(lambda model, ids, block: (
             model, ids + (torch.arange(len(ids)) % block > 0), block
         )),

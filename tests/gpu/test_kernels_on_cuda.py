@@ -17,7 +17,7 @@ from worker.attention.qk_rope_store import (
     qk_rope_store,
     qk_rope_store_ref,
 )
-from worker.drafts.draft_draws import draw_drafts
+from worker.drafts.draft_draws import DraftDraws, draw_drafts
 from worker.draw.logprobs import logprobs, logprobs_ref
 from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
 from worker.draw.sampler_triton import draw_triton
@@ -189,8 +189,8 @@ def test_ranks_draw_and_draft_as_one_does(m: int, size: int, dtype: torch.dtype)
     spread = torch.arange(VOCAB, device="cuda") * 3
 
     def draft(x: Tensor, part: VocabPart | None, ids: Tensor | None) -> Tensor:
-        given = at, rows.position, one, rows.seed, rows.temperature, ids, drafts, part
-        return draw_drafts(x, *given)
+        draws = DraftDraws(at, rows.position, one, rows.seed, rows.temperature, ids, part)
+        return draw_drafts(x, draws, drafts)
 
     for draw in (
         lambda x, part: draw_triton(x, rows, "random", part=part),

@@ -7,7 +7,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
-from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.chain import ChainDrafter
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.ops.mask import KeyMask

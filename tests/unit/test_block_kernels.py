@@ -5,8 +5,8 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
-from worker.drafts import kept_rows, kept_rows_triton
+from worker.attention import qk_rope_store, qk_rope_store_triton
+from worker.drafts import draft_rows, draft_rows_triton
 from worker.ops.jit import HAS_TRITON
 from worker.ops.rope import rope_inv_freq, rope_table
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
     sampled, drawn = step_of(columns, width, seed)
-    op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
+    op = draft_rows_triton.kept_rows_triton if INTERPRETED else draft_rows.kept_rows_ref
     positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
@@ -40,19 +40,20 @@ if not INTERPRETED:
         types = dict.fromkeys(("rows", "position", "drawn", "out"), "*i64")
         types |= {"valid": "*u8", "page_table": "*i32", "stride": "i32", "stride_table": "i32"}
         constants = dict(WIDTH=4, WIDTH_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        kernel = kept_rows_triton._kept_rows_kernel
+        kernel = draft_rows_triton._kept_rows_kernel
         assert "griddepcontrol.wait" in ptx_of(
             kernel, types, constants, num_warps=1, launch_pdl=True
         )
-        names = "kv", "k_cache", "v_cache", "k_weights"
+        names = "qkv", "k_cache", "v_cache", "q_weight", "k_weight", "q_out"
         types = dict.fromkeys(names, "*bf16") | {"table": "*fp32", "eps": "fp32"}
         types |= dict.fromkeys(("positions", "slot_mapping"), "*i64")
-        strides = "kv", "layer", "page", "head", "token"
+        strides = "qkv", "layer", "page", "head", "token"
         types |= {f"stride_{name}": "i32" for name in strides}
         constants = dict(
-            NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, HEADS=8, BLOCK=64, NORM=True, PDL=True
-        )
-        kernel = layers_rope_store_triton._layers_rope_store_kernel
+            NUM_HEADS=0, NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, HEADS=8, BLOCK=64,
+            LAYERS=True, NORM=True, PDL=True,
+        )  # fmt: skip
+        kernel = qk_rope_store_triton._qk_rope_store_kernel
         ptx = ptx_of(kernel, types, constants, num_warps=4, launch_pdl=True)
         assert "st.global.v2.b32" in ptx
 
@@ -72,7 +73,8 @@ if not INTERPRETED:
                 memory[0, :, :, layer].unbind(2), slots, norms,
             )  # fmt: skip
         caches = [memory[1, :, :, layer].unbind(2) for layer in range(3)]
-        layers_rope_store.layers_rope_store_ref(kv, positions, table, caches, slots, weights, 1e-6)
+        rotation = qk_rope_store.Rotation(table, positions)
+        qk_rope_store.layers_rope_store_ref(kv, rotation, caches, slots, weights, 1e-6)
         assert torch.equal(*memory)
         assert memory.any()
 
@@ -96,12 +98,13 @@ else:
         weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
         both = []
         for run in (
-            layers_rope_store_triton.layers_rope_store_triton,
-            layers_rope_store.layers_rope_store_ref,
+            qk_rope_store_triton.layers_rope_store_triton,
+            qk_rope_store.layers_rope_store_ref,
         ):
             memory = torch.full((5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
             caches = [memory[:, :, layer].unbind(2) for layer in range(num_layers)]
-            run(kv, positions, table, caches, slots, weights, 1e-6)
+            rotation = qk_rope_store.Rotation(table, positions)
+            run(kv, rotation, caches, slots, weights, 1e-6)
             both.append(memory)
         assert torch.equal(both[0] == 7, both[1] == 7), "the same slots"
         assert torch.allclose(*both, atol=1e-6, rtol=1e-6)

@@ -22,8 +22,8 @@ from tests.support.chain_checkpoints import (
 )
 from tests.support.chain_reference import Layer
 from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement

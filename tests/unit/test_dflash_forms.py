@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 
 from tests.support.chain_checkpoints import ABSENT, change_config, write_chain
 from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, config_of, write_dflash
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
 from worker.model.shape import ModelShape

@@ -1,5 +1,6 @@
 """DFlash drafters of every published form load whole, and a block is what plain torch says."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
-from worker.drafts.dflash_config import read_dflash_shape
-from worker.drafts.dflash_model import DFlashDrafter
+from worker.drafts.dflash import DFlashDrafter
+from worker.drafts.drafter_config import read_dflash_shape
 from worker.errors import UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
@@ -92,7 +93,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
     names = dict.fromkeys(("prefill", "decode", "spec"), "reference")
     of_mask = {
         mask: build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
-        for mask, _ in drafter.runs()
+        for mask, _ in drafter.runs
     }
     text, num = batch_of(0, NUM_TEXT - 1, torch.zeros(1, dtype=torch.int32)), NUM_TEXT - 1
     with forward_context(text, next(iter(of_mask.values())), None):
@@ -104,12 +105,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(
     block = batch_of(num, BLOCK, torch.tensor([0, BLOCK], dtype=torch.int32))
     ids = torch.full((BLOCK,), spec.mask_token_id or 0)
     ids[0] = tokens[-1]
-    part, residual = drafter.embed(ids, BLOCK), None
-    for mask, numbers in drafter.runs():
-        with forward_context(block, of_mask[mask], of_mask[mask].plan(block)):
-            part, residual = drafter.run(part, residual, block.positions, numbers)
-    assert residual is not None
-    found = drafter.logits(part, residual, BLOCK, BLOCK - 1)
+    found = drafter.logits(replace(block, input_ids=ids), BLOCK, BLOCK - 1, of_mask)
     wanted = reference.block(tokens.tolist(), num, BLOCK)[1:] @ reference.head.T
     assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
     assert (found - wanted.roll(1, 0)).abs().max() > 0.1, "rows are not told apart"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.chain_checkpoints import ABSENT, check_refused
 from tests.support.dflash_checkpoints import TARGET, write_dflash
-from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.drafter_config import read_dflash_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [FULL, SLIDING]

@@ -87,12 +87,12 @@ def target(rows: SamplingRows, tail: Tail) -> Draw:
 
 def drafter(case: tuple[Any, ...], *, greedy: bool) -> Draw:
     """Those of a drafter, and what they leave in the state."""
-    _, rows, position, slots, seed, temperature, ids = case
+    draws = case[1]._replace(seed=None) if greedy else case[1]
     op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
 
     def drafted(logits: Tensor, part: VocabPart | None) -> Tensor:
-        drafts, seeds = torch.full((6, 1), 5), None if greedy else seed
-        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts, part)
+        drafts = torch.full((6, 1), 5)
+        found = op(logits, draws._replace(part=part), drafts)
         return torch.cat((found, drafts[:, 0]))
 
     return drafted

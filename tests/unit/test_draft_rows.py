@@ -9,9 +9,12 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
+from worker.drafts.draft_draws import DraftDraws
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
 from worker.step.rows import RowColumns, SampledRows
+
+DRAW = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
 
 
 def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
@@ -61,7 +64,7 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(wanted["tail_pages"]) > 0
 
 
-def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
+def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Tensor, DraftDraws]:
     """Arguments of draw_drafts for `num` drafts of five rows: greedy and not, two without one."""
     generator = torch.Generator().manual_seed(num_ids)
     logits = 3 * torch.randn(5 * num, num_ids, generator=generator)
@@ -74,7 +77,7 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
     ids = None
     if mapped:
         ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
-    return logits, rows, position, slots, seed, temperature, ids
+    return logits, DraftDraws(rows, position, slots, seed, temperature, ids)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -82,10 +85,11 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
 def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
     num: int, num_ids: int, mapped: bool
 ) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
-    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    logits, draws = draws_case(num_ids, mapped, num)
+    rows, position, slots, seed, temperature, ids, _ = draws
+    assert seed is not None
     drafts = torch.full((6, num + 2), 5)
-    found = op(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
+    found = DRAW(logits, draws, drafts[:, 1 : 1 + num])
     own = list(range(num_ids)) if ids is None else ids.tolist()
     for line, row in enumerate(rows.repeat_interleave(num).tolist()):
         noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
@@ -99,24 +103,22 @@ def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
 
 
 def test_equal_logits_draw_the_lowest_id() -> None:
-    _, rows, position, slots, seed, _, ids = draws_case(97, True)
-    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
-    for seeds in (seed, None):
-        found = op(logits, rows, position, slots, seeds, greedy, ids, drafts)
-        assert found[:3].tolist() == [int(ids[0])] * 3
+    _, draws = draws_case(97, True)
+    assert draws.ids is not None
+    for seed in (draws.seed, None):
+        greedy = draws._replace(temperature=torch.zeros(5), seed=seed)
+        found = DRAW(torch.zeros(5, 97), greedy, torch.full((6, 1), 5))
+        assert found[:3].tolist() == [int(draws.ids[0])] * 3
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 @pytest.mark.parametrize("mapped", [False, True])
 def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(1100, mapped)
+    logits, draws = draws_case(1100, mapped)
     logits.fill_(float("nan"))
-    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
-    known = set(range(1100) if ids is None else ids.tolist())
-    for seeds in (seed, None):
-        drafts = torch.full((6, 1), 5)
-        found = op(logits, rows, position, slots, seeds, temperature, ids, drafts)
+    known = set(range(1100) if draws.ids is None else draws.ids.tolist())
+    for seed in (draws.seed, None):
+        found = DRAW(logits, draws._replace(seed=seed), torch.full((6, 1), 5))
         assert set(found.tolist()) <= {0} | known
 
 

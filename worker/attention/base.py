@@ -4,7 +4,11 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
+from torch import Tensor
+
 from worker.attention.backends import ATTENTION
+from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, Bounds
@@ -37,7 +41,43 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
-    parts: frozenset[int] = frozenset({2})  # of a token's row in the region: keys and values
+
+    def region(self, pool: KVPool, shape: AttentionShape) -> KVRegion:
+        """The region to be served.
+
+        Raises:
+            Unsupported: it cannot be; the message names the first reason. The region must hold
+                rows of tokens, of the shape's kv heads and head_dim.
+        """
+        region, kv = pool.region(shape.region), (shape.num_kv_heads, shape.head_dim)
+        if shape.num_heads % kv[0]:
+            raise Unsupported(f"{shape.num_heads} heads do not share {kv[0]} kv heads evenly")
+        if (region.num_kv_heads, region.head_dim) != kv:
+            raise Unsupported(
+                f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
+                f"the model {kv[0]} of {kv[1]}"
+            )
+        if (region.parts, region.rows) != (2, "token"):
+            raise Unsupported(
+                f"the KV region {region.name!r} has {region.parts} parts a {region.rows}; attention"
+                " needs 2 a token"
+            )
+        checks = (
+            ("device", pool.device.type, self.devices),
+            ("KV dtype", region.dtype, self.dtypes),
+            ("head_dim", shape.head_dim, self.head_dims),
+            ("page_size", region.page_size, self.page_sizes),
+        )
+        for name, value, allowed in checks:
+            if allowed is not None and value not in allowed:
+                choices = ", ".join(map(str, sorted(allowed)))  # type: ignore[type-var]
+                raise Unsupported(f"attention backend: {name} {value} is not one of: {choices}")
+        refused = shape.mask.unlike_causal - self.masks if self.masks is not None else ()
+        if refused:
+            raise Unsupported(
+                f"attention backend: cannot serve {shape.mask}: its {', '.join(sorted(refused))}"
+            )
+        return region
 
 
 class AttentionBackend(LayerAttention, Protocol):
@@ -68,6 +108,24 @@ class AttentionBackend(LayerAttention, Protocol):
         The first launch of a variant may wait for a compiler.
         """
         ...
+
+
+class PoolAttention:
+    """What backends share that attend over a region of the pool themselves; see AttentionCaps."""
+
+    caps: ClassVar[AttentionCaps]
+
+    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+        self.region = self.caps.region(pool, shape)
+        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
+        self.dtype: torch.dtype = getattr(torch, self.region.dtype)
+        self._layers = pool.layers(shape.region)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._layers[layer_id]
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        return None  # nothing is compiled for a batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
-from worker.attention.pool import PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
@@ -63,21 +62,19 @@ def ragged(host: HostLengths, page_table: Tensor, page_size: int) -> Ragged:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FlashInferPlan:
+class FlashInferPlan(NamedTuple):
     """What all layers of one pass share."""
 
     wrapper: Any  # planned
     num_tokens: int  # rows that are not padding
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Wrappers whose pinned buffers hold one plan until the device has fetched it.
 
     plan() writes the buffers on the host and enqueues their copy. They may be written again only
-    when that copy is over, which `fence` tells. After NUM_SLOTS steps it has always passed, since
-    one of these steps has settled, so waiting for it costs nothing.
+    when that copy is over, which `fence` tells. Of NUM_SLOTS steps one has settled, so waiting for
+    it costs nothing.
     """
 
     prefill: Any  # BatchPrefillWithPagedKVCacheWrapper
@@ -88,9 +85,9 @@ class Slot:
 class FlashInferAttention(PoolAttention):
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
-    Batches of one row a request go to the decode wrapper, on tensor cores at every GQA ratio. Those
-    are the FA2 kernels of prefill: they serve all ratios and are compiled once. The constructor
-    compiles what the library lacks (up to minutes, once for each machine, shape and dtype).
+    Batches of one row a request go to the decode wrapper, on tensor cores: the FA2 kernels of
+    prefill, which serve all GQA ratios and are compiled once. The constructor compiles what the
+    library lacks (up to minutes, once for each machine, shape and dtype).
 
     How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
     request may have ended on the device before the host knows. It is computed on the sink's page,

@@ -18,16 +18,16 @@ class PagedTiles:
     block_n: int
     rows: int  # of a tile that can be used
     max_tiles: int  # of one request
-    max_splits: int  # of one tile
     max_items: int  # of the batch
-    shortest: int  # keys that are worth a split of their own
-    most: int  # splits of a tile, however long
     programs: int
     num_warps: int
-    num_stages: int
-    max_registers: int | None  # of a thread; None = the compiler decides
-    early: bool  # start while the kernel before it still ends
-    longest_first: bool  # requests with more keys are listed first
+    num_stages: int = 3
+    max_splits: int = 1  # of one tile
+    shortest: int = 1  # keys that are worth a split of their own
+    most: int = 1  # splits of a tile, however long
+    max_registers: int | None = None  # of a thread; None = the compiler decides
+    early: bool = False  # start while the kernel before it still ends
+    longest_first: bool = False  # requests with more keys are listed first
 
 
 @lru_cache(4096)
@@ -75,7 +75,6 @@ def choose(
         most=most,
         programs=min(programs * max_splits, 16 * num_sms),
         num_warps=4 if block_m * head_dim <= 8192 else 8,
-        num_stages=3,
         max_registers=128 if one_wave else None,
         # Programs that start early spread unevenly over the SMs: 256 take 28 us a layer instead of
         # 23. Up to one program an SM, and with 512 and more, an early start gains 0.7 us.

@@ -16,25 +16,16 @@ compare every key: such batches are short queries of drafters, so far.
 The twin in plain torch is `worker.attention.reference`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
-from worker.ops.jit import (
-    HAS_TRITON,
-    INTERPRETED,
-    gdc_launch_dependents,
-    gdc_wait,
-    tl,
-    triton,
-)
+from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
-from worker.ops.mask import CAUSAL, KeyMask
 
 FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
 
@@ -417,8 +408,7 @@ class PagedPlan:
     """One batch cut into items. The layers of a pass run one after the other and share it all."""
 
     tiles: PagedTiles
-    heads: tuple[int, int]  # query, kv
-    mask: KeyMask
+    shape: AttentionShape
     page_table: Tensor  # [num_reqs, max_pages] i32
     items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
     counts: Tensor  # [2] i32: items, query rows
@@ -432,10 +422,8 @@ def plan_items(
     seq_lens: Tensor,
     page_table: Tensor,
     tiles: PagedTiles,
-    heads: tuple[int, int],
-    head_dim: int,
+    shape: AttentionShape,
     page_size: int,
-    mask: KeyMask = CAUSAL,
 ) -> PagedPlan:
     """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
 
@@ -443,25 +431,23 @@ def plan_items(
     """
     assert query_start.dtype == seq_lens.dtype == page_table.dtype == torch.int32
     assert page_table.stride(1) == 1
-    device, kv_heads = seq_lens.device, heads[1]
-    slots = tiles.max_items * kv_heads
+    device, slots = seq_lens.device, tiles.max_items * shape.num_kv_heads
     split_slots = slots if tiles.max_splits > 1 else 1
     plan = PagedPlan(
         tiles=tiles,
-        heads=heads,
-        mask=mask,
+        shape=shape,
         page_table=page_table,
         items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
         arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
-        partial=torch.empty(split_slots * tiles.rows * head_dim, device=device),
+        partial=torch.empty(split_slots * tiles.rows * shape.head_dim, device=device),
         stats=torch.empty(split_slots * tiles.rows * 2, device=device),
     )
     constants: dict[str, Any] = {
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "GROUP": heads[0] // kv_heads,
-        "PAGE": page_size, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS, "FIELDS": FIELDS,
-        "CAUSAL": mask.causal, "WINDOW": mask.window or 0, "SORTED": tiles.longest_first,
-        "INTERPRETED": INTERPRETED,
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PAGE": page_size,
+        "GROUP": shape.num_heads // shape.num_kv_heads, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS,
+        "FIELDS": FIELDS, "CAUSAL": shape.mask.causal, "WINDOW": shape.mask.window or 0,
+        "SORTED": tiles.longest_first, "INTERPRETED": INTERPRETED,
     }  # fmt: skip
     _plan_kernel[(seq_lens.shape[0],)](
         query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
@@ -475,7 +461,6 @@ def paged_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     plan: PagedPlan,
-    scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
     """Each row's attention to those of its request's keys that it sees; padded rows are zero.
@@ -485,9 +470,8 @@ def paged_attention(
     contiguous: `out` if it is given.
     """
     num_tokens, num_heads, head_dim = q.shape
-    tiles, page_size = plan.tiles, k_cache.shape[2]
-    assert HAS_TRITON
-    assert num_heads == plan.heads[0]
+    tiles, shape = plan.tiles, plan.shape
+    assert num_heads == shape.num_heads
     assert k_cache.stride() == v_cache.stride()
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
     if out is None:
@@ -502,33 +486,19 @@ def paged_attention(
     _attend_kernel[(tiles.programs,)](
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
-        plan.page_table.stride(0), scale * 1.4426950408889634,
-        **constants_of(tiles, plan.heads, head_dim, page_size, plan.mask), **options,
+        plan.page_table.stride(0), shape.scale * 1.4426950408889634,
+        **constants_of(tiles, shape, k_cache.shape[2]), **options,
     )  # fmt: skip
     return out
 
 
-def constants_of(
-    tiles: PagedTiles,
-    heads: tuple[int, int],
-    head_dim: int,
-    page_size: int,
-    mask: KeyMask = CAUSAL,
-) -> dict[str, Any]:
+def constants_of(tiles: PagedTiles, shape: AttentionShape, page_size: int) -> dict[str, Any]:
     """The compile-time constants of _attend_kernel, except PDL."""
     used = power_of_two(tiles.rows)
     return {
-        "BLOCK_M": tiles.block_m,
-        "BLOCK_N": tiles.block_n,
-        "HEAD_DIM": head_dim,
-        "PAGE": page_size,
-        "GROUP": heads[0] // heads[1],
-        "KV_HEADS": heads[1],
-        "ROWS": tiles.rows,
-        "USED": used,
-        "UNROLL": min(max(64 // used, 1), 16),
-        "FIELDS": FIELDS,
-        "MANY": tiles.max_tiles > 1,
-        **mask.constants(),
-        "INTERPRETED": INTERPRETED,
-    }
+        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEAD_DIM": shape.head_dim,
+        "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
+        "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
+        "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+        **shape.mask.constants(), "INTERPRETED": INTERPRETED,
+    }  # fmt: skip

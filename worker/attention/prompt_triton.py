@@ -11,15 +11,14 @@ chunks, nor on the other rows.
 The twin in plain torch is `worker.attention.reference`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import (
     FIELDS,
@@ -192,7 +191,7 @@ def plan_prompts(
     seq_lens: Tensor,
     page_table: Tensor,
     bounds: Bounds,
-    heads: tuple[int, int],
+    shape: AttentionShape,
     gathered: Tensor,
 ) -> PromptPlan:
     """Plan a batch of these bounds.
@@ -202,39 +201,21 @@ def plan_prompts(
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
     _, num_tokens, max_query_len, max_seq_len = bounds
-    head_dim = gathered.shape[-1]
-    tiles = prompt_tiles(len(seq_lens), num_tokens, max_query_len, heads[0])
-    each_head, page_size = (heads[0], heads[0]), 1  # items name a first page, which nobody reads
-    paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, head_dim, page_size)
+    max_tiles = -(-max_query_len // BLOCK_M)
+    num_tiles = min(len(seq_lens) * max_tiles, -(-num_tokens // BLOCK_M) + len(seq_lens))
+    tiles = PagedTiles(
+        BLOCK_M, BLOCK_N, rows=BLOCK_M, max_tiles=max_tiles, max_items=num_tiles,
+        programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    each_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
+    paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, page_size)
     units = torch.div(seq_lens + BLOCK_N - 1, BLOCK_N, rounding_mode="floor") * BLOCK_N
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
-        TensorDescriptor(each, list(each.shape), [head_dim, 1], [BLOCK_N, head_dim])
+        TensorDescriptor(each, list(each.shape), [shape.head_dim, 1], [BLOCK_N, shape.head_dim])
         for each in gathered.flatten(1, 2)
     )
     return PromptPlan(paged, seq_lens, first_rows, gathered, keys, values, max_seq_len)
-
-
-def prompt_tiles(num_reqs: int, num_tokens: int, max_query_len: int, num_heads: int) -> PagedTiles:
-    """The tiles for a batch's host bounds, for plan_items with a head for each query head."""
-    max_tiles = -(-max_query_len // BLOCK_M)
-    tiles = min(num_reqs * max_tiles, -(-num_tokens // BLOCK_M) + num_reqs)
-    return PagedTiles(
-        block_m=BLOCK_M,
-        block_n=BLOCK_N,
-        rows=BLOCK_M,
-        max_tiles=max_tiles,
-        max_splits=1,
-        max_items=tiles,
-        shortest=1,
-        most=1,
-        programs=tiles * num_heads,
-        num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES,
-        max_registers=None,
-        early=False,
-        longest_first=False,
-    )
 
 
 def prompt_attention(
@@ -242,13 +223,12 @@ def prompt_attention(
     k_cache: Tensor,
     v_cache: Tensor,
     plan: PromptPlan,
-    scale: float,
     out: Tensor | None = None,
 ) -> Tensor:
     """As paged_attention, for a plan by plan_prompts."""
     num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_cache.shape
-    tiles, page_table = plan.paged.tiles, plan.paged.page_table
+    tiles, page_table, scale = plan.paged.tiles, plan.paged.page_table, plan.paged.shape.scale
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     if out is None:
@@ -273,11 +253,6 @@ def prompt_attention(
 def prompt_constants(heads: tuple[int, int], head_dim: int) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
     return {
-        "BLOCK_M": BLOCK_M,
-        "BLOCK_N": BLOCK_N,
-        "HEAD_DIM": head_dim,
-        "GROUP": heads[0] // heads[1],
-        "HEADS": heads[0],
-        "FIELDS": FIELDS,
-        "INTERPRETED": INTERPRETED,
-    }
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "HEAD_DIM": head_dim, "HEADS": heads[0],
+        "GROUP": heads[0] // heads[1], "FIELDS": FIELDS, "INTERPRETED": INTERPRETED,
+    }  # fmt: skip

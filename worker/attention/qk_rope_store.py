@@ -1,5 +1,6 @@
 """From the packed projection to attention's input in one pass: q/k norm, rope, and the KV store."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,8 @@ from worker.ops.op import op
 def rope_ref(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """q and k with pairs (i, i + head_dim/2) rotated by their token's angles (the NeoX pairing).
 
-    q: [num_tokens, num_heads, head_dim]; k: [num_tokens, num_kv_heads, head_dim];
-    positions: [num_tokens] i64; table: see rope_table. Rotates in f32; returns new tensors of
-    the inputs' dtype.
+    q, k: [num_tokens, heads, head_dim]; positions: [num_tokens] i64; table: see rope_table. Rotates
+    in f32; returns new tensors of the inputs' dtype.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
@@ -63,18 +63,11 @@ def qk_rope_store_ref(
     slot_mapping: Tensor,
     norms: HeadNorms | None,
 ) -> Tensor:
-    """The rotated queries; the rotated keys and the values go to their slots.
+    """Rotated queries [num_tokens, num_heads, head_dim]; rotated keys and values go to their slots.
 
-    Args:
-        qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] of the cache's dtype, each
-            row contiguous: the heads of q, then of k, then of v. num_heads may be 0.
-        rotation: of q and k.
-        caches: k_cache and v_cache of one shape and strides, see store_kv_ref; written.
-        slot_mapping: [num_tokens] i64; see store_kv_ref.
-        norms: of q and k; None: no norms.
-
-    Returns:
-        [num_tokens, num_heads, head_dim], contiguous.
+    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] of the caches' dtype, each row
+    contiguous: the heads of q, then of k, then of v. num_heads may be 0. caches, slot_mapping: see
+    store_kv_ref; the caches have equal strides.
     """
     _, num_kv_heads, _, head_dim = caches[0].shape
     kv_width = num_kv_heads * head_dim
@@ -88,3 +81,25 @@ def qk_rope_store_ref(
 
 
 qk_rope_store = op(qk_rope_store_ref)
+
+
+def layers_rope_store_ref(
+    kv: Tensor,
+    rotation: Rotation,
+    caches: Sequence[tuple[Tensor, ...]],
+    slot_mapping: Tensor,
+    k_weights: Tensor | None,
+    eps: float,
+) -> None:
+    """Store keys and values of several layers at once, of tokens that do not attend.
+
+    kv: [num_tokens, num_layers · 2 · num_kv_heads · head_dim], of each layer as qkv above. caches:
+    of each layer, equally spaced in memory. k_weights: [num_layers, head_dim], the norm of each
+    head of k before rope; None: no norm.
+    """
+    for layer, part in enumerate(kv.chunk(len(caches), dim=1)):
+        norms = None if k_weights is None else HeadNorms(k_weights[layer], k_weights[layer], eps)
+        qk_rope_store_ref(part, rotation, caches[layer], slot_mapping, norms)
+
+
+layers_rope_store = op(layers_rope_store_ref)

@@ -1,8 +1,7 @@
 """Kernels of qk_rope_store.py."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,12 +29,12 @@ def normed_heads(a, b, weight, lanes, inside, eps, HEAD_DIM: tl.constexpr, DTYPE
 @triton.jit
 def _qk_rope_store_kernel(
     qkv, positions, table, k_cache, v_cache, slot_mapping, q_weight, k_weight, q_out,
-    stride_qkv, stride_page, stride_head, stride_token, eps,
+    stride_qkv, stride_layer, stride_page, stride_head, stride_token, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr,
     NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, heads / HEADS).
+    """Grid (tokens, heads / HEADS), or with LAYERS (tokens, heads / HEADS, layers).
 
     HEADS divides both head counts, so a program has heads of q, of k or of v only.
     BLOCK: power of two >= HEAD_DIM / 2. A head is handled as two halves, which rope pairs.
@@ -45,6 +44,13 @@ def _qk_rope_store_kernel(
         gdc_launch_dependents()
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
+    if LAYERS:  # rows of qkv hold all layers, one behind the other; so does k_weight
+        layer = tl.program_id(2).to(tl.int64)
+        qkv += layer * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM)
+        k_cache += layer * stride_layer
+        v_cache += layer * stride_layer
+        if NORM:
+            k_weight += layer * HEAD_DIM
     first = tl.program_id(1) * HEADS
     heads = first + tl.arange(0, HEADS)
     lanes = tl.arange(0, BLOCK)
@@ -94,26 +100,50 @@ def qk_rope_store_triton(
     caches: tuple[Tensor, ...],
     slot_mapping: Tensor,
     norms: HeadNorms | None,
+    num_layers: int = 1,
+    stride_layer: int = 0,
 ) -> Tensor:
+    """stride_layer: elements from one layer's caches to the next one's, where there are several."""
     (table, positions), (k_cache, v_cache) = rotation, caches
     _, num_kv_heads, page_size, head_dim = k_cache.shape
-    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    num_heads = qkv.shape[1] // num_layers // head_dim - 2 * num_kv_heads
     assert qkv.dtype == k_cache.dtype
     assert qkv.stride(1) == k_cache.stride(3) == 1
     assert k_cache.stride() == v_cache.stride()
     assert table.is_contiguous()
     per_program = math.gcd(num_heads, num_kv_heads, MAX_HEADS)
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    _qk_rope_store_kernel[(len(qkv), (num_heads + 2 * num_kv_heads) // per_program)](
+    _qk_rope_store_kernel[(len(qkv), (num_heads + 2 * num_kv_heads) // per_program, num_layers)](
         qkv, positions, table, k_cache, v_cache, slot_mapping,
         q if norms is None else norms.q, q if norms is None else norms.k, q,
-        qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        qkv.stride(0), stride_layer, k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         0.0 if norms is None else norms.eps,
         **overlap(
             qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             PAGE_SIZE=page_size, HEADS=per_program, BLOCK=power_of_two(head_dim // 2),
-            NORM=norms is not None, num_warps=max(1, per_program // 2),
+            LAYERS=num_layers > 1, NORM=norms is not None, num_warps=max(1, per_program // 2),
             enable_fp_fusion=False,  # rope rounds each product, as torch does
         ),
     )  # fmt: skip
     return q
+
+
+def layers_rope_store_triton(
+    kv: Tensor,
+    rotation: Rotation,
+    caches: Sequence[tuple[Tensor, ...]],
+    slot_mapping: Tensor,
+    k_weights: Tensor | None,
+    eps: float,
+) -> None:
+    """One launch."""
+    first, num_layers = caches[0], len(caches)
+    spacing = 0 if num_layers == 1 else caches[1][0].data_ptr() - first[0].data_ptr()
+    for layer, both in enumerate(caches):
+        for cache, start in zip(both, first, strict=True):
+            assert cache.data_ptr() == start.data_ptr() + layer * spacing
+            assert cache.stride() == start.stride()
+    assert k_weights is None or k_weights.is_contiguous()
+    norms = None if k_weights is None else HeadNorms(k_weights, k_weights, eps)
+    stride_layer = spacing // kv.element_size()
+    qk_rope_store_triton(kv, rotation, first, slot_mapping, norms, num_layers, stride_layer)

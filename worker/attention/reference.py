@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
-from worker.attention.pool import PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
@@ -72,7 +71,11 @@ class ReferenceAttention(PoolAttention):
 
         keys = torch.arange(num_keys, device=device)
         positions = (seq_lens - query_lens)[:, None] + columns  # [num_reqs, width]
-        first_key, last_key = self._visible(positions, seq_lens)
+        first_key = torch.full_like(positions, self.mask.first_key)
+        if self.mask.window is not None:
+            first_key = torch.maximum(first_key, positions - self.mask.window + 1)
+        whole = (seq_lens - 1)[:, None].expand_as(positions)
+        last_key = positions if self.mask.causal else whole
         attends = (columns < query_lens[:, None]) & (positions >= 0) & (first_key <= last_key)
         # A query row that sees nothing sees key 0, because a softmax over nothing is NaN.
         first_key, last_key = (torch.where(attends, each, 0) for each in (first_key, last_key))
@@ -97,14 +100,6 @@ class ReferenceAttention(PoolAttention):
             values=torch.empty(kv_shape, dtype=self.dtype, device=device),
             width=width,
         )
-
-    def _visible(self, positions: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:
-        """The first and the last key that each of `positions` [num_reqs, width] sees (KeyMask)."""
-        first = torch.full_like(positions, self.mask.first_key)
-        if self.mask.window is not None:
-            first = torch.maximum(first, positions - self.mask.window + 1)
-        whole = (seq_lens - 1)[:, None].expand_as(positions)
-        return first, positions if self.mask.causal else whole
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan

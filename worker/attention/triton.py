@@ -7,15 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_tiles import PagedTiles, choose
-from worker.attention.paged_triton import (
-    PagedPlan,
-    constants_of,
-    paged_attention,
-    plan_items,
-)
-from worker.attention.pool import PoolAttention
+from worker.attention.paged_triton import PagedPlan, constants_of, paged_attention, plan_items
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
@@ -62,8 +56,7 @@ class TritonAttention(PoolAttention):
         if not HAS_TRITON:
             raise Unsupported("attention backend: triton is not installed")
         super().__init__(pool, shape)
-        self.head_dim, self.mask = shape.head_dim, shape.mask
-        self._has_prompts = self.mask == CAUSAL and serves(self._layers[0][0])
+        self._has_prompts = shape.mask == CAUSAL and serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132
@@ -76,22 +69,15 @@ class TritonAttention(PoolAttention):
         if batch.host is not None and self._is_long(bounds):
             room = self._room(num_rows(batch.host.seq_lens), batch.seq_lens.device)
             if room is not None:
-                return plan_prompts(*lengths, bounds, self.heads, room)
-        return plan_items(
-            *lengths,
-            self._tiles(bounds),
-            self.heads,
-            self.head_dim,
-            self.region.page_size,
-            self.mask,
-        )
+                return plan_prompts(*lengths, bounds, self.shape, room)
+        return plan_items(*lengths, self._tiles(bounds), self.shape, self.region.page_size)
 
     def variant(self, bounds: Bounds) -> Hashable:
         if self._is_long(bounds):
-            return "long", *prompt_constants(self.heads, self.head_dim).values()
+            return "long", *prompt_constants(self.heads, self.shape.head_dim).values()
         tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        constants = constants_of(tiles, self.heads, self.head_dim, self.region.page_size, self.mask)
+        constants = constants_of(tiles, self.shape, self.region.page_size)
         return *constants.values(), *options
 
     def _is_long(self, bounds: Bounds) -> bool:
@@ -106,7 +92,7 @@ class TritonAttention(PoolAttention):
         if num_rows > self._max_gathered:
             return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
-            shape = 2, self.heads[1], power_of_two(num_rows), self.head_dim
+            shape = 2, self.heads[1], power_of_two(num_rows), self.shape.head_dim
             self._gathered = None  # before the next is taken
             try:
                 self._gathered = torch.empty(shape, dtype=self.dtype, device=device)
@@ -116,12 +102,13 @@ class TritonAttention(PoolAttention):
         return self._gathered
 
     def _tiles(self, bounds: Bounds) -> PagedTiles:
-        return choose(bounds, self.heads, self.head_dim, self.dtype.itemsize, self._num_sms)
+        head_dim, item_bytes = self.shape.head_dim, self.dtype.itemsize
+        return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         keys, values = self._layers[layer_id]
         if isinstance(plan, PromptPlan):
-            return prompt_attention(q, keys, values, plan, self.shape.scale, out)
+            return prompt_attention(q, keys, values, plan, out)
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
-        return paged_attention(q, keys, values, plan, self.shape.scale, out)
+        return paged_attention(q, keys, values, plan, out)

@@ -11,9 +11,8 @@ from worker.step.rows import SampledRows
 class Drafter(Protocol):
     """Fills `RowColumns.drafts` for the next step of each row. Enqueues device work only.
 
-    A draft is accepted iff the target draws the same token, so drafts change how many tokens a step
-    yields, never which. What a drafter's model keeps of a text lies in regions of the KV layout: it
-    travels with the page, and a page is never without it.
+    A draft is accepted iff the target draws the same token. What a drafter's model keeps of a text
+    lies in regions of the KV layout: it travels with the page, and a page is never without it.
     """
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
@@ -32,12 +31,8 @@ class Drafter(Protocol):
         """Take in what a decode step has kept of its windows, then propose; graphs hold it.
 
         A step of windows of W tokens proposes W - 1; -1 stands for drafts that are not proposed,
-        as those behind the end of a row.
-
-        Args:
-            sampled: rows of the step, as when it began.
-            hidden: [n * width, hidden], after the final norm.
-            drawn: what `accept_rows` returned; the step state is advanced already.
-            greedy: no row draws at random.
+        as those behind the end of a row. sampled: rows of the step, as when it began; hidden:
+        [n * width, hidden], after the final norm; drawn: what `accept_rows` returned, the step
+        state is advanced already; greedy: no row draws at random.
         """
         ...

@@ -5,14 +5,11 @@ from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.drafts.base import Drafter
-from worker.drafts.chain import Chain
-from worker.drafts.chain_model import ChainDrafter
-from worker.drafts.dflash import BlockLimits, DFlash
-from worker.drafts.dflash_model import DFlashDrafter
-from worker.drafts.drafter import DrafterModel
+from worker.drafts.chain import Chain, ChainDrafter
+from worker.drafts.dflash import DFlash, DFlashDrafter
+from worker.drafts.drafter import DrafterModel, Features
 from worker.drafts.drafter_config import READERS, check_block
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
-from worker.drafts.features import Features
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
 from worker.model.decoder import Decoder, Taps
@@ -87,23 +84,17 @@ def build_drafter(
         if state.text is None:
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
-    taps = _taps(config, model, target)
+    taps = None  # the drafter is fed with the target's output
+    if model.spec.taps != (target.spec.num_layers,):
+        taps = target.tap(model.spec.taps, _most_tokens(config))
     strict = config.engine.strict
     if isinstance(model, ChainDrafter):
         attention = _attention(config, model, pool, FROM_KEY_1)
         return Chain(Features(model, taps, poison=strict), attention, pool, state)
     assert isinstance(model, DFlashDrafter)
-    attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs()}
-    limits = BlockLimits(config.spec.block, int(config.model.max_model_len))
-    return DFlash(Features(model, taps, poison=strict), attentions, pool, state, limits)
-
-
-def _taps(config: WorkerConfig, model: DrafterModel, target: Decoder) -> Taps | None:
-    """None: the drafter is fed with the target's output."""
-    spec = model.spec
-    if spec.taps == (target.spec.num_layers,):
-        return None
-    return target.tap(spec.taps, _most_tokens(config))
+    attentions = {mask: _attention(config, model, pool, mask) for mask, _ in model.runs}
+    features = Features(model, taps, poison=strict)
+    return DFlash(features, attentions, pool, state, config.spec.block)
 
 
 def _attention(

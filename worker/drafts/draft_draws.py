@@ -6,6 +6,8 @@ seeded requests as for greedy ones. Filters, penalties and masks are left out. S
 be accepted, and the answers stay the same.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,34 +16,34 @@ from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
 
 
-def draw_drafts_ref(
-    logits: Tensor,
-    rows: Tensor,
-    position: Tensor,
-    slots: Tensor,
-    seed: Tensor | None,
-    temperature: Tensor,
-    ids: Tensor | None,
-    drafts: Tensor,
-    part: VocabPart | None = None,
-) -> Tensor:
+class DraftDraws(NamedTuple):
+    """How the next m drafts of n rows are drawn."""
+
+    rows: Tensor  # [n] i64, of the step state
+    position: Tensor  # [n * m] i64, of the token before each draft
+    slots: Tensor  # [n * m] i64; 0: there is no draft
+    seed: Tensor | None  # [num_rows + 1] i64, a column of the step state; None: all are greedy
+    temperature: Tensor  # [num_rows + 1] f32, another; 0 = greedy
+    ids: Tensor | None  # [num_ids] i64, ascending: the target's id of each draft id; None: equal
+    # Which of the drafter's ids the logits' columns are, if other ranks have others. All ranks
+    # call, and draw the same.
+    part: VocabPart | None = None
+
+    def ids_of(self, logits: Tensor) -> Tensor | None:
+        """The target's id of each column; None: these are the drafter's own, from `part` on."""
+        if self.ids is None or self.part is None:
+            return self.ids
+        return self.ids[self.part.first : self.part.first + logits.shape[1]]
+
+
+def draw_drafts_ref(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Tensor:
     """Draw the next m drafts of each row into `drafts`; returns them, 0 where there is none.
 
-    Args:
-        logits: [n * m, num_ids], of the drafter; lines of one row are neighbours. With `part`: the
-            columns of that part only.
-        rows: [n] i64, of the step state.
-        position: [n * m] i64, of the token before each draft.
-        slots: [n * m] i64; 0: there is no draft.
-        seed: [num_rows + 1] i64, a column of the step state; None: all rows are greedy.
-        temperature: [num_rows + 1] f32, another; 0 = greedy.
-        ids: [num_ids] i64, ascending: the target's id for each of the drafter's; None: both equal.
-        drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
-        part: which of the drafter's ids the columns are, if other ranks have others. All ranks
-            call, and draw the same.
+    logits: [n * m, ids of `part`], of the drafter; lines of one row are neighbours.
+    drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.
     """
-    owners = rows.repeat_interleave(drafts.shape[1])
-    ids = _ids_of(logits, ids, part)
+    rows, position, slots, seed, temperature, _, part = draws
+    owners, ids = rows.repeat_interleave(drafts.shape[1]), draws.ids_of(logits)
     if ids is None:
         first = 0 if part is None else part.first
         ids = first + torch.arange(logits.shape[1], device=logits.device)
@@ -53,12 +55,6 @@ def draw_drafts_ref(
     found = ids[x.argmax(-1)] if part is None else best_ids_ref(part.gather(best_pairs_ref(x, ids)))
     drafts[rows] = torch.where(slots > 0, found, -1).view(len(rows), -1)
     return torch.where(slots > 0, found, 0)
-
-
-def _ids_of(logits: Tensor, ids: Tensor | None, part: VocabPart | None) -> Tensor | None:
-    if ids is None or part is None:
-        return ids
-    return ids[part.first : part.first + logits.shape[1]]
 
 
 draw_drafts = op(draw_drafts_ref)

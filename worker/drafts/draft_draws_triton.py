@@ -1,12 +1,9 @@
 """Kernels of draft_draws.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from worker.drafts.draft_draws import _ids_of
-from worker.ops.best_pairs import VocabPart
+from worker.drafts.draft_draws import DraftDraws
 from worker.ops.best_pairs_triton import best_pairs_triton, id_of
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
@@ -72,22 +69,13 @@ def _keep_draft_kernel(
     tl.store(to, tl.where(proposes, found, -1))
 
 
-def draw_drafts_triton(
-    logits: Tensor,
-    rows: Tensor,
-    position: Tensor,
-    slots: Tensor,
-    seed: Tensor | None,
-    temperature: Tensor,
-    ids: Tensor | None,
-    drafts: Tensor,
-    part: VocabPart | None = None,
-) -> Tensor:
+def draw_drafts_triton(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Tensor:
     """Two launches, with `part` three beside the gather."""
+    rows, position, slots, seed, temperature, _, part = draws
     assert all(each.is_contiguous() for each in (rows, position, slots))
     n, num_ids = logits.shape
     num, blocks = drafts.shape[1], max(1, -(-num_ids // BLOCK))
-    ids = _ids_of(logits, ids, part)
+    ids = draws.ids_of(logits)
     assert n == len(rows) * num
     assert logits.stride(1) == 1
     values = torch.empty(n, blocks, dtype=torch.float32, device=logits.device)

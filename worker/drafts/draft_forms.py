@@ -1,14 +1,25 @@
-"""The published forms of drafters: where each says what, and what else its config.json may hold.
+"""The published forms of drafters, and how a file of any form is read. Free of torch.
 
-A field that no form has is refused, and so is a value of one that we do not compute: ignored, it
-would lower acceptance without any error. Free of torch.
+A wrong reading lowers acceptance without any error. So a field that no form has is refused, and so
+is a value that we do not compute, or a field with two readings.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from worker.drafts.drafter_shape import ChainKind
+from worker.model.fields import Fields, read_fields
+from worker.model.files import tensor_names
+from worker.model.shape import (
+    ModelShape,
+    read_architecture,
+    read_layer_shape,
+    refuse_what_we_cannot_compute,
+)
 
 # Field -> the values that we compute; None: any, or the reader decides.
 Rules: TypeAlias = Mapping[str, tuple[Any, ...] | None]
@@ -22,7 +33,7 @@ class Form:
     kind: ChainKind | None = None  # of chain drafters
     objects: Mapping[str, Rules]  # by the object's name; "" is the file itself
     layer: str = ""  # the object with the transformer's fields
-    needed: Mapping[str, str] = field(default_factory=dict)  # field -> how readers differ without
+    needed: Mapping[str, str]  # field -> how readers differ without
     ties_head: bool = False  # tie_word_embeddings is the drafter's, not its target's
     # Our flag -> the field that says so, or what it always is.
     flags: Mapping[str, str | bool]
@@ -32,51 +43,48 @@ class Form:
     own: Mapping[str, str]  # parts that only some files have
 
 
-def _any(*names: str) -> dict[str, tuple[Any, ...] | None]:
-    return dict.fromkeys(names)
+def _any(names: str) -> dict[str, tuple[Any, ...] | None]:
+    return dict.fromkeys(names.split())
 
 
 # No draft depends on these: how the drafter was trained and stored, for what length, where a text
 # ends. `max_window_layers` counts only where layer_types is silent, `pretraining_tp` says how
 # products are cut.
-_UNREAD = _any(
-    "_attn_implementation_autoset", "_name_or_path", "attention_dropout", "auto_map",
-    "base_model_ep_plan", "bos_token_id", "embed_requires_grad", "enable_sp_ulysses",
-    "eos_token_id", "has_no_defaults_at_init", "initializer_range", "max_position_embeddings",
-    "max_window_layers", "name_or_path", "pad_token_id", "pretraining_tp", "speculators_version",
-    "transformers_version", "use_cache",
-)  # fmt: skip
+_UNREAD = _any("""
+    _attn_implementation_autoset _name_or_path attention_dropout auto_map base_model_ep_plan
+    bos_token_id embed_requires_grad enable_sp_ulysses eos_token_id has_no_defaults_at_init
+    initializer_range max_position_embeddings max_window_layers name_or_path pad_token_id
+    pretraining_tp speculators_version transformers_version use_cache
+""")
 # `bias` is of fc in one project, of attention in another.
-_LAYER = _UNREAD | _any(
-    "architectures", "attention_bias", "dtype", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "layer_types", "mlp_bias", "model_type", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "partial_rotary_factor", "qk_norm",
-    "quantization_config", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "sliding_window", "tie_word_embeddings", "torch_dtype", "use_sliding_window", "vocab_size",
-) | {
+_LAYER = _UNREAD | _any("""
+    architectures attention_bias dtype head_dim hidden_act hidden_size intermediate_size layer_types
+    mlp_bias model_type num_attention_heads num_hidden_layers num_key_value_heads
+    partial_rotary_factor qk_norm quantization_config rms_norm_eps rope_parameters rope_scaling
+    rope_theta sliding_window tie_word_embeddings torch_dtype use_sliding_window vocab_size
+""") | {
     "bias": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,), "qkv_bias": (False,),
 }  # fmt: skip
 _CHAIN_LAYER = _LAYER | {"is_causal": (True,)}
-ROPE = _any(
-    "factor", "high_freq_factor", "low_freq_factor", "original_max_position_embeddings",
-    "partial_rotary_factor", "rope_theta", "rope_type", "type",
-)  # fmt: skip
-_EAGLE3 = _any(
-    "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_before_fc",
-    "norm_before_residual", "norm_output", "num_aux_hidden_states", "target_hidden_size",
-)  # fmt: skip
-_EAGLE_CONFIG = _any(
-    "eagle_aux_hidden_state_layer_ids", "norm_before_fc", "return_hidden_post_norm",
-    "use_aux_hidden_state",
-) | {
+ROPE = _any("""
+    factor high_freq_factor low_freq_factor original_max_position_embeddings partial_rotary_factor
+    rope_theta rope_type type
+""")
+_EAGLE3 = _any("""
+    draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual
+    norm_output num_aux_hidden_states target_hidden_size
+""")
+_EAGLE_CONFIG = _any("""
+    eagle_aux_hidden_state_layer_ids norm_before_fc return_hidden_post_norm use_aux_hidden_state
+""") | {
     "eh_proj_before_attn": (False,), "next_layer_regular": (True,), "parallel_draft_step": (1,),
     "use_input_layernorm_in_first_layer": (True,), "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),
 }  # fmt: skip
-_SPECULATORS = _UNREAD | _any(
-    "architectures", "dtype", "model_type", "speculators_config", "speculators_model_type",
-    "tie_word_embeddings", "torch_dtype", "transformer_layer_config",
-)  # fmt: skip
+_SPECULATORS = _UNREAD | _any("""
+    architectures dtype model_type speculators_config speculators_model_type tie_word_embeddings
+    torch_dtype transformer_layer_config
+""")
 _DFLASH = {
     "add_swa_attention_sink_bias": (False,), "attention_sink_bias": (False,),
     "attention_value_scale": (1.0,), "pure_draft_prefix_len": (1,), "sample_from_anchor": (False,),
@@ -84,10 +92,10 @@ _DFLASH = {
 }  # fmt: skip
 # The layers have norms of q and k, whatever `model_type` is.
 _DFLASH_LAYER = _LAYER | _DFLASH | {"qk_norm": (True,)}
-_DFLASH_CONFIG = _DFLASH | _any(
-    "block_size", "causal", "mask_token", "mask_token_id", "num_target_layers", "swa_window_size",
-    "target_layer_ids", "use_swa",
-)  # fmt: skip
+_DFLASH_CONFIG = _DFLASH | _any("""
+    block_size causal mask_token mask_token_id num_target_layers swa_window_size target_layer_ids
+    use_swa
+""")
 
 _PARTS = {
     "attention": ".self_attn", "post_norm": ".post_attention_layernorm", "feed_forward": ".mlp",
@@ -120,7 +128,7 @@ _NESTED = "transformer_layer_config"
 FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     # The authors of EAGLE-3, SpecForge, ModelOpt.
     "LlamaForCausalLMEagle3": Form(
-        drafter="chain", kind="eagle3", ties_head=True, flags=_EAGLE3_FLAGS,
+        drafter="chain", kind="eagle3", needed={}, ties_head=True, flags=_EAGLE3_FLAGS,
         objects={
             "": _CHAIN_LAYER | _EAGLE3 | {"model_type": ("llama",), "eagle_config": None},
             "eagle_config": _EAGLE_CONFIG,
@@ -129,14 +137,14 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     ),
     # EAGLE-1 and EAGLE-2: one projection of token and feature, no first norm and no last.
     "LlamaForCausalLMEagle": Form(
-        drafter="chain", kind="eagle", flags=_CHAIN | {"projection_bias": "bias"},
+        drafter="chain", kind="eagle", needed={}, flags=_CHAIN | {"projection_bias": "bias"},
         objects={"": _CHAIN_LAYER | {"bias": None, "model_type": ("llama",)}},
         parts={"layer": "layers.0", "projection": "fc"} | _PARTS,
         own={"embedding": "embed_tokens"},
     ),
     # MiMo's layer for the token after next, in the target's own files: a layer as Qwen2's.
     "MiMoForCausalLM": Form(
-        drafter="chain", kind="mtp",
+        drafter="chain", kind="mtp", needed={},
         objects={"": _CHAIN_LAYER | {"num_nextn_predict_layers": (1,)}},
         flags=_CHAIN | {
             "qkv_bias": True, "output_bias": False, "qk_norm": False, "norm_output": True,
@@ -153,10 +161,10 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     "DFlashDraftModel": Form(
         drafter="dflash", needed=_DFLASH_NEEDED, ties_head=True, flags=_BIASES | {"qk_norm": True},
         objects={
-            "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any(
-                "block_size", "dflash_config", "draft_vocab_size", "is_causal", "mask_token_id",
-                "num_target_layers", "target_hidden_size",
-            ),
+            "": _DFLASH_LAYER | {"model_type": ("qwen3",)} | _any("""
+                block_size dflash_config draft_vocab_size is_causal mask_token_id num_target_layers
+                target_hidden_size
+            """),
             "dflash_config": _DFLASH_CONFIG,
         },
         parts=_DFLASH_PARTS, own=_DFLASH_OWN,
@@ -174,11 +182,10 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
     "dflash": Form(
         drafter="dflash", layer=_NESTED, needed=_DFLASH_NEEDED, flags=_BIASES | {"qk_norm": True},
         objects={
-            "": _SPECULATORS | _DFLASH | _any(
-                "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id",
-                "max_anchors", "num_hidden_layers", "sliding_window_non_causal",
-                "target_hidden_size",
-            ),
+            "": _SPECULATORS | _DFLASH | _any("""
+                aux_hidden_state_layer_ids block_size draft_vocab_size mask_token_id max_anchors
+                num_hidden_layers sliding_window_non_causal target_hidden_size
+            """),
             # Beside `sliding_window_non_causal`, nobody says whether `is_causal` counts.
             _NESTED: _DFLASH_LAYER | {"model_type": ("llama", "qwen3")},
         },
@@ -208,3 +215,164 @@ MISSING: Mapping[str, str] = {
     "qwen3next": "zero-centred norms, gated attention and experts",
     "selector": "a selector among candidates (DFlash 2)",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterFile:
+    """A drafter's config.json, for a target."""
+
+    path: Path  # of the directory
+    fields: Fields
+    layer: Fields  # the object with the transformer's fields
+    form: Form
+    architecture: str
+    target: ModelShape
+
+    @classmethod
+    def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
+        """Read the file of directory `path`.
+
+        Raises UserError if it is broken; Unsupported if it is none of a `drafter`, or has unknown
+        fields or values that we do not compute.
+        """
+        fields, field = read_fields(path / "config.json"), "speculators_model_type"
+        if (name := fields.get(field)) is None:
+            field, name = "architectures", read_architecture(fields)
+        form = FORMS[field].get(str(name))
+        if form is None:
+            if part := _missing_part(str(name)):
+                raise fields.unsupported(field, f"a drafter of {name} needs {part}")
+            known = ", ".join(n for n, form in FORMS[field].items() if form.drafter == drafter)
+            raise fields.unsupported(field, f"{name!r} is no {drafter} drafter; supported: {known}")
+        if form.drafter != drafter:
+            raise fields.unsupported(
+                field, f"{name!r} drafts {DRAFTS[form.drafter]}: set spec.drafter to {form.drafter}"
+            )
+        layer = fields.inner(form.layer) if form.layer else fields
+        architecture = name if layer is fields else f"speculators' {name}"
+        file = cls(path, fields, layer, form, architecture, target)
+        fields.inner("speculators_config").choice("algorithm", (name,))
+        for place, rules in form.objects.items():
+            _check(fields.inner(place) if place else fields, rules)
+        for place in ("rope_scaling", "rope_parameters"):
+            _check(layer.inner(place), ROPE)
+        for field, reason in form.needed.items():
+            where = file._holder(field)
+            if where.get(field, f"rope_parameters.{field}", f"rope_scaling.{field}") is None:
+                raise where.unsupported(field, f"missing: {reason}; set it")
+        return file
+
+    def shape(self) -> dict[str, Any]:
+        """The fields of a DrafterShape but `taps` and `names`, and the form's flags."""
+        fields, layer, target = self.fields, self.layer, self.target
+        slides = self.form.drafter == "dflash"
+        refuse_what_we_cannot_compute(layer, windows=slides)
+        unused = slides or layer.get("use_sliding_window") is False
+        if not unused and layer.get("sliding_window") is not None:
+            raise layer.unsupported("sliding_window", "sliding-window attention")
+        if layer.inner("rope_scaling").values and layer.inner("rope_parameters").values:
+            raise layer.error("rope_scaling", "excludes rope_parameters, but there are both")
+        layer.place("rope_parameters.rope_theta", "rope_theta")
+        self.check_equal(layer, target.vocab_size, "vocab_size")
+        if says_size := fields.get("target_hidden_size") is not None:
+            self.check_equal(fields, target.hidden_size, "target_hidden_size")
+        if not says_size or slides:  # else fc projects one size to the other
+            self.check_equal(layer, target.hidden_size, "hidden_size")
+        vocab_size = fields.integer("draft_vocab_size", default=target.vocab_size)
+        if vocab_size > target.vocab_size:
+            raise fields.error(
+                "draft_vocab_size",
+                f"{vocab_size} exceeds the target's vocabulary, {target.vocab_size}",
+            )
+        flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
+        if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
+            flags["qk_norm"] = True
+        return read_layer_shape(layer) | flags | {
+            "architecture": self.architecture,
+            "vocab_size": vocab_size,
+            "target_vocab_size": target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+        }  # fmt: skip
+
+    def _holder(self, field: str) -> Fields:
+        """The object in which the form has the field."""
+        return self.layer if field in self.form.objects[self.form.layer] else self.fields
+
+    def _flag(self, place: str | bool) -> bool:
+        if isinstance(place, bool):
+            return place
+        return self._holder(place).flag(place, default=place in TRUE_UNLESS_SAID)
+
+    def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
+        """Where the form's parts, but for `without`, stand in the weight files, if any."""
+        tensors = tensor_names(self.path)
+        narrow = shape["hidden_size"] != shape["target_hidden_size"]
+        reduced = shape["vocab_size"] != shape["target_vocab_size"]
+        needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}
+
+        def place(text: str) -> str:
+            """The option that tensors are called by, maybe behind "model."; else the first."""
+            options = text.split("|")
+            for name in (f"{outer}{option}" for option in options for outer in ("", "model.")):
+                if any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
+                    return name
+            return options[0]
+
+        parts = {part: name for part, name in self.form.parts.items() if part not in without}
+        at = place(parts.pop("layer", ""))
+        names = {
+            part: at + name if name.startswith(".") else place(name) for part, name in parts.items()
+        }
+        for part, options in self.form.own.items():
+            name = place(options)
+            if needed.get(part) or not tensors.isdisjoint((name, f"{name}.weight")):
+                names[part] = name
+        own = not {"head", "embedding"}.isdisjoint(names) or not self.target.tie_word_embeddings
+        # A head of fewer ids cannot be an embedding, whatever the file says.
+        if self.form.ties_head and not reduced and self.fields.flag("tie_word_embeddings") and own:
+            raise self.fields.unsupported(
+                "tie_word_embeddings",
+                "a head that is the drafter's embedding; set the field to false, and store lm_head "
+                "and embed_tokens only if they are the drafter's own",
+            )
+        return names
+
+    def check_taps(self, field: str, taps: Sequence[int], *, last: bool) -> None:
+        """Refuse outputs of layers that the target lacks, or in another order.
+
+        last: the output of the last layer may be among them.
+        """
+        end = self.target.num_layers - 1
+        if not last and end in taps:
+            problem = f"the output of the last layer ({end}), before or after the final norm"
+        elif not all(0 <= layer <= end for layer in taps):
+            problem = f"outputs of the layers {list(taps)}; the target's are 0 to {end}"
+        elif list(taps) != sorted(set(taps)):
+            problem = f"must be ascending, each layer once, not {list(taps)}"
+        else:
+            return
+        raise self.fields.unsupported(field, problem)
+
+    def check_equal(self, where: Fields, wanted: int, *places: str) -> None:
+        """Refuse a drafter of another target by a size of it that the file has."""
+        if (size := where.integer(*places)) != wanted:
+            where, field = where.place(*places)
+            raise where.error(
+                field, f"{size}, but the target's is {wanted}: the drafter is another target's"
+            )
+
+
+def _check(where: Fields, rules: Rules) -> None:
+    for field, value in where.values.items():
+        if value is None:
+            continue
+        if field not in rules:
+            if part := _missing_part(field):
+                raise where.unsupported(field, f"{value!r} asks for {part}")
+            raise where.unsupported(field, f"an unknown field, of value {value!r}")
+        if (supported := rules[field]) is not None:
+            where.choice(field, supported)
+
+
+def _missing_part(name: str) -> str:
+    return next((part for word, part in MISSING.items() if word in name.lower()), "")

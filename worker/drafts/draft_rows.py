@@ -1,7 +1,9 @@
-"""Where a chain drafter's rows of a decode step go: those it keeps, and those it proposes with.
+"""Where a drafter's rows of a decode step go: those it keeps, and those it proposes with.
 
-A draft row of slot t is made of token t and the feature of token t - 1. A row that had KV of L
-tokens and keeps `a` draws has KV of L' = L + a now. Its draft rows are:
+A row that had KV of L tokens and keeps `a` draws has KV of L' = L + a now. A block drafter keeps
+the first `a` tokens of the window, at positions L to L' - 1 (`kept_rows`); KV behind them belongs
+to refused drafts. A chain drafter's row of slot t is made of token t and the feature of token
+t - 1 (`draft_rows`):
 
     slot        L + 1     ...     L' - 1         L'              L' + 1      L' + 2   ...
     token       draw 0    ...     draw a - 2     draw a - 1      draft 1     draft 2
@@ -76,3 +78,23 @@ def draft_rows_ref(
 
 
 draft_rows = op(draft_rows_ref)
+
+
+def kept_rows_ref(
+    sampled: SampledRows, drawn: Tensor, columns: RowColumns, page_size: int
+) -> tuple[Tensor, Tensor]:
+    """Position and slot of each token of a step's windows, [n * width] i64 both; 0 if not kept.
+
+    Arguments, and rows that the step ended, as in draft_rows_ref.
+    """
+    rows, width = sampled.rows, sampled.width
+    at = sampled.position.view(-1, width) - 1
+    place = torch.arange(width, device=rows.device)
+    kept = sampled.valid[:, None] & (place < drawn[:, width : width + 1])
+    table = columns.page_table[rows].to(torch.int64)
+    page = table.gather(1, (at // page_size).clamp(0, table.shape[1] - 1))
+    slots = page * page_size + at % page_size
+    return torch.where(kept, at, 0).view(-1), torch.where(kept, slots, 0).view(-1)
+
+
+kept_rows = op(kept_rows_ref)

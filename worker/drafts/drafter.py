@@ -1,15 +1,32 @@
-"""What the networks of drafters have in common."""
+"""What drafters with weights have in common: network, token ids, and the target's features."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
-from worker.drafts.draft_ids import DraftIds
 from worker.drafts.drafter_shape import DrafterShape
-from worker.model.decoder import Decoder
+from worker.errors import UserError
+from worker.forward.batch import Batch
+from worker.model.decoder import Decoder, Taps
 from worker.model.layers import RotaryEmbedding, VocabParallelEmbedding
 from worker.model.loader import LoadFormat, fill_with_noise, read_weights
-from worker.model.shard import Shard, split_heads
+from worker.model.shard import Shard, split_heads, whole
+from worker.step.state import StepState
+
+
+class Stack(nn.ModuleList):
+    """Modules that a checkpoint numbers."""
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        """Those of all modules; see DrafterModel.shards."""
+        shards: dict[str, Shard] = {}
+        for number, module in enumerate(self):
+            held: Any = module
+            shards |= held.shards(f"{prefix}.{number}")
+        return shards
 
 
 class DrafterModel(nn.Module):
@@ -32,24 +49,33 @@ class DrafterModel(nn.Module):
         self.rotary = RotaryEmbedding(spec, max_positions, device)
         self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
         self.head = self._rows("head", spec.vocab_size, target.head)
-        self.ids = DraftIds(spec, device)
+        # [vocab_size] i64: the target's id of each of the head's; None: they are the same.
+        self.id_map: Tensor | None = None
+        # The head's ids among the target's: its own id + d2t[its own id]; t2d: which these are.
+        self.tables = {  # parts that are tensors, not modules
+            "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64, device=device),
+            "t2d": torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device),
+        }
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
         if part not in self.spec.names:
             return shared
         return VocabParallelEmbedding(num, self.spec.hidden_size, self.placement)
 
-    @property
-    def id_map(self) -> Tensor | None:
-        """[vocab_size] i64: the target's id of each of the head's; None: they are the same."""
-        return self.ids.targets
-
-    def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+    def features(self, taps: Tensor) -> Tensor:
+        """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
         raise NotImplementedError
 
+    def shards(self) -> dict[str, Shard]:
+        shards: dict[str, Shard] = {}
+        for part, name in self.spec.names.items():
+            if part in self.tables:
+                shards[name] = whole(self.tables[part])
+            else:
+                shards |= getattr(self, part).shards(name)
+        return shards
+
     def ignores(self, name: str) -> bool:
-        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         return name.endswith(Decoder.ignored_suffixes)
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
@@ -59,12 +85,72 @@ class DrafterModel(nn.Module):
         if the drafter's ids do not fit the target's.
         """
         if load_format == "dummy":
-            tables = self.ids.shards()
             # Names of its own: a part that is called as one of the target's is not to equal it.
-            own = {f"draft.{name}": s for name, s in self.shards().items() if name not in tables}
-            fill_with_noise(own, seed)
-            self.ids.spread()
+            shards = {f"draft.{name}": shard for name, shard in self.shards().items()}
+            fill_with_noise({n: s for n, s in shards.items() if s.dest.is_floating_point()}, seed)
+            self._spread_ids()
         else:
             read_weights(self, path)
-        self.ids.settle(path)
+        self._map_ids(path)
         self.eval()
+
+    def _spread_ids(self) -> None:
+        own = torch.arange(self.spec.vocab_size, device=self.placement.device)
+        targets = own * self.spec.target_vocab_size // self.spec.vocab_size
+        self.tables["d2t"].copy_(targets - own)
+        self.tables["t2d"].zero_()[targets] = True
+
+    def _map_ids(self, path: Path) -> None:
+        """Make `id_map` of the tables, which are filled by now. Waits for the device.
+
+        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
+        tables of directory `path` disagree.
+        """
+        names, size, offsets = self.spec.names, self.spec.target_vocab_size, self.tables["d2t"]
+        targets = torch.arange(self.spec.vocab_size, device=offsets.device) + offsets
+        if bool(((targets < 0) | (targets >= size)).any()):
+            raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
+        if bool((targets[1:] <= targets[:-1]).any()):
+            raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
+        if "t2d" in names and not torch.equal(self.tables["t2d"].nonzero().flatten(), targets):
+            raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
+        self.id_map = targets if self.spec.vocab_size < size else None
+
+
+Model = TypeVar("Model", bound=DrafterModel)
+
+
+@dataclass(frozen=True, slots=True)
+class Features(Generic[Model]):
+    """Makes a drafter's features of what the target has computed."""
+
+    model: Model  # filled
+    taps: Taps | None  # what the target leaves for it; None: it is fed with the target's output
+    poison: bool  # make taps NaN once they are read, so that one that is not written is noticed
+
+    def of(self, hidden: Tensor, num_tokens: int) -> Tensor:
+        """[num_tokens, hidden_size of the drafter], of the latest step; hidden: the target's."""
+        if self.taps is None:
+            return self.model.features(hidden)
+        rows = self.taps.rows(num_tokens)
+        features = self.model.features(rows)
+        if self.poison:
+            rows.fill_(float("nan"))
+        return features
+
+
+def stored_tokens(state: StepState, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Batch:
+    """Tokens whose keys and values are stored while nothing attends; all [n] i64."""
+    table = state.page_table[:0]
+    return Batch(
+        input_ids=input_ids,
+        positions=positions,
+        slot_mapping=slots,
+        query_start=table[:, 0],
+        seq_lens=table[:, 0],
+        page_table=table,
+        num_reqs=0,
+        num_tokens=len(positions),
+        max_query_len=0,
+        max_seq_len_ub=0,
+    )

@@ -24,11 +24,8 @@ def ngram_drafts_ref(
     """Append what a step kept to the texts of its rows, then fill columns.drafts[:, : width - 1].
 
     -1 stands for no draft: nothing is found again, the row has ended, or its maximum is reached.
-
-    Args:
-        sampled: as accept_rows had them; drawn is what it returned.
-        text: [number of rows, length] i32, the tokens of each row by position, the last included.
-        lengths: of a run in tokens, from 1 on.
+    sampled: as accept_rows had them, drawn what it returned; text: [number of rows, length] i32,
+    the tokens of each row by position, the last included; lengths: of a run in tokens, from 1 on.
     """
     text = text[:, : sampled.max_seq_len_ub + 1]  # the kernel knows each length
     rows, width, length = sampled.rows, sampled.width, text.shape[1]

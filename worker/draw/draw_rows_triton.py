@@ -5,8 +5,6 @@ holds many registers, so few run at a time, and 256 rows take tens of turns. So 
 many programs as run at once, and each program walks down a list of rows.
 """
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton

@@ -12,10 +12,10 @@ from worker.ops.op import op
 
 
 def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the drawn and the likeliest tokens, by the unchanged logits [n, vocab].
+    """Values [n, 1 + num_top] f32 and ids i64: of the drawn token, then of the likeliest ones.
 
-    token: [n] i64, the drawn ones. Of equally likely tokens the lowest ids come first.
-    Returns values [n, 1 + num_top] f32 (the drawn token's first) and ids [n, 1 + num_top] i64.
+    logits: [n, vocab], unchanged; token: [n] i64. Of equally likely tokens the lowest ids come
+    first.
     """
     x = logits.float() + 0.0  # no -0
     bits = x.view(torch.int32).long()

@@ -11,7 +11,7 @@ sampling by Maddison, Tarlow, Minka, "A* Sampling", NeurIPS 2014.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from worker.api import TokenLogprob
 from worker.draw.logprobs import logprobs
 from worker.forward.draws import Changes, DrawParams, Masks
+from worker.model.layers import VocabParallelEmbedding
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
@@ -184,16 +185,6 @@ def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:
     return scaled.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), float("-inf"))
 
 
-class Head(Protocol):
-    """The part of a model that a tail calls."""
-
-    part: VocabPart | None  # of the vocabulary, where ranks divide it; None: all of it
-
-    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
-        """[n, hidden] -> [n, ids]: of all ids, or without `whole` of `part`."""
-        ...
-
-
 class Draws(NamedTuple):
     """How the tokens of a step are drawn."""
 
@@ -258,18 +249,21 @@ class Result:
 
 
 def draw(
-    head: Head, state: StepState, sampled: SampledRows, hidden: Tensor, draws: Draws
+    head: VocabParallelEmbedding,
+    state: StepState,
+    sampled: SampledRows,
+    hidden: Tensor,
+    draws: Draws,
 ) -> Result:
     """Draw a window of tokens for each of `sampled` and advance its row by those that count.
 
     Enqueues device work only. hidden: [n * width, hidden] after the final norm.
     """
     tail, penalized, num_logprobs, masks = draws
-    width, position = sampled.width, sampled.position
-    rows = sampled.rows
+    width, rows = sampled.width, sampled.rows
     if width > 1:
         rows = rows.repeat_interleave(width)
-    params = SamplingRows.gather(state, rows, position)
+    params = SamplingRows.gather(state, rows, sampled.position)
     # Filters, changes and logprobs need the logits of all tokens. Otherwise a rank draws the best
     # token of its part of the vocabulary, and ranks compare theirs.
     looks_at_all = tail == "filtered" or penalized or masks is not None or num_logprobs >= 0

@@ -13,21 +13,20 @@ into blocks of the vocabulary. The passes are:
   winner    the same by row
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
-from worker.draw.changes_triton import changed_logits, rules_of
-from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tries
-from worker.draw.filters_triton import (
+from worker.draw.changes_triton import (
     best_of,
+    changed_logits,
     is_likely,
     probability,
+    rules_of,
     threshold_of,
     weights_of,
     winner_of,
 )
+from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tries
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
@@ -385,11 +384,10 @@ class _Draw:
         self.logits, self.params, self.rules = logits, params, rules_of(logits, params, changes)
         self.sizes = n, vocab, logits.stride(0)
         self.limits = params.temperature, params.top_k, params.top_p, params.min_p
-        short = logits.dtype == torch.bfloat16 and changes is None
-        self.bits = 16 if short else 32
-        # Only rows with a slot have keys of more than 16 bits; None: all rows may, or none does.
         bf16 = logits.dtype == torch.bfloat16
-        self.long_slots = self.rules.slot if bf16 and changes is not None else None
+        self.bits = 16 if bf16 and changes is None else 32
+        # Only rows with a slot have keys of more than 16 bits; None: all rows may, or none does.
+        self.long_slots = self.rules.slot if bf16 else None
         self.shared = dict(
             STOPS=params.stop_ids.shape[1], WIDTH=1 if changes is None else changes.width,
             BITS=self.bits, EXACT=logits.is_cuda,

@@ -14,11 +14,10 @@ PRIME, STRIDE = 4093, 613  # a request begins at one of these positions, by all 
 
 
 class SimulatedAcceptance:
-    """Stands in for `accept_rows`: draws how many drafts of a window count.
+    """Stands in for `accept_rows`: draws how many drafts of a window count, by seed and position.
 
-    Counter-based, so that runs repeat: the number depends on seed and position alone. A window that
-    is too narrow, a stop token or the request's end still cut it. Places without a draft count as
-    drafts: token 0 stands for these. seed: [num_rows + 1] i64, a column of the step state.
+    A window that is too narrow, a stop token or the request's end still cut it. Places without a
+    draft count as drafts: token 0 stands for these. seed: [num_rows + 1] i64, of the step state.
     """
 
     def __init__(self, seed: Tensor, kept: float) -> None:
@@ -34,11 +33,14 @@ class SimulatedAcceptance:
             keeps (1 - kept^W) / (1 - kept) tokens on average.
         """
         assert kept > 0
+        zero = torch.zeros((), dtype=torch.int64)
+        words = philox_ref(torch.arange(PERIOD), zero, zero, zero, zero)[0]
+        uniform = (words.double() + 0.5) / 2**32  # above 0 and below 1
         if kept < 1:
-            self._num.copy_((_uniform().log() / math.log(kept)).long())
+            self._num.copy_((uniform.log() / math.log(kept)).long())
         else:
             least = int(kept) - 1
-            self._num.copy_(least + (_uniform() < kept - 1 - least).long())
+            self._num.copy_(least + (uniform < kept - 1 - least).long())
 
     def __call__(self, sampled: SampledRows, *rest: Any) -> Tensor:
         """accept_rows, with its arguments but for `num_accepted`."""
@@ -54,10 +56,3 @@ class SimulatedAcceptance:
     def num_accepted(self, position: Tensor, seed: Tensor) -> Tensor:
         """Drafts accepted in a window that draws at `position` first, by seed; all [n] i64."""
         return self._num[(position + seed % PRIME * STRIDE) % PERIOD]
-
-
-def _uniform() -> Tensor:
-    """[PERIOD] f64, above 0 and below 1."""
-    zero = torch.zeros((), dtype=torch.int64)
-    words = philox_ref(torch.arange(PERIOD), zero, zero, zero, zero)[0]
-    return (words.double() + 0.5) / 2**32
