@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
-from router.dispatch.policy.base import Asked, Choice, Policy
+from router.dispatch.policy import Choice, Policy
 from router.observe.spent import Spent
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
@@ -83,11 +83,6 @@ class Req:
             first_token_s=self.first_token_at - self.arrived_at,
             decoded_by=self.decoded_by,
         )
-
-    @property
-    def asked(self) -> Asked:
-        """What the policy sees."""
-        return Asked(self.req_id, self.prompt)
 
 
 def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
@@ -156,7 +151,7 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = self._members.open_prefill()
             with_leader, after = _follow(req, decode)
-            choice = self._policy.choose(req.asked, with_leader or preferred or decode, prefill)
+            choice = self._policy.choose(with_leader or preferred or decode, prefill)
             self._send(req, choice, after)
 
     def leave(self, req: Req, *, served: bool) -> None:
@@ -167,7 +162,6 @@ class Queue:
             req.queued_s += time.monotonic() - req.queued_at
             return
         self._members.left(choice.decode, gives_room=served)
-        self._policy.settled(req.asked, choice, req.num_cached_tokens if served else None)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""
