@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
 from router.dispatch.policy import Choice, Policy
-from router.observe.spent import Spent
+from router.observe.stages import StageTimes
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
@@ -71,17 +71,22 @@ class Req:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def spent(self) -> Spent | None:
+    def spent(self) -> StageTimes | None:
         """Where its time went; None before the first token."""
-        stages = self.stages
-        if stages is None:
+        at = self.stages
+        if at is None:
             return None
-        return Spent(
+        return StageTimes(
             router_queue_s=self.queued_s,
-            stages=stages,
+            prefill_queue_s=at.prefill_queue_s,
+            prefill_s=at.prefill_s,
+            transfer_s=at.transfer_s,
+            decode_queue_s=at.decode_queue_s,
+            first_step_s=at.first_step_s,
             decode_s=self.last_token_at - self.first_token_at,
             first_token_s=self.first_token_at - self.arrived_at,
-            decoded_by=self.decoded_by,
+            prefilled_by=at.prefilled_by.partition("/")[0] or None,
+            decoded_by=self.decoded_by.partition("/")[0],
         )
 
 

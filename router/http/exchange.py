@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.queue import Req, counted
-from router.observe.metrics import by_stage
+from router.observe.stages import by_stage
 from router.show import tracing
 
 if TYPE_CHECKING:

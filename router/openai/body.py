@@ -9,13 +9,11 @@ from msgspec.json import encode as to_json
 
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
-from router.observe.metrics import by_stage
 from router.openai.prepared import Prepared
 from router.openai.reply import (
     Choice,
     Completion,
     PromptTokensDetails,
-    StageTimes,
     TracedStep,
     Usage,
 )
@@ -81,17 +79,10 @@ class Body:
     def _account(self, choice: Choice, delta: Delta) -> None:
         """Add the accept trace and the time of each stage, if asked for and known."""
         if delta.windows is not None:
-            steps = map(msgspec.structs.asdict, delta.windows)
-            choice.kvlane_trace = [TracedStep(**step) for step in steps]
-        if not self._prepared.return_stages or delta.spent is None:
-            return
-        spent = delta.spent
-        choice.stages = StageTimes(
-            **{f"{stage}_s": seconds for stage, seconds in by_stage(spent).items()},
-            first_token_s=spent.first_token_s,
-            prefilled_by=spent.stages.prefilled_by.partition("/")[0] or None,
-            decoded_by=spent.decoded_by.partition("/")[0],
-        )
+            steps = list[TracedStep]
+            choice.kvlane_trace = msgspec.convert(delta.windows, steps, from_attributes=True)
+        if self._prepared.return_stages and delta.spent is not None:
+            choice.stages = delta.spent
 
     def _usage(self) -> Usage:
         num_prompt, num_output, num_cached = counted(self._reqs)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from starlette.types import Scope
 
 from router.dispatch.queue import Req, counted
-from router.observe.vllm import times_of
+from router.observe.stages import vllm_times
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace, Tracer
@@ -122,7 +122,7 @@ def _generated(ended: Ended, arrived_at: float, now: float) -> dict[str, Any]:
         attributes["gen_ai.latency.time_to_first_token"] = first.first_token_at - arrived_at
     if first.spent is None:
         return attributes
-    queue_s, prefill_s, decode_s = times_of(first.spent)
+    queue_s, prefill_s, decode_s = vllm_times(first.spent)
     return attributes | {
         "gen_ai.latency.time_in_queue": queue_s,
         "gen_ai.latency.time_in_model_prefill": prefill_s,

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http.exchange import Exchanges
-from router.observe.metrics import STAGES
+from router.observe.stages import STAGES
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,

@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionChunk
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.observe.metrics import STAGES
+from router.observe.stages import STAGES
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import HANG_S, HELLO, TOLD_STAGES, Script, Served, events, speak
 
