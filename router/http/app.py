@@ -19,9 +19,9 @@ from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
+from router.http.access import origins
 from router.http.connection import limited
 from router.http.keys import read_keys
-from router.http.origins import origins
 from router.http.port import accept_all, listen
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics

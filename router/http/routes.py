@@ -17,11 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from router.errors import ApiError
+from router.http.access import ApiKeys, with_cors
 from router.http.answer import Answer
-from router.http.auth import ApiKeys
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
-from router.http.origins import with_cors
 from router.openai.prepare import Preparer
 from router.openai.prepared import Prepared
 from router.openai.reply import Model, ModelList

@@ -14,7 +14,7 @@ import pytest
 
 from cluster.config import load
 from router.config import RouterConfig
-from router.http.origins import origins
+from router.http.access import origins
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
