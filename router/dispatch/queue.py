@@ -37,15 +37,16 @@ MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 class Req:
     """One choice of an HTTP request, with all that is needed to send it again."""
 
-    req_id: str  # unique in the cluster: workers know it by this
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
     output: OutputText
-    mailbox: Mailbox
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
-    arrived_at: float = 0.0  # monotonic, set by `Dispatcher.submit`
-    deadline: float = 0.0  # as well
+    # Set when it is submitted.
+    req_id: str = ""  # unique in the cluster: workers know it by this
+    mailbox: Mailbox = field(init=False)
+    arrived_at: float = 0.0  # monotonic
+    deadline: float = 0.0
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     choice: Choice | None = None  # the workers it was sent to; None while it waits

@@ -101,7 +101,7 @@ class Routes:
             if front.draining:
                 raise ApiError("draining", "the router is draining", retry_after_s=1)
             prepared = await self._run(await self._body(request), prepare)
-            front.dispatcher.check_room(len(prepared.choices))
+            front.dispatcher.check_room(len(prepared.reqs))
         except KvlaneError as error:
             front.metrics.requests(error.code).inc()
             raise

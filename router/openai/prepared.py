@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.dispatch.mailbox import Delta
+from router.dispatch.queue import Req
 from router.openai.reply import Choice
-from router.text.output import OutputText
-from worker.api import Sampling
 
 
 class AnswerWriter(Protocol):
@@ -31,22 +30,12 @@ class AnswerWriter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedChoice:
-    """One choice to compute."""
-
-    prompt: tuple[int, ...]
-    sampling: Sampling
-    output: OutputText
-    leader: int | None = None  # an earlier choice with the same prompt
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that has passed every check."""
 
     writer: AnswerWriter
     model: str
-    choices: Sequence[PreparedChoice]  # num_samples for each prompt, one after the other
+    reqs: Sequence[Req]  # num_samples for each prompt, one after the other
     streamed: bool
     num_samples: int = 1
     num_kept: int = 1  # samples of each prompt to return: the best by mean logprob
