@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -370,7 +370,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(item) for item in data[:-1]]
 
 
-Serve = Callable[..., AbstractContextManager[tuple[RouterServer, str]]]
+Serve = Callable[..., Served]
 Ask = Callable[..., "Future[httpx.Response]"]
 
 

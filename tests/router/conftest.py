@@ -1,8 +1,9 @@
 """What tests of the router share: a small model, and a router with one worker for each module."""
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -82,13 +83,19 @@ def streamed(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def serve(directory: Path) -> Serve:
-    """Starts a router of the test's own: `with serve(double, max_inflight=1) as (router, url)`."""
-    return partial(serving, directory)
-
-
-@pytest.fixture
 def ask() -> Iterator[Ask]:
     """Sends requests from threads."""
     with asking() as found:
         yield found
+
+
+@pytest.fixture
+def serve(directory: Path, ask: Ask) -> Iterator[Serve]:
+    """Starts a router of the test's own: `double, url, router = serve(double, max_inflight=1)`."""
+    with ExitStack() as stack:
+
+        def start(*doubles: DecodeDouble, directory: Path = directory, **config: Any) -> Served:
+            router, url = stack.enter_context(serving(directory, *doubles, **config))
+            return Served(doubles[0] if doubles else None, url, router)  # type: ignore[arg-type]
+
+        yield start  # before `ask` waits for what was asked

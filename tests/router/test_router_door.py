@@ -72,10 +72,10 @@ def test_a_slash_at_the_end_means_nothing(url: str) -> None:
 def test_a_slash_at_the_end_is_no_way_past_the_keys(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key")
-    with serve(api_key_file=str(keys)) as (_, url):
-        for path in ("/tokenize/", "/v1/models//", "/v1/completions/"):
-            assert httpx.post(f"{url}{path}").status_code == 401
-        assert httpx.options(f"{url}/v1/models").status_code == 401
+    _, url, _ = serve(api_key_file=str(keys))
+    for path in ("/tokenize/", "/v1/models//", "/v1/completions/"):
+        assert httpx.post(f"{url}{path}").status_code == 401
+    assert httpx.options(f"{url}/v1/models").status_code == 401
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "identity, gzip", "deflate"])
@@ -114,14 +114,14 @@ def test_pages_of_named_origins_only(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key")
     named = {"cors_origins": ["https://page.example"], "api_key_file": str(keys)}
-    with serve(**named) as (_, url):
-        allowed = httpx.options(f"{url}/v1/models", headers=PREFLIGHT)  # has no key
-        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
-        refused = httpx.get(f"{url}/v1/models", headers=ORIGIN)  # and the page may read why
-        assert refused.status_code == 401
-        assert refused.headers["access-control-allow-origin"] == "https://page.example"
-        other = {"origin": "https://other.example"}
-        assert "access-control-allow-origin" not in httpx.get(url, headers=other).headers
+    _, url, _ = serve(**named)
+    allowed = httpx.options(f"{url}/v1/models", headers=PREFLIGHT)  # has no key
+    assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+    refused = httpx.get(f"{url}/v1/models", headers=ORIGIN)  # and the page may read why
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://page.example"
+    other = {"origin": "https://other.example"}
+    assert "access-control-allow-origin" not in httpx.get(url, headers=other).headers
 
 
 @pytest.mark.parametrize(

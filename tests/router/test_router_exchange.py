@@ -147,11 +147,11 @@ def test_the_line_of_an_answer_that_ended_early(
 def test_a_request_is_a_line_at_info_only_if_asked_for(
     serve: Serve, lines: pytest.LogCaptureFixture, asked: bool, level: int
 ) -> None:
-    with serve(access_log=asked) as (_, url):
-        probes = dict.fromkeys(("health", "metrics"), logging.DEBUG)
-        for path, wanted in ({"v1/models": level} | probes).items():
-            httpx.get(f"{url}/{path}", headers={"x-request-id": path})
-            assert access(lines, path).levelno == wanted
+    _, url, _ = serve(access_log=asked)
+    probes = dict.fromkeys(("health", "metrics"), logging.DEBUG)
+    for path, wanted in ({"v1/models": level} | probes).items():
+        httpx.get(f"{url}/{path}", headers={"x-request-id": path})
+        assert access(lines, path).levelno == wanted
 
 
 def timing(response: httpx.Response) -> dict[str, float]:

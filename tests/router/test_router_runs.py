@@ -10,11 +10,11 @@ import pytest
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
+    Serve,
     Served,
     events,
     letter_ids,
     metric,
-    serving,
     speak,
 )
 from worker.api import FinishReason, Stages, Stop
@@ -115,15 +115,15 @@ def test_a_stop_string_ends_it_wherever_chunks_begin(
 
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_token_behind_the_first_chunk_has_a_latency(
-    directory: Path, sizes: tuple[int, ...]
+    serve: Serve, directory: Path, sizes: tuple[int, ...]
 ) -> None:
     """They are as many as tokens, and add up to the time from the first to the last chunk."""
-    double = DecodeDouble(script=speak(letter_ids(directory), sizes=sizes, stages=TOLD))
-    with serving(directory, double) as (_, url):
-        answer(url, "completions", {"prompt": "ab"})
-        answer(url, "completions", {"prompt": "ab", "stop": ["g"]})  # "h" does not count
-        itl, stages = "inter_token_latency_seconds", "request_stage_seconds_sum"
-        assert metric(url, f"{itl}_count") == 8 - sizes[0] + max(0, 7 - sizes[0])
-        text = httpx.get(f"{url}/metrics").text
-        (decode,) = (line for line in text.splitlines() if stages in line and '"decode"' in line)
-        assert metric(url, f"{itl}_sum") == pytest.approx(float(decode.split()[-1]), abs=1e-9)
+    script = speak(letter_ids(directory), sizes=sizes, stages=TOLD)
+    _, url, _ = serve(DecodeDouble(script=script))
+    answer(url, "completions", {"prompt": "ab"})
+    answer(url, "completions", {"prompt": "ab", "stop": ["g"]})  # "h" does not count
+    itl, stages = "inter_token_latency_seconds", "request_stage_seconds_sum"
+    assert metric(url, f"{itl}_count") == 8 - sizes[0] + max(0, 7 - sizes[0])
+    text = httpx.get(f"{url}/metrics").text
+    (decode,) = (line for line in text.splitlines() if stages in line and '"decode"' in line)
+    assert metric(url, f"{itl}_sum") == pytest.approx(float(decode.split()[-1]), abs=1e-9)

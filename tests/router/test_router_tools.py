@@ -19,10 +19,10 @@ from tests.fault.router_doubles import (
     QWEN,
     DecodeDouble,
     Script,
+    Serve,
     Served,
     accepts,
     make_model,
-    serving,
     speak,
 )
 from tests.support.mutants import TOOLS
@@ -189,67 +189,30 @@ def test_reasoning_is_told_apart(
     assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
 
 
-def test_llama3_and_configuration(tmp_path: Path) -> None:
+def test_llama3_and_configuration(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, LLAMA))
     assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
     call = '{"name": "time", "parameters": {}}'
-    double = DecodeDouble()
-    with serving(text.directory, double) as (_, url):
-        says(double, text, call)
-        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-        assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
-        assert found["message"]["content"] is None
-        grammar = asked(double, text)[1]
-        assert grammar_accepts(text, grammar, call)
-        assert not grammar_accepts(text, grammar, "a")
-        more = call.replace("{}", '{"a":1}')
-        assert not grammar_accepts(text, grammar, more), "it has no parameters"
-    double = DecodeDouble(script=speak(text.encode(call, add_special_tokens=False)))
-    with serving(text.directory, double, tool_parser="none") as (_, url):
-        response = httpx.post(f"{url}/v1/chat/completions", json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tool_choice"
-        del body["tool_choice"]
-        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-        assert found["message"]["content"] == call
-
-
-def tool(**function: Any) -> Any:
-    return [{"type": "function", "function": function}]
-
-
-def earlier(call: Any) -> Any:
-    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-
-
-WRONG_SCHEMA = tool(name="a", parameters={"type": "strin"})
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
-    ({"tools": tool(name="a b")}, "tools.0.function.name"),
-    ({"tools": tool(name="a", strict=[])}, "tools.0.function.strict"),
-    ({"tools": 3}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "x"}}}, "tool_choice"),
-    ({"tools": WRONG_SCHEMA, "tool_choice": "required"}, "tools"),
-    ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
-    ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
-    (
-        {"messages": earlier({"function": {"name": "a", "arguments": "{"}})},
-        "messages.1.tool_calls.0.function.arguments",
-    ),
-    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
-    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
-]
-
-
-@pytest.mark.parametrize(("body", "param"), BAD, ids=str)
-def test_malformed_tools_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
-    error = served.refusal("chat/completions", **{"messages": HELLO} | body)
-    assert error["param"] == param
+    double, url, _ = serve(DecodeDouble(), directory=text.directory)
+    says(double, text, call)
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+    assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+    assert found["message"]["content"] is None
+    grammar = asked(double, text)[1]
+    assert grammar_accepts(text, grammar, call)
+    assert not grammar_accepts(text, grammar, "a")
+    more = call.replace("{}", '{"a":1}')
+    assert not grammar_accepts(text, grammar, more), "it has no parameters"
+    script = speak(text.encode(call, add_special_tokens=False))
+    model = text.directory
+    _, url, _ = serve(DecodeDouble(script=script), tool_parser="none", directory=model)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    del body["tool_choice"]
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+    assert found["message"]["content"] == call
 
 
 def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
@@ -288,10 +251,10 @@ def test_an_answer_of_one_call_ends_with_the_call(
     assert CALL not in text.decode(kept[: num_tokens - 1], skip_special_tokens=False)
 
 
-def test_a_stream_that_says_nothing_yet_is_kept_alive(text: Text) -> None:
+def test_a_stream_that_says_nothing_yet_is_kept_alive(serve: Serve, text: Text) -> None:
     tokens = text.encode('<tool_call>\n{"arguments": {"a": "' + "b" * 30, add_special_tokens=False)
-    double = DecodeDouble(script=slowly(tokens, 0.02, FinishReason.LENGTH))
     body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    with serving(text.directory, double, sse_ping_s=0.1) as (_, url):
-        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    double = DecodeDouble(script=slowly(tokens, 0.02, FinishReason.LENGTH))
+    _, url, _ = serve(double, sse_ping_s=0.1, directory=text.directory)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert response.text.count(": ping\n\n") >= 2
