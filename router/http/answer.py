@@ -20,9 +20,8 @@ from router.dispatch.mailbox import Delta, Mailbox
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
-from router.openai.body import Body, merged, num_scored
+from router.openai.body import Body, Prepared, merged, num_scored
 from router.openai.logprobs import mean
-from router.openai.prepared import Prepared
 from worker.api import FinishReason
 
 DONE = b"data: [DONE]\n\n"

@@ -21,8 +21,8 @@ from router.http.access import ApiKeys, with_cors
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
+from router.openai.body import Prepared
 from router.openai.prepare import Preparer
-from router.openai.prepared import Prepared
 from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front

@@ -11,8 +11,8 @@ from router.config import RouterConfig
 from router.dispatch.queue import Req
 from router.errors import ApiError, invalid
 from router.openai import chat, completions
+from router.openai.body import AnswerWriter, Prepared
 from router.openai.constraints import constraint_of
-from router.openai.prepared import AnswerWriter, Prepared
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
 from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
@@ -63,13 +63,7 @@ class Preparer:
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
         text, tools = self._served.text, tools_of(body)
-        prompt = chat.rendered(
-            body.messages,
-            text,
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-            tools=tools.given,
-        )
+        prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
         tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
         writer = chat.ChatWriter(

@@ -227,13 +227,18 @@ class Message(RequestModel):
         return role
 
 
-class ChatBody(GenerationBody):
+class OfTemplate(RequestModel):
+    """What the chat template gets beside messages and tools."""
+
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatBody(OfTemplate, GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: Many[dict[str, Any]] = Field([], max_length=MAX_TOOLS)

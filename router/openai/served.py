@@ -28,8 +28,9 @@ class Served:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt + output tokens that every live decode worker can serve."""
-        return min([self.model_max_len, *self.members.max_model_lens()])
+        """Prompt + output tokens that every listed decode worker can serve."""
+        decodes = [k.member for k in self.members.all() if k.member.role == "decode"]
+        return min([self.model_max_len, *(d.max_model_len for d in decodes if d.max_model_len)])
 
     @property
     def simulated_accept_len(self) -> float:

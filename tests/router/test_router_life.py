@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
+from router.openai.body import Prepared
 from router.openai.prepare import Preparer
-from router.openai.prepared import Prepared
 from tests.fault.router_doubles import (
     HANG_S,
     Ask,
