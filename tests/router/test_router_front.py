@@ -100,7 +100,7 @@ def test_api_keys(serve: Serve, tmp_path: Path) -> None:
         assert httpx.get(f"{url}{open_path}").status_code == 200
     for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
         headers = {} if header is None else {"authorization": header}
-        for guarded in ("/v1/models", "/tokenize", "/detokenize", "/v1/nothing"):
+        for guarded in ("/v1/models", "/tokenize", "/detokenize/", "/v1/nothing//"):
             response = httpx.get(f"{url}{guarded}", headers=headers)
             assert response.status_code == 401
             error = response.json()["error"]
