@@ -94,12 +94,16 @@ def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: I
     double.die()
 
 
-def test_no_room_until_the_queue_timeout_is_429(serve: Serve, ask: Ask, streamed: bool) -> None:
-    double = DecodeDouble(script=lambda d, p, g: d.refuse(p, g), stats=FULL)
-    _, url, _ = serve(double, queue_timeout_s=0.3)
+@pytest.mark.parametrize(("num", "expected"), [(1, (429, "busy")), (0, (503, "no_worker"))])
+def test_nobody_until_the_queue_timeout_is_an_error(
+    serve: Serve, ask: Ask, streamed: bool, num: int, expected: tuple[int, str]
+) -> None:
+    full = DecodeDouble(script=lambda d, p, g: d.refuse(p, g), stats=FULL)
+    _, url, _ = serve(*[full][:num], queue_timeout_s=0.3)
     status, code, headers = failed(ask(url, stream=streamed))
-    assert (status, code) == (429, "busy")
+    assert (status, code) == expected
     assert int(headers["retry-after"]) >= 1
+    full.die()
 
 
 def test_queue_timeout_that_passes_at_a_worker_counts_when_it_refuses(
@@ -112,13 +116,6 @@ def test_queue_timeout_that_passes_at_a_worker_counts_when_it_refuses(
     time.sleep(1.1)
     double.refuse(*second)
     assert failed(future)[:2] == (429, "busy")
-
-
-def test_no_worker_until_the_queue_timeout_is_503(serve: Serve, ask: Ask) -> None:
-    _, url, _ = serve(queue_timeout_s=0.1)
-    status, code, headers = failed(ask(url))
-    assert (status, code) == (503, "no_worker")
-    assert "retry-after" in headers
 
 
 @pytest.mark.parametrize("code", ["invalid_value", "unsupported"])
@@ -148,23 +145,6 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
     assert after.timeout_s <= before.timeout_s
     speak(ids)(other, peer, after)
     assert ended(future) == ("abcdefgh", "stop", None)
-
-
-def test_vanished_member_is_lost_at_once_and_its_successor_gets_the_request(
-    serve: Serve, ask: Ask, ids: Ids
-) -> None:
-    old, url, router = serve(DecodeDouble())
-    future = ask(url)
-    old.take()
-    router.update_members([])
-    wait_until(lambda: metric(url, "requests_waiting") == 1)
-    new = DecodeDouble()
-    router.update_members([new.member])
-    peer, generate = new.take()
-    assert generate.dispatch == 2
-    speak(ids)(new, peer, generate)
-    assert ended(future) == ("abcdefgh", "stop", None)
-    new.die()
 
 
 def test_lost_in_mid_stream_is_one_error_event(serve: Serve, ask: Ask, ids: Ids) -> None:

@@ -14,7 +14,6 @@ from router.text.output import OutputText, StopMatcher, WindowDetokenizer
 from router.text.tokenizer import ChatTemplate, Text, text_of_parts
 from tests.fault.router_doubles import make_model
 from tests.support.prompts import TINY
-from worker.config import ModelConfig
 from worker.errors import UserError
 
 
@@ -165,15 +164,6 @@ def test_template_file_wins_and_named_templates_have_a_default(tmp_path: Path) -
     assert Text(directory).render([]) == "D"
     (directory / "chat_template.jinja").write_text("J")
     assert Text(directory).render([]) == "J"
-
-
-def test_bundled_model_has_tokenizer_and_template() -> None:
-    text = Text(ModelConfig().directory)
-    prompt = text.render([{"role": "user", "content": "héllo 😀"}])
-    assert "héllo 😀" in prompt
-    tokens = text.encode(prompt, add_special_tokens=False)
-    assert text.decode(tokens, skip_special_tokens=False) == prompt
-    assert max(tokens) < text.vocab_size
 
 
 def test_ids_that_only_the_model_knows_leave_no_text(tmp_path: Path) -> None:
