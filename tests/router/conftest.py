@@ -42,14 +42,14 @@ def ids(directory: Path) -> tuple[int, ...]:
 
 
 def script_for(request: pytest.FixtureRequest, text: Text) -> Script | None:
-    """What the module's `script_of(text)` makes; without one, requests wait for `take`."""
+    """The module's SCRIPT, or what its `script_of(text)` makes; else requests wait for `take`."""
     made = getattr(request.module, "script_of", None)
-    return None if made is None else made(text)
+    return getattr(request.module, "SCRIPT", None) if made is None else made(text)
 
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, text: Text) -> Iterator[Served]:
-    """A router with the settings ROUTER of the module; its worker answers by `script_of`."""
+    """A router with the settings ROUTER of the module; its worker answers by its script."""
     double = DecodeDouble(script=script_for(request, text))
     with serving(text.directory, double, **getattr(request.module, "ROUTER", {})) as (router, url):
         yield Served(double, url, router)

@@ -10,11 +10,9 @@ import pytest
 
 from router.http.answer import Answer
 from router.http.connection import MAX_HEAD_BYTES
-from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
-    Script,
     Served,
     read_all,
     read_until,
@@ -26,10 +24,7 @@ from worker.api import Abort, FinishReason
 BODY = b'{"prompt": "hello", "stream": true}'
 HEAD = b"POST /v1/completions HTTP/%b\r\nhost: a\r\n%bcontent-length: %d\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
-
-
-def script_of(text: Text) -> Script:
-    return speak([65, 66])
+SCRIPT = speak([65, 66])
 
 
 @pytest.fixture

@@ -15,11 +15,9 @@ import pytest
 from cluster.config import load
 from router.config import RouterConfig
 from router.http.access import origins
-from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
-    Script,
     Serve,
     Served,
     asking,
@@ -40,10 +38,7 @@ PREFLIGHT = ORIGIN | {
     "access-control-request-headers": "authorization,content-type,x-stainless-os",
 }
 LIMIT_S = 0.4
-
-
-def script_of(text: Text) -> Script:
-    return speak([5])
+SCRIPT = speak([5])
 
 
 def post(url: str, content: bytes, **headers: str) -> httpx.Response:

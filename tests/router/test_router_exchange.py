@@ -12,12 +12,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from router.http.exchange import Exchanges
 from router.observe.stages import STAGES
-from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
     TOLD_STAGES,
     DecodeDouble,
-    Script,
     Serve,
     asking,
     connected,
@@ -29,9 +27,7 @@ from tests.fault.router_doubles import (
 )
 from worker.api import FinishReason
 
-
-def script_of(text: Text) -> Script:
-    return speak([5, 6, 7], stages=TOLD_STAGES)
+SCRIPT = speak([5, 6, 7], stages=TOLD_STAGES)
 
 
 @pytest.fixture

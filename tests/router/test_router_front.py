@@ -14,14 +14,11 @@ from cluster.cli import main
 from router.http.keys import read_keys
 from router.http.routes import is_slow
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, Script, Serve, Served, make_model, speak
+from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak
 from worker.errors import UserError
 
 ROUTER = {"max_body_bytes": 20_000}
-
-
-def script_of(text: Text) -> Script:
-    return speak([5])
+SCRIPT = speak([5])
 
 
 def test_tokenize_and_detokenize_are_inverse(url: str, text: Text) -> None:
@@ -96,7 +93,7 @@ def test_api_keys(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("first\n\n  sécond  \n", encoding="utf-8")
     _, url, _ = serve(DecodeDouble(script=speak([5])), api_key_file=str(path))
-    for open_path in ("/live", "/health", "/ready", "/metrics", "/config"):
+    for open_path in ("/live", "/health", "/ready", "/metrics", "/config", "/dashboard/data"):
         assert httpx.get(f"{url}{open_path}").status_code == 200
     for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
         headers = {} if header is None else {"authorization": header}

@@ -10,12 +10,9 @@ import httpx
 import jsonschema
 import pytest
 
-from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Script, Serve, Served, speak
+from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Serve, Served, speak
 
-
-def script_of(text: Text) -> Script:
-    return speak([5, 6], stages=TOLD_STAGES)
+SCRIPT = speak([5, 6], stages=TOLD_STAGES)
 
 
 @pytest.fixture(scope="module")
