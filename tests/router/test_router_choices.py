@@ -104,21 +104,12 @@ def test_logprobs_of_a_completion(
 
 
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(
-    client: openai.OpenAI, double: DecodeDouble, streamed: bool
+    served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
-    asked: Any = {"model": "small", "messages": HELLO, "n": 4, "seed": 11}
-    if streamed:
-        found = dict.fromkeys(range(4), "")
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            for choice in chunk.choices:
-                found[choice.index] += choice.delta.content or ""
-    else:
-        answer = client.chat.completions.create(**asked)
-        found = {choice.index: choice.message.content or "" for choice in answer.choices}
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens % 4 == 0
-        assert answer.usage.prompt_tokens < 40
-    assert found == dict.fromkeys(range(4), ANSWER)
+    found, usage = served.told("chat/completions", streamed, messages=HELLO, n=4, seed=11)
+    assert usage["completion_tokens"] % 4 == 0
+    assert usage["prompt_tokens"] < 40
+    assert [choice["text"] for choice in found] == [ANSWER] * 4
     taken = [double.take()[1] for _ in range(4)]
     assert taken[0].after == ""
     assert [each.sampling.seed for each in taken] == [seed_of(11, i) for i in range(4)]
@@ -166,16 +157,13 @@ def test_best_of_gives_the_likeliest_back(
         assert answer.usage.prompt_tokens == 1
 
 
-def test_echo_repeats_the_prompt(client: openai.OpenAI, text: Text, streamed: bool) -> None:
+def test_echo_repeats_the_prompt(
+    served: Served, double: DecodeDouble, text: Text, streamed: bool
+) -> None:
     ids = text.encode("again", add_special_tokens=False)
     for prompt, said in (("hello ", "hello "), ([list(ids)], "again")):
-        asked: Any = {"model": "small", "prompt": prompt, "echo": True}
-        if streamed:
-            chunks = client.completions.create(**asked, stream=True)
-            found = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-        else:
-            found = client.completions.create(**asked).choices[0].text
-        assert found == said + ANSWER
+        (choice,), _ = served.told("completions", streamed, prompt=prompt, echo=True)
+        assert choice["text"] == said + ANSWER
 
 
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [

@@ -171,20 +171,13 @@ def test_one_call_only_and_none_at_all(
 
 
 def test_reasoning_is_told_apart(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
+    served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
     says(double, text, "<think>\nhm, 😀\n</think>\n\nhello")
-    if streamed:
-        found = {"content": "", "reasoning_content": ""}
-        for chunk in client.chat.completions.create(model="small", messages=HELLO, stream=True):
-            for name in found:
-                found[name] += getattr(chunk.choices[0].delta, name, None) or ""
-    else:
-        message = client.chat.completions.create(model="small", messages=HELLO).choices[0].message
-        found = {name: getattr(message, name) for name in ("content", "reasoning_content")}
-    assert found == {"content": "hello", "reasoning_content": "hm, 😀"}
+    (choice,), _ = served.told("chat/completions", streamed, messages=HELLO)
+    assert (choice["text"], choice["reasoning"]) == ("hello", "hm, 😀")
     wish = {"chat_template_kwargs": {"enable_thinking": False}}
-    client.chat.completions.create(model="small", messages=HELLO, extra_body=wish)
+    served.post("chat/completions", messages=HELLO, **wish)
     double.take()
     assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
 
@@ -230,22 +223,15 @@ def test_an_answer_of_one_call_ends_with_the_call(
     double = served.double
     says(double, text, f"<think>a</think>\nI look.\n{CALL}\n{CALL2} and so on")
     body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
-    body |= {"stream": streamed, "stream_options": {"include_usage": True}} if streamed else {}
-    response = served.post("chat/completions", **body)
-    lines = response.text.split("\n") if streamed else [f"data: {response.text}"]
-    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    choices = [choice for each in data for choice in each["choices"]]
-    said = [choice["delta" if streamed else "message"] for choice in choices]
-    assert "".join(each.get("content") or "" for each in said) == "I look."
-    calls = [call for each in said for call in each.get("tool_calls", [])]
-    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
-    assert {call.get("index", 0) for call in calls} == {0}
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    (choice,), usage = served.told("chat/completions", streamed, **body)
+    assert (choice["text"], choice["reason"]) == ("I look.", "tool_calls")
+    assert "".join(call["function"]["arguments"] for call in choice["calls"]) == ARGUMENTS
+    assert {call.get("index", 0) for call in choice["calls"]} == {0}
     generate = double.take()[1]
     stop = double.expect(Stop)
     assert stop.req_id == generate.req_id
     num_tokens = stop.at_position - generate.num_prompt_tokens
-    assert data[-1]["usage"]["completion_tokens"] == num_tokens
+    assert usage["completion_tokens"] == num_tokens
     kept = text.encode(f"<think>a</think>\nI look.\n{CALL}\n{CALL2}", add_special_tokens=False)
     assert CALL in text.decode(kept[:num_tokens], skip_special_tokens=False)
     assert CALL not in text.decode(kept[: num_tokens - 1], skip_special_tokens=False)
