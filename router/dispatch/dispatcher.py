@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from router.config import RouterConfig
 from router.dispatch.mailbox import Delta, Mailbox, Scored
 from router.dispatch.members import Known, Members, drafting
-from router.dispatch.policy.base import Policy
+from router.dispatch.policy import Policy
 from router.dispatch.queue import Queue, Req
 from router.errors import ApiError
 from router.observe.metrics import RouterMetrics

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from router.errors import ApiError
-from router.observe.spent import Spent
+from router.observe.stages import StageTimes
 from worker.api import FinishReason, TokenLogprob, Window
 
 Scored = tuple[tuple[int, TokenLogprob], ...]  # tokens with their logprobs
@@ -24,7 +24,7 @@ class Delta(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     error: ApiError | None = None
     scored: Scored = ()  # tokens, if their logprobs are wanted
-    spent: Spent | None = None  # with a finish reason
+    spent: StageTimes | None = None  # with a finish reason
     windows: Sequence[Window] | None = None  # the accept trace if asked for, with a finish reason
 
 

@@ -130,11 +130,6 @@ class Members:
             known.num_sent -= 1
             known.room += gives_room and known.busy_until > 0
 
-    def max_model_lens(self) -> list[int]:
-        """The longest request, in tokens, of each listed decode worker that names it."""
-        decodes = [k.member for k in self._known.values() if k.member.role == "decode"]
-        return [member.max_model_len for member in decodes if member.max_model_len]
-
     def live(self, role: Role) -> list[Known]:
         """Members of a role that answer."""
         return [k for k in self._known.values() if k.live and k.member.role == role]

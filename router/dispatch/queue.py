@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
-from router.dispatch.policy.base import Asked, Choice, Policy
-from router.observe.spent import Spent
+from router.dispatch.policy import Choice, Policy
+from router.observe.stages import StageTimes
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
 from worker.wire import Wire
@@ -37,15 +37,16 @@ MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 class Req:
     """One choice of an HTTP request, with all that is needed to send it again."""
 
-    req_id: str  # unique in the cluster: workers know it by this
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
     output: OutputText
-    mailbox: Mailbox
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
-    arrived_at: float = 0.0  # monotonic, set by `Dispatcher.submit`
-    deadline: float = 0.0  # as well
+    # Set when it is submitted.
+    req_id: str = ""  # unique in the cluster: workers know it by this
+    mailbox: Mailbox = field(init=False)
+    arrived_at: float = 0.0  # monotonic
+    deadline: float = 0.0
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     choice: Choice | None = None  # the workers it was sent to; None while it waits
@@ -71,23 +72,23 @@ class Req:
         return len(self.prompt) + len(self.tokens)
 
     @property
-    def spent(self) -> Spent | None:
+    def spent(self) -> StageTimes | None:
         """Where its time went; None before the first token."""
-        stages = self.stages
-        if stages is None:
+        at = self.stages
+        if at is None:
             return None
-        return Spent(
+        return StageTimes(
             router_queue_s=self.queued_s,
-            stages=stages,
+            prefill_queue_s=at.prefill_queue_s,
+            prefill_s=at.prefill_s,
+            transfer_s=at.transfer_s,
+            decode_queue_s=at.decode_queue_s,
+            first_step_s=at.first_step_s,
             decode_s=self.last_token_at - self.first_token_at,
             first_token_s=self.first_token_at - self.arrived_at,
-            decoded_by=self.decoded_by,
+            prefilled_by=at.prefilled_by.partition("/")[0] or None,
+            decoded_by=self.decoded_by.partition("/")[0],
         )
-
-    @property
-    def asked(self) -> Asked:
-        """What the policy sees."""
-        return Asked(self.req_id, self.prompt)
 
 
 def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
@@ -156,7 +157,7 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = self._members.open_prefill()
             with_leader, after = _follow(req, decode)
-            choice = self._policy.choose(req.asked, with_leader or preferred or decode, prefill)
+            choice = self._policy.choose(with_leader or preferred or decode, prefill)
             self._send(req, choice, after)
 
     def leave(self, req: Req, *, served: bool) -> None:
@@ -167,7 +168,6 @@ class Queue:
             req.queued_s += time.monotonic() - req.queued_at
             return
         self._members.left(choice.decode, gives_room=served)
-        self._policy.settled(req.asked, choice, req.num_cached_tokens if served else None)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""

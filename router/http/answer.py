@@ -17,13 +17,11 @@ from starlette.types import Receive, Scope, Send
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.mailbox import Delta, Mailbox
-from router.dispatch.queue import Req
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
-from router.openai.body import Body, merged, num_scored
+from router.openai.body import Body, Prepared, merged, num_scored
 from router.openai.logprobs import mean
-from router.openai.prepared import Prepared
 from worker.api import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -66,7 +64,7 @@ class Answer(Response):
         self._closed = closed
         self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
         self._reqs, exchange.n = exchange.reqs, prepared.num_kept
-        self._num_open = len(prepared.choices)
+        self._num_open = len(prepared.reqs)
         self._error: Exception | None = None
         self._started = False
         self._wrote_at = 0.0  # the last part of a stream
@@ -96,17 +94,9 @@ class Answer(Response):
 
     def _submit(self) -> None:
         exchange = self._exchange
-        for index, choice in enumerate(self._prepared.choices):
-            req = Req(
-                req_id=f"{exchange.unique_id}-{index}",
-                index=index,
-                prompt=choice.prompt,
-                sampling=choice.sampling,
-                output=choice.output,
-                mailbox=self._mailbox,
-                leader=None if choice.leader is None else self._reqs[choice.leader],
-                trace_id=exchange.trace_id,
-            )
+        for req in self._prepared.reqs:
+            req.req_id = f"{exchange.unique_id}-{req.index}"
+            req.mailbox, req.trace_id = self._mailbox, exchange.trace_id
             self._dispatcher.submit(req, exchange.trace)
             self._reqs.append(req)
 

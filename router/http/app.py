@@ -19,9 +19,9 @@ from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
-from router.http.connection import limited
+from router.http.access import origins
+from router.http.connection import LimitedProtocol
 from router.http.keys import read_keys
-from router.http.origins import origins
 from router.http.port import accept_all, listen
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
@@ -219,12 +219,10 @@ class RouterServer:
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:
-        """Take no new work; running requests finish, and new ones are answered with 503.
+        """Take no new work: running requests finish, and new ones are answered with 503.
 
-        Args:
-            others: other routers go on listening on the same port. Then this router accepts the
-                connections that wait, closes its listener, and serves its clients until they
-                connect to another router. Else it answers new requests with 503.
+        `others` go on listening on the same port: then this router instead accepts the connections
+        that wait, closes its listener, and serves its clients until they connect to another router.
         """
         if self.loop is not None:
             begun = asyncio.run_coroutine_threadsafe(self._begin_drain(others), self.loop)
@@ -247,8 +245,7 @@ class RouterServer:
             self._tracer.close()
 
     def _post(self, action: Callable[[], None]) -> None:
-        loop = self.loop
-        if loop is None:
+        if (loop := self.loop) is None:
             return
         try:
             loop.call_soon_threadsafe(action)
@@ -269,7 +266,7 @@ class RouterServer:
 
     async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
-        arrivals = _Arrivals(loop, self._deliver)
+        arrivals = _Arrivals(loop, lambda events: dispatcher.deliver(events))
         place, settings = self._place, self._settings
         wire = Wire(f"{place.name}/{place.incarnation}", settings.ping, arrivals.put)
         wire.start()
@@ -277,10 +274,11 @@ class RouterServer:
             config = settings.router
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
+            dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
             siblings = Siblings(self._members, member)
             self.front = Front(
                 served=self._served,
-                dispatcher=Dispatcher(config, wire, self._members, self._policy, metrics),
+                dispatcher=dispatcher,
                 metrics=metrics,
                 siblings=siblings,
                 shown=settings.shown,
@@ -303,7 +301,7 @@ class RouterServer:
         limits = self._settings.router
         config = uvicorn.Config(
             application(self.front),
-            http=limited(limits),
+            http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address
@@ -316,10 +314,6 @@ class RouterServer:
         )
         self.server = _Server(config, self._ready)
         await self.server.serve(sockets=listeners)
-
-    def _deliver(self, events: Sequence[Event]) -> None:
-        assert self.front is not None
-        self.front.dispatcher.deliver(events)
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()
@@ -338,12 +332,8 @@ class RouterServer:
         if not others:
             front.draining = True
             return
-
-        def over() -> None:
-            front.num_open -= 1
-
         front.num_open += 1  # or it would be idle, and whoever has just connected be cut off
-        asyncio.get_running_loop().call_later(LAST_REQUEST_S, over)
+        asyncio.get_running_loop().call_later(LAST_REQUEST_S, front.closed)
         await server.leave()
 
     def _begin_stop(self) -> None:

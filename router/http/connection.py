@@ -71,13 +71,9 @@ class Outlet:
     def is_open(self) -> bool:
         """Whether a part of the body may leave now: its head has, and the client reads."""
         cycle = self._cycle
-        return not (
-            self._holds
-            or cycle.flow.write_paused
-            or self.is_gone
-            or cycle.response_complete
-            or not cycle.chunked_encoding  # it has not begun
-        )
+        has_begun = cycle.chunked_encoding and not self._holds
+        is_full = cycle.flow.write_paused
+        return has_begun and not (is_full or self.is_gone or cycle.response_complete)
 
     @property
     def is_full(self) -> bool:
@@ -113,10 +109,8 @@ class _Awaited(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. `limited` makes the subclass whose limits are those of a configuration."""
+    """One connection, within the limits of a configuration."""
 
-    header_timeout_s: float
-    body_timeout_s: float
     leave: Callable[[], None] | None = None  # of the answer that is being written
     _state = _Awaited.ANYTHING
     _moved = False  # what arrived last was a part of a body, or began or ended something
@@ -124,6 +118,10 @@ class LimitedProtocol(HttpToolsProtocol):
     _refused = ""  # why what came after the last whole request is no request
     _timed: tuple[object, object] = (None, None)  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, limits: RouterConfig, **uvicorn: Any) -> None:
+        super().__init__(**uvicorn)
+        self._limits = limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here."""
@@ -241,7 +239,8 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop()
             self._timed = state, self.cycle
             body = state is _Awaited.BODY
-            limit_s = self.body_timeout_s + GRACE_S if body else self.header_timeout_s
+            limits = self._limits
+            limit_s = limits.body_timeout_s + GRACE_S if body else limits.header_timeout_s
             self._timer = self.loop.call_later(limit_s, self._cut)
 
     def _stop(self) -> None:
@@ -254,19 +253,10 @@ class LimitedProtocol(HttpToolsProtocol):
         part = "body" if self._state is _Awaited.BODY else "head"
         log.debug("%s: cut, its %s took too long", self.client, part)
         if self._state is _Awaited.HEAD:
-            message = f"the request's head did not arrive within {self.header_timeout_s:g} s"
+            limit_s = self._limits.header_timeout_s
+            message = f"the request's head did not arrive within {limit_s:g} s"
             response = ApiError("request_timeout", message).response
             lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
             self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
         self.transport.close()
         self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either
-
-
-def limited(config: RouterConfig) -> type[LimitedProtocol]:
-    """The protocol with the limits of `config`."""
-
-    class Protocol(LimitedProtocol):
-        header_timeout_s = config.header_timeout_s
-        body_timeout_s = config.body_timeout_s
-
-    return Protocol

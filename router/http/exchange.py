@@ -1,4 +1,10 @@
-"""One HTTP request and its response: the id, the line in the access log, `Server-Timing`."""
+"""One HTTP request and its response: the id, the line in the access log, `Server-Timing`, the span.
+
+POST /v1/chat/completions                    one a request, until its last byte has left
+  prepare ─▶ router_queue ─▶ dispatch ─▶ respond
+                  ▲   refused   │
+                  '-- or lost --'            a choice's `dispatch` holds its worker's stages
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,14 @@ import re
 import secrets
 import time
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.queue import Req, counted
-from router.observe.metrics import by_stage
-from router.show import tracing
+from router.observe.stages import by_stage, vllm_times
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace, Tracer
@@ -27,6 +33,9 @@ FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of 
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 # Asked every few seconds by machines.
 PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboard/own")
+TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
+SAMPLED_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][13579bdf]")
 
 
 @dataclass(slots=True)
@@ -94,6 +103,82 @@ class Exchange:
             parts.append(f"failure={self.failure}")
         access_log.log(level, "%s req_id=%s", " ".join(parts), self.request_id)
 
+    def begin_trace(self, tracer: Tracer, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+        """Begin the server's span, unless the request generates nothing or is not sampled."""
+        path, method = scope["path"], scope["method"]
+        if path not in TRACED or method != "POST":
+            return
+        sent = [name for name in (TRACEPARENT, TRACESTATE) if name in headers]
+        given = {name.decode(): headers[name].decode("latin-1") for name in sent}
+        trace = tracer.of_headers(given, self.arrived_at)
+        about = {
+            "http.request.method": method,
+            "http.route": path,
+            "url.path": path,
+            "url.scheme": scope["scheme"],
+            "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
+            "gen_ai.operation.name": TRACED[path],
+        }
+        trace.enter(f"{method} {path}", self.arrived_at, about)
+        if trace.is_recorded:
+            self.trace, self.trace_id = trace, trace.trace_id
+
+    def end_trace(self, model: str, now: float) -> None:
+        """End the server's span, if there is one; `now` is monotonic."""
+        trace, reqs, failure = self.trace, self.reqs, self.failure
+        if trace is None:
+            return
+        attributes: dict[str, Any] = {
+            "http.response.status_code": self.status,
+            "gen_ai.request.id": self.request_id,
+        }
+        if reqs:
+            ended_at = max(req.trace.at for req in reqs if req.trace is not None)
+            attributes |= self._generated(model, trace.at, now)
+            for name, begin, end in (
+                ("prepare", trace.at, reqs[0].arrived_at), ("respond", ended_at, now)
+            ):  # fmt: skip
+                stage = trace.below(begin)
+                stage.enter(name, begin)
+                stage.leave(end)
+        if self.status >= 500:
+            failure = failure or str(self.status)
+        if failure:
+            attributes["error.type"] = failure
+        # By OpenTelemetry's rules a client's mistake is no error of the server's span.
+        is_ours = failure not in ("", "client_gone")
+        failed = self.status >= 500 or (self.status < 400 and is_ours)
+        trace.leave(now, attributes, failure if failed else "")
+
+    def _generated(self, model: str, arrived_at: float, now: float) -> dict[str, Any]:
+        """Attributes `gen_ai.*`, those of vLLM and SGLang; latencies are the first choice's."""
+        first, sampling = self.reqs[0], self.reqs[0].sampling
+        num_prompt_tokens, num_tokens, num_cached_tokens = counted(self.reqs)
+        attributes: dict[str, Any] = {
+            "gen_ai.request.model": model,
+            "gen_ai.response.model": model,
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            "gen_ai.request.n": self.n,
+            "gen_ai.usage.prompt_tokens": num_prompt_tokens,
+            "gen_ai.usage.completion_tokens": num_tokens,
+            "gen_ai.usage.cached_tokens": num_cached_tokens,
+            "gen_ai.response.finish_reasons": [req.outcome for req in self.reqs],
+            "gen_ai.latency.e2e": now - arrived_at,
+        }
+        if first.first_token_at:
+            attributes["gen_ai.latency.time_to_first_token"] = first.first_token_at - arrived_at
+        if first.spent is not None:
+            queue_s, prefill_s, decode_s = vllm_times(first.spent)
+            attributes |= {
+                "gen_ai.latency.time_in_queue": queue_s,
+                "gen_ai.latency.time_in_model_prefill": prefill_s,
+                "gen_ai.latency.time_in_model_decode": decode_s,
+                "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
+            }
+        return attributes
+
 
 class Exchanges:
     """The outermost layer: gives every request its `Exchange`.
@@ -118,12 +203,9 @@ class Exchanges:
             "method": "GET" if scope["method"] == "HEAD" else scope["method"],
             "path": scope["path"].rstrip("/") or "/",
         }
-        if tracing.TRACEPARENT in headers:
-            exchange.trace_id = tracing.client_trace_id(headers)
+        exchange.trace_id = client_trace_id(headers)
         if self._tracer is not None:
-            exchange.trace = tracing.begin(self._tracer, inner, headers, exchange.arrived_at)
-            if exchange.trace is not None:
-                exchange.trace_id = exchange.trace.trace_id
+            exchange.begin_trace(self._tracer, inner, headers)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -136,12 +218,16 @@ class Exchanges:
         except Exception:  # a route's: it was answered with 500; the server closes what is open
             log.exception("req_id=%s failed", exchange.request_id)
         finally:
-            if exchange.trace is not None:
-                self._end_trace(exchange, exchange.trace)
+            exchange.end_trace(self._model, time.monotonic())
             level = logging.DEBUG if inner["path"] in PROBES else self._level
             if access_log.isEnabledFor(level):
                 exchange.write(scope, level)
 
-    def _end_trace(self, of: Exchange, trace: Trace) -> None:
-        ended = tracing.Ended(of.request_id, self._model, of.reqs, of.n, of.status, of.failure)
-        tracing.end(trace, ended, time.monotonic())
+
+def client_trace_id(headers: Mapping[bytes, bytes]) -> str:
+    """The id of the trace that the client has sampled, in hexadecimal; "" if there is none.
+
+    Exemplars name it even where tracing is off: whoever follows it finds the client's spans.
+    """
+    parent = SAMPLED_PARENT.fullmatch(headers.get(TRACEPARENT, b""))
+    return parent[1].decode() if parent else ""

@@ -13,7 +13,7 @@ from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.http.auth import GUARDED
+from router.http.access import GUARDED
 from router.openai import reply
 from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
@@ -119,37 +119,14 @@ CHAT_STREAM = _events(
     _answer(CHUNK, delta={"content": "Hello!"}, finish_reason="stop"),
 )
 CONTINUED = _answer("text_completion", text=" there was", finish_reason="length")
-TARGETS = [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]
 TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
 HELLO = [{"role": "user", "content": "Hello"}]
-PAGES: tuple[tuple[str, str, Content], ...] = (
-    (
-        "/v1/models", "All models: one",
-        Content(JSON, reply.ModelList, {"object": "list", "data": [CARD]}),
-    ),
-    ("/v1/models/{name}", "The model of this name", Content(JSON, reply.Model, CARD)),
-    ("/health", "Whether a decode worker answers", Content(JSON, Status, {"status": "ok"})),
-    (
-        "/live", "That this router's loop turns, and which workers make progress",
-        Content(JSON, Status, {"status": "live", "workers": {"decode-0": "live"}}),
-    ),
-    ("/ready", "Whether requests can be served now", Content(JSON, Status, {"status": "ready"})),
-    ("/metrics", "The routers' metrics, for Prometheus", Content(TEXT, None, "# HELP …")),
-    (
-        "/metrics/targets",
-        "Where every member serves its metrics, for Prometheus' HTTP service discovery",
-        Content(JSON, None, TARGETS),
-    ),
-    (
-        "/dashboard/data",
-        "Workers, load, throughput and latencies of the last minutes, and who was replaced",
-        Content(JSON, None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),
-    ),
-    (
-        "/config", "The resolved configuration and the members of the cluster",
-        Content(JSON, None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),
-    ),
-)  # fmt: skip
+
+
+def _get(path: str, summary: str, schema: Any, example: Any, media: str = JSON) -> Operation:
+    return Operation(path, summary, (Content(media, schema, example),))
+
+
 OPERATIONS = (
     Operation(
         "/v1/chat/completions", "Answer a chat",
@@ -173,7 +150,21 @@ OPERATIONS = (
         (Content(JSON, reply.DetokenizeReply, {"prompt": "Hello"}),),
         Content(JSON, DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
     ),
-    *(Operation(path, summary, (content,)) for path, summary, content in PAGES),
+    _get("/v1/models", "All models: one", reply.ModelList, {"object": "list", "data": [CARD]}),
+    _get("/v1/models/{name}", "The model of this name", reply.Model, CARD),
+    _get("/health", "Whether a decode worker answers", Status, {"status": "ok"}),
+    _get("/live", "That this router's loop turns, and which workers make progress",
+         Status, {"status": "live", "workers": {"decode-0": "live"}}),
+    _get("/ready", "Whether requests can be served now", Status, {"status": "ready"}),
+    _get("/metrics", "The routers' metrics, for Prometheus", None, "# HELP …", TEXT),
+    _get("/metrics/targets",
+         "Where every member serves its metrics, for Prometheus' HTTP service discovery",
+         None, [{"targets": ["127.0.0.1:9100"], "labels": {"worker": "decode-0"}}]),
+    _get("/dashboard/data",
+         "Workers, load, throughput and latencies of the last minutes, and who was replaced",
+         None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),
+    _get("/config", "The resolved configuration and the members of the cluster",
+         None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),
 )  # fmt: skip
 
 

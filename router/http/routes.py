@@ -11,20 +11,19 @@ from typing import TypeVar
 import msgspec
 from fastapi import Request, Response
 from fastapi_offline import FastAPIOffline
-from msgspec import UNSET, Struct
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from router.errors import ApiError
+from router.http.access import ApiKeys, with_cors
 from router.http.answer import Answer
-from router.http.auth import ApiKeys
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
-from router.http.origins import with_cors
+from router.openai.body import Prepared
 from router.openai.prepare import Preparer
-from router.openai.prepared import Prepared
-from router.openai.reply import Model, ModelList
+from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front
 from router.show.pages import Pages
@@ -41,7 +40,6 @@ NOT_SERVED = (
 )  # fmt: skip
 
 Result = TypeVar("Result")
-Prepare = Callable[[bytes], Prepared]
 
 
 def is_slow(raw: bytes) -> bool:
@@ -67,28 +65,29 @@ class Routes:
 
     async def models(self) -> Response:
         """GET /v1/models."""
-        return _json(ModelList([self._model()]))
+        return _json(ModelList([self._served.card]))
 
     async def one_model(self, name: str) -> Response:
         """GET /v1/models/{name}."""
         self._served.check_model(name)
-        return _json(self._model())
+        return _json(self._served.card)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        return _json(await self._run(await self._body(request), partial(tokenize, self._served)))
+        return _json(await self._run(request, partial(tokenize, self._served)))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        return _json(await self._run(await self._body(request), partial(detokenize, self._served)))
+        return _json(await self._run(request, partial(detokenize, self._served)))
 
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
         message = f"{request.url.path} is not served: this server generates text only"
         raise ApiError("unsupported", message, status=404)
 
-    async def _run(self, raw: bytes, work: Callable[[bytes], Result]) -> Result:
-        """Run `work`, in a thread if it may take long; raises whatever KvlaneError is its end."""
+    async def _run(self, request: Request, work: Callable[[bytes], Result]) -> Result:
+        """What `work` makes of the body, in a thread if it may take long; raises a KvlaneError."""
+        raw = await self._body(request)
 
         def run() -> Result:
             with contained("the preparation of a request"):
@@ -96,22 +95,19 @@ class Routes:
 
         return await asyncio.to_thread(run) if is_slow(raw) else run()
 
-    async def _generate(self, request: Request, prepare: Prepare) -> Response:
+    async def _generate(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
         front = self._front
         try:
             if front.draining:
                 raise ApiError("draining", "the router is draining", retry_after_s=1)
-            prepared = await self._run(await self._body(request), prepare)
-            front.dispatcher.check_room(len(prepared.choices))
+            prepared = await self._run(request, prepare)
+            front.dispatcher.check_room(len(prepared.reqs))
         except KvlaneError as error:
             front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
         exchange = Exchange.of(request.scope)
-        return Answer(prepared, front.dispatcher, exchange, self._served.config, self._closed)
-
-    def _closed(self) -> None:
-        self._front.num_open -= 1
+        return Answer(prepared, front.dispatcher, exchange, self._served.config, front.closed)
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config
@@ -135,16 +131,6 @@ class Routes:
             message = f"the body did not arrive within {config.body_timeout_s:g} s"
             raise ApiError("request_timeout", message) from None
         return bytes(body.removeprefix(BOM_UTF8))
-
-    def _model(self) -> Model:
-        served = self._served
-        return Model(
-            id=served.model,
-            created=served.started_at,
-            max_model_len=served.max_model_len,
-            default_sampling_params=served.defaults.model_dump(),
-            simulated_accept_len=served.simulated_accept_len or UNSET,
-        )
 
 
 def _json(body: Struct) -> Response:
@@ -185,13 +171,11 @@ def application(front: Front) -> ASGIApp:
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
     shown = document(version(), front.served.model, keys=bool(front.api_keys))
     app.openapi = lambda: shown
-    for path, endpoint in (
-        ("/v1/chat/completions", routes.chat),
-        ("/v1/completions", routes.completions),
-        ("/tokenize", routes.tokenize),
-        ("/detokenize", routes.detokenize),
-    ):
-        app.add_route(path, endpoint, methods=["POST"])  # they read their bodies themselves
+    post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
+    post("/v1/chat/completions", routes.chat)
+    post("/v1/completions", routes.completions)
+    post("/tokenize", routes.tokenize)
+    post("/detokenize", routes.detokenize)
     for path, endpoint in (
         ("/v1/models", routes.models),
         ("/v1/models/{name:path}", routes.one_model),

@@ -198,19 +198,14 @@ def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
 
 def outcomes(parts: Sequence[Part]) -> dict[str, int]:
     """How often which; the most frequent first."""
-    counts = Counter[str]()
-    for part in parts:
-        counts.update(part.outcomes)
-    return dict(counts.most_common())
+    return dict(sum((Counter(part.outcomes) for part in parts), Counter[str]()).most_common())
 
 
 def rates(parts: Sequence[Part]) -> Rates:
     """Of all routers together."""
-
-    def total(name: str, digits: int) -> float:
-        return round(sum(getattr(part.rates, name) for part in parts), digits)
-
-    return Rates(total("requests", 3), total("prompt_tokens", 1), total("output_tokens", 1))
+    digits = {"requests": 3, "prompt_tokens": 1, "output_tokens": 1}
+    sums = {name: sum(getattr(part.rates, name) for part in parts) for name in digits}
+    return Rates(**{name: round(sums[name], places) for name, places in digits.items()})
 
 
 def history(parts: Sequence[Part]) -> History:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from prometheus_client import CONTENT_TYPE_LATEST
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.registry import Collector
-from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
 NUM_SERIES = 8192  # a router has 650
@@ -43,29 +42,20 @@ def _page(registry: Collector, *, counters: str, exemplars: bool) -> str:
         about = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
         parts.append(f"# HELP {name} {about}\n# TYPE {name} {family.type}\n")
         for sample in family.samples:
-            series = _series(sample.name, tuple(sample.labels.items()))
-            last = _exemplar(sample.exemplar) if exemplars and sample.exemplar else ""
-            parts.append(f"{series} {floatToGoString(sample.value)}{last}\n")
+            labels = _labels(tuple(sample.labels.items()))
+            parts.append(f"{sample.name}{labels} {floatToGoString(sample.value)}")
+            if exemplars and (last := sample.exemplar) is not None:
+                trace_id, value = last.labels["trace_id"], floatToGoString(last.value)
+                parts.append(f' # {{trace_id="{trace_id}"}} {value} {last.timestamp:.3f}')
+            parts.append("\n")
     return "".join(parts)
 
 
-def _exemplar(exemplar: Exemplar) -> str:
-    """What follows the sample's value."""
-    assert exemplar.timestamp is not None
-    value, at = floatToGoString(exemplar.value), f"{exemplar.timestamp:.3f}"
-    return f" # {_labels(tuple(exemplar.labels.items()))} {value} {at}"
-
-
 @lru_cache(NUM_SERIES)
-def _series(name: str, labels: tuple[tuple[str, str], ...]) -> str:
-    """Name and labels, in the form of a sample's line."""
-    return name + _labels(labels)
-
-
 def _labels(labels: tuple[tuple[str, str], ...]) -> str:
-    return f"{{{','.join(f'{key}={_quoted(value)}' for key, value in sorted(labels))}}}"
-
-
-def _quoted(value: str) -> str:
-    escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-    return f'"{escaped}"'
+    """In the form of a sample's line."""
+    pairs: list[str] = []
+    for key, value in sorted(labels):
+        escaped = value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+        pairs.append(f'{key}="{escaped}"')
+    return f"{{{','.join(pairs)}}}"

@@ -6,7 +6,7 @@ from functools import partial
 from prometheus_client.registry import Collector
 
 from router.observe.exposition import text
-from router.observe.spent import Spent
+from router.observe.stages import STAGES, StageTimes, by_stage
 from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
 from router.text.encoder import Encoder
@@ -29,9 +29,6 @@ STAGE_BUCKETS = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100,
 )  # fmt: skip
 TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
-STAGES = (
-    "router_queue", "prefill_queue", "prefill", "transfer", "decode_queue", "first_step", "decode",
-)  # fmt: skip
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
 # Counted from 0 on, so that the first of each shows in a rate; and other codes of errors.
 OUTCOMES = (
@@ -39,20 +36,6 @@ OUTCOMES = (
 )  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
 WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")
-
-
-def by_stage(spent: Spent) -> dict[str, float]:
-    """Seconds by name of the stage, in the order of `STAGES`."""
-    at = spent.stages
-    return {
-        "router_queue": spent.router_queue_s,
-        "prefill_queue": at.prefill_queue_s,
-        "prefill": at.prefill_s,
-        "transfer": at.transfer_s,
-        "decode_queue": at.decode_queue_s,
-        "first_step": at.first_step_s,
-        "decode": spent.decode_s,
-    }
 
 
 class RouterMetrics(Families):
@@ -121,9 +104,8 @@ class RouterMetrics(Families):
         )  # fmt: skip
         self.stale_chunks = self.dropped("chunk")
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
-        self._vllm: VllmMetrics | None = None
+        self._vllm = VllmMetrics(self)
         if vllm:
-            self._vllm = VllmMetrics(self)
             self.registry.register(self._vllm)
 
     def prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -135,15 +117,13 @@ class RouterMetrics(Families):
     def ended(self, outcome: str) -> None:
         """Count the end of one choice; a request without any counts in `requests` alone."""
         self.requests(outcome).inc()
-        if self._vllm is not None:
-            self._vllm.ended(outcome)
+        self._vllm.ended(outcome)
 
-    def spent(self, spent: Spent, num_tokens: int, trace_id: str = "") -> None:
+    def spent(self, spent: StageTimes, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
             self.stages(stage).observe(seconds, trace_id)
-        if self._vllm is not None:
-            self._vllm.spent(spent, num_tokens)
+        self._vllm.spent(spent, num_tokens)
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
@@ -152,8 +132,7 @@ class RouterMetrics(Families):
         self.decoding.set_function(lambda: len(live.outputs()))
         for role in WORKER_ROLES:
             self.alive(role).set_function(partial(live.alive, role))
-        if self._vllm is not None:
-            self._vllm.live = live
+        self._vllm.live = live
 
     def watch_encoder(self, encoder: Encoder) -> None:
         """Read these counts when they are scraped."""

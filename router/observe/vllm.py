@@ -19,7 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
-from router.observe.spent import Spent
+from router.observe.stages import StageTimes, vllm_times
 from router.observe.tally import Tally, total
 from worker.api import Role, WorkerStats
 from worker.observe.metrics import Families
@@ -51,13 +51,6 @@ class Live:
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
-def times_of(spent: Spent) -> tuple[float, float, float]:
-    """Seconds in vLLM's stages: queues; prefill with transfer and first step; decode."""
-    at = spent.stages
-    queue_s = spent.router_queue_s + at.prefill_queue_s + at.decode_queue_s
-    return queue_s, at.prefill_s + at.transfer_s + at.first_step_s, spent.decode_s
-
-
 class VllmMetrics(Collector):
     """The families of one router; `ours` are its own, whose counts they share."""
 
@@ -77,15 +70,15 @@ class VllmMetrics(Collector):
         """Count the end of one choice."""
         self._ended[outcome if outcome in self._ended else "error"] += 1
 
-    def spent(self, spent: Spent, num_tokens: int) -> None:
+    def spent(self, spent: StageTimes, num_tokens: int) -> None:
         """Observe the time of one choice with so many output tokens, in vLLM's stages."""
-        queue_s, prefill_s, decode_s = times_of(spent)
+        queue_s, prefill_s, decode_s = vllm_times(spent)
         self._queue.observe(queue_s)
         self._prefill.observe(prefill_s)
         self._decode.observe(decode_s)
         self._inference.observe(prefill_s + decode_s)
         if num_tokens > 1:
-            self._per_token.observe(spent.decode_s / (num_tokens - 1))
+            self._per_token.observe(decode_s / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
@@ -201,10 +194,6 @@ def _emitted(stats: WorkerStats) -> int:
     return stats.num_windows + sum(stats.accepted)
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 0.0
-
-
 # Of one worker: what makes the family, its name, its text, and the figure.
 DRAFTS: tuple[tuple[Callable[..., Metric], str, str, Callable[[WorkerStats], float]], ...] = (
     (_counter, "num_drafts", "Windows with drafts", lambda of: of.drafted[0]),
@@ -212,9 +201,9 @@ DRAFTS: tuple[tuple[Callable[..., Metric], str, str, Callable[[WorkerStats], flo
     (_counter, "num_accepted_tokens", "Drafts that windows accepted", lambda of: sum(of.accepted)),
     (_counter, "num_emitted_tokens", "Tokens that windows yielded", _emitted),
     (_gauge, "draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
-     lambda of: _share(sum(of.accepted), sum(of.drafted))),
+     lambda of: sum(of.accepted) / max(1, sum(of.drafted))),
     (_gauge, "efficiency", "Tokens of the most that windows could yield, since the worker's start",
-     lambda of: _share(_emitted(of), of.num_windows + sum(of.drafted))),
+     lambda of: _emitted(of) / max(1, of.num_windows + sum(of.drafted))),
 )  # fmt: skip
 
 

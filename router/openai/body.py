@@ -1,7 +1,9 @@
-"""The bytes of an answer: its whole body, or the events of its stream."""
+"""A request that has passed every check, and the bytes of its answer, whole or streamed."""
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 from msgspec import UNSET
@@ -9,16 +11,43 @@ from msgspec.json import encode as to_json
 
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
-from router.observe.metrics import by_stage
-from router.openai.prepared import Prepared
-from router.openai.reply import (
-    Choice,
-    Completion,
-    PromptTokensDetails,
-    StageTimes,
-    TracedStep,
-    Usage,
-)
+from router.openai.reply import Choice, Completion, PromptTokensDetails, TracedStep, Usage
+
+
+class AnswerWriter(Protocol):
+    """Writes the choices of an endpoint's answers; keeps what earlier chunks of a choice held."""
+
+    prefix: str  # of the answer's id
+    whole_object: str
+    chunk_object: str
+
+    def opening(self, index: int) -> Choice | None:
+        """What the endpoint sends of a choice before its first text, if anything."""
+        ...
+
+    def chunk(self, delta: Delta) -> Choice | None:
+        """What a chunk says of a delta; None when nothing is certain yet."""
+        ...
+
+    def whole(self, index: int, delta: Delta) -> Choice:
+        """A choice of a whole answer; `delta` is all of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that has passed every check."""
+
+    writer: AnswerWriter
+    model: str
+    reqs: Sequence[Req]  # num_samples for each prompt, one after the other
+    streamed: bool
+    num_samples: int = 1
+    num_kept: int = 1  # samples of each prompt to return: the best by mean logprob
+    include_usage: bool = False
+    continuous_usage: bool = False
+    return_stages: bool = False
+    grammar_param: str = ""  # the field that asked for the grammar, if there is one
 
 
 class Body:
@@ -81,17 +110,10 @@ class Body:
     def _account(self, choice: Choice, delta: Delta) -> None:
         """Add the accept trace and the time of each stage, if asked for and known."""
         if delta.windows is not None:
-            steps = map(msgspec.structs.asdict, delta.windows)
-            choice.kvlane_trace = [TracedStep(**step) for step in steps]
-        if not self._prepared.return_stages or delta.spent is None:
-            return
-        spent = delta.spent
-        choice.stages = StageTimes(
-            **{f"{stage}_s": seconds for stage, seconds in by_stage(spent).items()},
-            first_token_s=spent.first_token_s,
-            prefilled_by=spent.stages.prefilled_by.partition("/")[0] or None,
-            decoded_by=spent.decoded_by.partition("/")[0],
-        )
+            steps = list[TracedStep]
+            choice.kvlane_trace = msgspec.convert(delta.windows, steps, from_attributes=True)
+        if self._prepared.return_stages and delta.spent is not None:
+            choice.stages = delta.spent
 
     def _usage(self) -> Usage:
         num_prompt, num_output, num_cached = counted(self._reqs)

@@ -8,8 +8,8 @@ from msgspec import UNSET, UnsetType
 
 from router.dispatch.mailbox import Delta
 from router.errors import invalid
+from router.openai.body import AnswerWriter
 from router.openai.logprobs import BytesOf, chat_logprobs
-from router.openai.prepared import AnswerWriter
 from router.openai.reply import (
     AssistantMessage,
     ChatChoice,
@@ -20,7 +20,7 @@ from router.openai.reply import (
     FunctionCall,
     ToolCall,
 )
-from router.openai.schema import Message, mapping
+from router.openai.schema import Message, OfTemplate, mapping
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
@@ -118,12 +118,7 @@ def _tool_calls(parts: Sequence[CallPart], *, whole: bool = False) -> list[ToolC
 
 
 def rendered(
-    messages: Sequence[Message],
-    text: Text,
-    *,
-    add_generation_prompt: bool,
-    extra: dict[str, Any],
-    tools: Sequence[dict[str, Any]] = (),
+    messages: Sequence[Message], asked: OfTemplate, tools: Sequence[dict[str, Any]], text: Text
 ) -> str:
     """The prompt of a chat, special tokens written out.
 
@@ -146,7 +141,8 @@ def rendered(
                 for j, call in enumerate(message.tool_calls)
             ]
         plain.append(one)
-    return text.render(plain, add_generation_prompt=add_generation_prompt, extra=extra, tools=tools)
+    begins, extra = asked.add_generation_prompt, asked.chat_template_kwargs
+    return text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
 
 
 def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:

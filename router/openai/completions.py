@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta
+from router.openai.body import AnswerWriter
 from router.openai.logprobs import BytesOf, text_logprobs
-from router.openai.prepared import AnswerWriter
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
 from router.openai.served import Served

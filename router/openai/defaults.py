@@ -1,14 +1,12 @@
 """How answers are drawn where a request says nothing: the model's `generation_config.json`."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from worker.errors import UserError
 
-FILE = "generation_config.json"
 SETTING = "router.generation_config"
 MAX_TEMPERATURE = 100.0
 
@@ -20,7 +18,10 @@ RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
 class Defaults(BaseModel):
-    """Sampling parameters of requests that do not name them."""
+    """Sampling parameters of requests that do not name them; read as vLLM reads the model's file.
+
+    There null is as good as nothing, and `do_sample` = false makes answers greedy.
+    """
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
 
@@ -30,31 +31,27 @@ class Defaults(BaseModel):
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
 
+    @model_validator(mode="before")
+    @classmethod
+    def _as_written(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cast("dict[str, Any]", value)
+        greedy = {"temperature": 0.0} if fields.get("do_sample") is False else {}
+        return {name: item for name, item in fields.items() if item is not None} | greedy
+
 
 def defaults_of(directory: Path) -> Defaults:
-    """What the model's own file says, as in vLLM; `do_sample` = false makes answers greedy.
-
-    Raises a UserError for a value that no request could have.
-    """
-    path = directory / FILE
+    """What the model's own file says; raises a UserError for a value that no request could have."""
+    path = directory / "generation_config.json"
     if not path.is_file():
         return Defaults()
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _unfit(path, f"not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise _unfit(path, "not a JSON object")
-    fields = cast("dict[str, Any]", content)
-    given = {name: fields[name] for name in Defaults.model_fields if fields.get(name) is not None}
-    if fields.get("do_sample") is False:
-        given["temperature"] = 0.0
-    try:
-        return Defaults.model_validate(given)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise _unfit(path, f"{first['loc'][0]}: {first['msg']}") from error
-
-
-def _unfit(path: Path, problem: str) -> UserError:
-    return UserError(f"{path}: {problem}; {SETTING} = ignore serves without it", SETTING)
+        return Defaults.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        problem = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            problem = ": ".join([*map(str, first["loc"]), first["msg"]])
+        message = f"{path}: {problem}; {SETTING} = ignore serves without it"
+        raise UserError(message, SETTING) from error

@@ -1,10 +1,10 @@
 """Logprobs of tokens in the two forms of OpenAI's API."""
 
 from collections.abc import Callable
+from typing import Any
 
 from router.dispatch.mailbox import Scored
 from router.openai.reply import ChatLogprobs, ContentLogprob, TextLogprobs, TopLogprob
-from worker.api import TokenLogprob
 
 BytesOf = Callable[[int], bytes]
 
@@ -23,20 +23,15 @@ def _shown(raw: bytes) -> str:
 def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
     """choices[].logprobs of a chat."""
 
-    def top(token: int, logprob: float) -> TopLogprob:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
         raw = bytes_of(token)
-        return TopLogprob(token=_shown(raw), bytes=list(raw), logprob=finite(logprob))
+        return {"token": _shown(raw), "bytes": list(raw), "logprob": finite(logprob)}
 
-    def one(token: int, scores: TokenLogprob) -> ContentLogprob:
-        raw = bytes_of(token)
-        return ContentLogprob(
-            token=_shown(raw),
-            bytes=list(raw),
-            logprob=finite(scores.logprob),
-            top_logprobs=[top(*alternative) for alternative in scores.top],
-        )
-
-    return ChatLogprobs(content=[one(*token) for token in scored])
+    content: list[ContentLogprob] = []
+    for token, scores in scored:
+        top = [TopLogprob(**entry(*alternative)) for alternative in scores.top]
+        content.append(ContentLogprob(**entry(token, scores.logprob), top_logprobs=top))
+    return ChatLogprobs(content=content)
 
 
 def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprobs:

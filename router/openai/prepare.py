@@ -8,17 +8,17 @@ from functools import partial
 from msgspec.structs import replace
 
 from router.config import RouterConfig
+from router.dispatch.queue import Req
 from router.errors import ApiError, invalid
 from router.openai import chat, completions
+from router.openai.body import AnswerWriter, Prepared
 from router.openai.constraints import constraint_of
-from router.openai.prepared import AnswerWriter, Prepared, PreparedChoice
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
 from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
 from router.text.grammar import Validator, composed, think_rules
-from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain
-from router.text.reasoning import Reasoning
+from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain, Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
@@ -62,13 +62,7 @@ class Preparer:
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
         text, tools = self._served.text, tools_of(body)
-        prompt = chat.rendered(
-            body.messages,
-            text,
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-            tools=tools.given,
-        )
+        prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
         tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
         writer = chat.ChatWriter(
@@ -154,7 +148,7 @@ class Preparer:
     def _prepared(
         self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job
     ) -> Prepared:
-        served, choices = self._served, list[PreparedChoice]()
+        served, reqs = self._served, list[Req]()
         text = served.text
         skip = text.special_ids_but(job.markers) if body.skip_special_tokens else frozenset[int]()
         for prompt in prompts:
@@ -162,18 +156,19 @@ class Preparer:
             sampling = body.sampling(max_tokens, text.vocab_size, served.defaults, job.grammar)
             if body.num_samples > body.n:  # the best are chosen by their logprobs
                 sampling = replace(sampling, logprobs=max(0, sampling.logprobs))
-            leader = len(choices)
+            leader: Req | None = None
             for i in range(body.num_samples):
                 output = text.output(
                     prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
                 )
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
-                choices.append(PreparedChoice(prompt, own, output, leader if i else None))
+                reqs.append(Req(len(reqs), prompt, own, output, leader))
+                leader = leader or reqs[-1]
         options = body.stream_options
         return Prepared(
             writer=job.writer,
             model=served.model,
-            choices=choices,
+            reqs=reqs,
             streamed=body.stream,
             num_samples=body.num_samples,
             num_kept=body.n,

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 
 from msgspec import UNSET, Struct, UnsetType
 
+from router.observe.stages import StageTimes
+
 
 class PromptTokensDetails(Struct, kw_only=True):
     """How much of the prompt did not have to be computed."""
@@ -89,25 +91,6 @@ class DeltaMessage(Struct, kw_only=True):
     refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
-
-
-class StageTimes(Struct, kw_only=True):
-    """Where the time of one choice went, in seconds; each stage begins where the one before ends.
-
-    All stages before `decode` together are shorter than first_token_s; the difference is the time
-    that messages took between router and worker.
-    """
-
-    router_queue_s: float
-    prefill_queue_s: float
-    prefill_s: float
-    transfer_s: float
-    decode_queue_s: float
-    first_step_s: float
-    decode_s: float
-    first_token_s: float
-    prefilled_by: str | None
-    decoded_by: str
 
 
 class TracedStep(Struct, kw_only=True):

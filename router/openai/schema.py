@@ -20,6 +20,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from router.errors import ApiError, invalid, unsupported
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP
@@ -85,12 +86,9 @@ TEXT: dict[str, Any] = {"type": "string"}
 IDS = _many({"type": "integer"})
 
 
-class Contradiction(ValueError):
+def contradiction(field: str, message: str) -> PydanticCustomError:
     """Two fields contradict each other; `field` is the one to change."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
+    return PydanticCustomError("contradiction", "{message}", {"field": field, "message": message})
 
 
 class RequestModel(BaseModel):
@@ -227,13 +225,18 @@ class Message(RequestModel):
         return role
 
 
-class ChatBody(GenerationBody):
+class OfTemplate(RequestModel):
+    """What the chat template gets beside messages and tools."""
+
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatBody(OfTemplate, GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Many[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
     tools: Many[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
@@ -243,7 +246,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _agrees(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
-            raise Contradiction("top_logprobs", "needs logprobs = true")
+            raise contradiction("top_logprobs", "needs logprobs = true")
         return self
 
     @property
@@ -275,11 +278,11 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="after")
     def _agrees(self) -> CompletionBody:
         if self.best_of is not None and self.best_of < self.n:
-            raise Contradiction("best_of", f"must be at least n ({self.n})")
+            raise contradiction("best_of", f"must be at least n ({self.n})")
         if self.stream and self.num_samples > self.n:
-            raise Contradiction("best_of", "a stream cannot choose: it must be n")
+            raise contradiction("best_of", "a stream cannot choose: it must be n")
         if self.echo and self.logprobs is not None:
-            raise Contradiction("echo", "logprobs of the prompt are not computed")
+            raise contradiction("echo", "logprobs of the prompt are not computed")
         return self
 
     @property
@@ -340,8 +343,8 @@ def refused(error: ValidationError, prefix: str = "") -> ApiError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return invalid(f"the body is not valid JSON: {first['msg']}")
-    reason = first.get("ctx", {}).get("error")
-    path = [reason.field] if isinstance(reason, Contradiction) else _path(first["loc"])
+    field = first.get("ctx", {}).get("field")  # of a contradiction
+    path = [field] if field else _path(first["loc"])
     param = ".".join([prefix, *path] if prefix else path)[:MAX_PARAM] or None
     message = first["msg"].removeprefix("Value error, ")
     return invalid(f"{param or 'body'}: {message}", param)

@@ -4,10 +4,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import UNSET
+
 from router.config import RouterConfig
 from router.dispatch.members import Members
 from router.errors import ApiError, invalid
 from router.openai.defaults import Defaults
+from router.openai.reply import Model
 from router.text.tokenizer import Text
 
 
@@ -25,13 +28,25 @@ class Served:
 
     @property
     def max_model_len(self) -> int:
-        """Prompt + output tokens that every live decode worker can serve."""
-        return min([self.model_max_len, *self.members.max_model_lens()])
+        """Prompt + output tokens that every listed decode worker can serve."""
+        decodes = [k.member for k in self.members.all() if k.member.role == "decode"]
+        return min([self.model_max_len, *(d.max_model_len for d in decodes if d.max_model_len)])
 
     @property
     def simulated_accept_len(self) -> float:
         """The most of any decode worker; above 0, answers are junk (`Member`)."""
         return max((k.member.simulated_accept_len for k in self.members.all()), default=0.0)
+
+    @property
+    def card(self) -> Model:
+        """The model, as it is shown to clients."""
+        return Model(
+            id=self.model,
+            created=self.started_at,
+            max_model_len=self.max_model_len,
+            default_sampling_params=self.defaults.model_dump(),
+            simulated_accept_len=self.simulated_accept_len or UNSET,
+        )
 
     def check_model(self, name: str) -> None:
         """Raise an ApiError, 404, for another model's name; an empty name means this one."""

@@ -7,21 +7,19 @@ from pydantic import Field
 from router.errors import invalid
 from router.openai.chat import rendered
 from router.openai.reply import DetokenizeReply, TokenizeReply
-from router.openai.schema import Many, Message, RequestModel, read
+from router.openai.schema import Many, Message, OfTemplate, RequestModel, read
 from router.openai.served import Served
 
 
-class TokenizeBody(RequestModel):
+class TokenizeBody(OfTemplate):
     """A text, or a chat on its way through the template."""
 
     model: str = ""
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool = False
     tools: Many[dict[str, Any]] = Field([])
-    chat_template_kwargs: dict[str, Any] = Field({})
 
 
 class DetokenizeBody(RequestModel):
@@ -38,13 +36,7 @@ def tokenize(served: Served, raw: bytes) -> TokenizeReply:
     if (body.prompt is None) == (body.messages is None):
         raise invalid("either prompt or messages is needed", "prompt")
     if body.messages is not None:
-        prompt = rendered(
-            body.messages,
-            text,
-            add_generation_prompt=body.add_generation_prompt,
-            extra=body.chat_template_kwargs,
-            tools=body.tools,
-        )
+        prompt = rendered(body.messages, body, body.tools, text)
         tokens = served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
     else:
         adds = body.add_special_tokens is not False

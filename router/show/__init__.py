@@ -1,1 +1,1 @@
-"""Pages for operators: status, metrics of all routers, dashboard, traces."""
+"""Pages for operators: status, metrics of all routers, dashboard."""

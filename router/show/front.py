@@ -34,3 +34,7 @@ class Front:
 
     def __post_init__(self) -> None:
         self.period = Period(lambda: read(self.dispatcher.reqs, self.metrics))
+
+    def closed(self) -> None:
+        """An HTTP generation request has ended."""
+        self.num_open -= 1

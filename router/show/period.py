@@ -107,7 +107,7 @@ class Period:
 
     def _history(self) -> History:
         readings = list(self._readings)
-        pairs = list(pairwise(readings))
+        pairs = pairwise(readings)
         return History(
             tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in pairs),
             tuple(float(reading.running) for reading in readings[1:]),

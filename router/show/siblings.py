@@ -54,22 +54,17 @@ class Siblings:
         `accepted`: the scraper's header `Accept`, by which each chooses the form of its page.
         """
         mine, port = self._member, attrgetter("node", "address")
-        members = [known.member for known in self._members.all()]
-        others = [m for m in members if port(m) == port(mine) and m.name != mine.name]
-        addresses = [member.metrics_address for member in others]
+        others = [k.member for k in self._members.all() if k.member.name != mine.name]
+        addresses = [other.metrics_address for other in others if port(other) == port(mine)]
         encode, form = encoder(accepted)
         now = time.monotonic()
-        asked = (self._asked(address, "/metrics", form) for address in addresses)
-        pages_now = await asyncio.gather(*asked)
+        pages_now = await self._ask_all(addresses, "/metrics", form)
         for address, page in zip(addresses, pages_now, strict=True):
             if page is not None:
                 self._last[address, form] = page, now
         self._last = {key: last for key, last in self._last.items() if key[0] in addresses}
-        pages = [
-            page
-            for (_, written), (page, at) in self._last.items()
-            if written == form and now - at < STALE_S
-        ]
+        lasts = [last for (_, written), last in self._last.items() if written == form]
+        pages = [page for page, at in lasts if now - at < STALE_S]
         silent = pages_now.count(None)
         for state, number in (("answered", 1 + len(addresses) - silent), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
@@ -81,23 +76,26 @@ class Siblings:
         routers = [known.member for known in self._members.all() if known.member.role == "router"]
         addresses = {member.name: member.metrics_address for member in routers}
         addresses.pop(self.name, None)
-        asked = (self._asked(address, path) for address in addresses.values())
-        answers = await asyncio.gather(*asked)
+        answers = await self._ask_all(addresses.values(), path)
         return dict(zip(addresses, answers, strict=True))
 
     async def close(self) -> None:
         """End the connections to them."""
         await self._client.aclose()
 
-    async def _asked(self, address: str, path: str, accepted: str = "") -> str | None:
-        try:
-            async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
-                response = await self._client.get(
-                    f"http://{address}{path}", headers={"accept": accepted}
-                )
-            return response.raise_for_status().text
-        except (httpx.HTTPError, TimeoutError):
-            return None
+    async def _ask_all(
+        self, addresses: Iterable[str], path: str, accepted: str = ""
+    ) -> list[str | None]:
+        async def ask(address: str) -> str | None:
+            url, headers = f"http://{address}{path}", {"accept": accepted}
+            try:
+                async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
+                    response = await self._client.get(url, headers=headers)
+                return response.raise_for_status().text
+            except (httpx.HTTPError, TimeoutError):
+                return None
+
+        return await asyncio.gather(*map(ask, addresses))
 
 
 def merged(pages: Iterable[str]) -> str:

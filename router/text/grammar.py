@@ -6,9 +6,8 @@ meet is the client's error (400) and never a worker's.
 
 import json
 import re
-import threading
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -91,14 +90,13 @@ class Validator:
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self._path = directory / "tokenizer.json"
         self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer = cache(self._load)
         self._error = lru_cache(maxsize=256)(self._validate)
 
     def require(self, param: str) -> None:
         """Raise an ApiError, 400, if llguidance cannot use this model's tokenizer."""
         try:
-            self._loaded()
+            self._tokenizer()
         except (OSError, ValueError) as error:
             raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
 
@@ -113,18 +111,15 @@ class Validator:
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""
-        return self._loaded().is_special_token(token)
+        return self._tokenizer().is_special_token(token)
 
     def _validate(self, grammar: str) -> str:
-        tokenizer = self._loaded()
+        tokenizer = self._tokenizer()
         if error := LLMatcher.validate_grammar(grammar, tokenizer):
             return error
         matcher = LLMatcher(tokenizer, grammar)
         return matcher.get_error() if matcher.is_error() else ""
 
-    def _loaded(self) -> LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                text = self._path.read_text(encoding="utf-8")
-                self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size)
-            return self._tokenizer
+    def _load(self) -> LLTokenizer:
+        text = self._path.read_text(encoding="utf-8")
+        return LLTokenizer(text, n_vocab=self._vocab_size)

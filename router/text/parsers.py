@@ -1,4 +1,4 @@
-"""Splits a model's output, as it arrives, into content and tool calls; see also `reasoning`.
+"""Splits a model's output, as it arrives, into reasoning, content and tool calls.
 
 Parsers take text in pieces of any size and return what is certain so far. The sum of what they
 return does not depend on the sizes. What looks like a call and is none becomes content.
@@ -100,15 +100,12 @@ class _JsonEnd:
     def feed(self, text: str) -> int:
         """Index just past the object's end in `text`; -1 if it does not end there."""
         for i, char in enumerate(text):
-            if self._quoted:
-                if self._escaped:
-                    self._escaped = False
-                elif char == "\\":
-                    self._escaped = True
-                elif char == '"':
-                    self._quoted = False
+            if self._escaped:
+                self._escaped = False
             elif char == '"':
-                self._quoted = True
+                self._quoted = not self._quoted
+            elif self._quoted:
+                self._escaped = char == "\\"
             elif char in "{[":
                 self._depth += 1
             elif char in "}]":
@@ -334,3 +331,67 @@ class FirstCallOnly(Parser):
         """Drop what the token that ended the first call began after it."""
         parsed.calls = [part for part in parsed.calls if part.index == 0]
         return parsed
+
+
+class Reasoning(Parser):
+    """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
+
+    `inside`: the prompt has opened the reasoning.
+    """
+
+    def __init__(self, inner: Parser, *, inside: bool) -> None:
+        self._inner = inner
+        self._inside: bool | None = True if inside else None  # None = not known yet
+        self._text = ""
+        self._begun = False  # some of the reasoning was returned
+        self._stripping = False  # white space before the answer is still dropped
+
+    def feed(self, text: str) -> Parsed:
+        if self._inside is False:
+            return self._rest(text)
+        self._text += text
+        if self._inside is None:
+            start = self._text.lstrip()
+            if len(start) < len(THINK) and THINK.startswith(start):
+                return Parsed()
+            self._inside = start.startswith(THINK)
+            if not self._inside:
+                return self._rest(self._take())
+            self._text = start.removeprefix(THINK)
+        return self._reasoning()
+
+    def finish(self) -> Parsed:
+        parsed = Parsed()
+        if self._inside:
+            parsed.reasoning = self._trimmed(self._take())
+        else:
+            parsed += self._rest(self._take())
+        parsed += self._inner.finish()
+        return parsed
+
+    def _reasoning(self) -> Parsed:
+        reasoning, marker, rest = self._text.partition(THINK_END)
+        if marker:
+            self._inside, self._stripping, self._text = False, True, ""
+            parsed = Parsed(reasoning=self._trimmed(reasoning))
+            parsed += self._rest(rest)
+            return parsed
+        keep = held(reasoning, THINK_END)
+        shown = reasoning[: len(reasoning) - keep].rstrip()
+        self._text = reasoning[len(shown) :]
+        return Parsed(reasoning=self._trimmed(shown, end=False))
+
+    def _trimmed(self, text: str, *, end: bool = True) -> str:
+        text = text if self._begun else text.lstrip()
+        self._begun = self._begun or bool(text)
+        return text.rstrip() if end else text
+
+    def _rest(self, text: str) -> Parsed:
+        if self._stripping:
+            text = text.lstrip()
+            self._stripping = not text
+        return self._inner.feed(text) if text else Parsed()
+
+    def _take(self) -> str:
+        text, self._text = self._text, ""
+        return text

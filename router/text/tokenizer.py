@@ -81,10 +81,6 @@ def _raise(message: str) -> str:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
 class ChatTemplate:
     """A model's chat template, run in jinja2's sandbox with the names that Hugging Face defines.
 
@@ -96,7 +92,8 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _tojson  # pyright: ignore[reportUnknownMemberType]
-        names = {"raise_exception": _raise, "strftime_now": _strftime_now}
+        now: Callable[[str], str] = lambda form: datetime.now().strftime(form)  # noqa: E731
+        names = {"raise_exception": _raise, "strftime_now": now}
         self._special = dict(special)
         self._template = environment.from_string(source, globals=names)
 
@@ -162,7 +159,7 @@ class Text:
         begins |= set(special.values())
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
-        self._token_bytes = cache(self._bytes_of)
+        self._token_bytes = cache(lambda token: token_bytes(self.piece(token)))
         self._token_text = cache(self._text_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -221,9 +218,6 @@ class Text:
             return ByteDetokenizer(self._token_bytes, self._token_text, skip)
         decode = partial(self.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, prompt, skip)
-
-    def _bytes_of(self, token: int) -> bytes:
-        return token_bytes(self.piece(token))
 
     def _text_of(self, token: int) -> str | None:
         """The text of a token whose bytes are whole characters."""

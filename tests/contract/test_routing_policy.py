@@ -5,12 +5,9 @@ from collections import Counter
 import pytest
 
 from router.dispatch.members import Known, Members
-from router.dispatch.policy import POLICIES, policy
-from router.dispatch.policy.base import MAX_CANDIDATES, Asked, Policy
+from router.dispatch.policy import MAX_CANDIDATES, POLICIES, Policy, policy
 from worker.api import Member, Role, WorkerStats
 from worker.errors import UserError
-
-ASKED = Asked("r", tuple(range(40)))
 
 
 def known(name: str, role: Role, *, layout: str = "h", transport: str = "shm") -> Known:
@@ -27,13 +24,11 @@ def test_choice_is_one_of_those_given(chosen: Policy) -> None:
     decode = [known(f"d{i}", "decode") for i in range(3)]
     prefill = [known(f"p{i}", "prefill") for i in range(5)]
     for _ in range(20):
-        choice = chosen.choose(ASKED, decode, prefill)
+        choice = chosen.choose(decode, prefill)
         assert choice.decode in {k.peer for k in decode}
         peers = [candidate.peer for candidate in choice.candidates]
         assert len(set(peers)) == len(peers) == MAX_CANDIDATES
         assert set(peers) <= {k.peer for k in prefill}
-        chosen.settled(ASKED, choice, 16)
-        chosen.settled(ASKED, choice, None)
 
 
 def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidates(
@@ -44,12 +39,12 @@ def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidate
         known("other-transport", "prefill", transport="mooncake/tcp"),
         known("good", "prefill"),
     ]
-    choice = chosen.choose(ASKED, [known("d", "decode")], prefill)
+    choice = chosen.choose([known("d", "decode")], prefill)
     assert [candidate.peer for candidate in choice.candidates] == ["good/1"]
 
 
 def test_no_prefill_worker_is_no_candidate(chosen: Policy) -> None:
-    assert chosen.choose(ASKED, [known("d", "decode")], []).candidates == ()
+    assert chosen.choose([known("d", "decode")], []).candidates == ()
 
 
 def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
@@ -60,7 +55,7 @@ def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
         members.pong(f"{name}/1", WorkerStats(max_num_reqs=8, num_free_pages=9))
     shares: Counter[str] = Counter()
     for _ in range(40):
-        peer = chosen.choose(ASKED, members.open_decode(0.0), []).decode
+        peer = chosen.choose(members.open_decode(0.0), []).decode
         members.sent(peer, None, 40, 0.0)
         shares[peer] += 1
     assert set(shares.values()) == {10}
@@ -70,7 +65,7 @@ def test_candidate_says_what_is_known_of_it(chosen: Policy) -> None:
     prefill = known("p", "prefill")
     prefill.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.002)
     prefill.num_proposed_tokens = 40
-    (candidate,) = chosen.choose(ASKED, [known("d", "decode")], [prefill]).candidates
+    (candidate,) = chosen.choose([known("d", "decode")], [prefill]).candidates
     assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (140, 0.002)
 
 
@@ -87,6 +82,6 @@ def test_least_loaded_takes_the_smallest_share_and_the_shortest_wait() -> None:
     slow, fast = known("slow", "prefill"), known("fast", "prefill")
     slow.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.01)
     fast.stats = WorkerStats(num_queued_tokens=500, prefill_s_per_token=0.001)
-    choice = chosen.choose(ASKED, [small, large], [slow, fast])
+    choice = chosen.choose([small, large], [slow, fast])
     assert choice.decode == "large/1"
     assert [candidate.peer for candidate in choice.candidates] == ["fast/1", "slow/1"]

@@ -11,7 +11,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -306,6 +306,30 @@ class Served(NamedTuple):
         """POST /v1/`path`."""
         return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=HANG_S)
 
+    def told(self, path: str, streamed: bool, **body: Any) -> tuple[list[dict[str, Any]], Any]:
+        """The choices of an answer and its usage; the chunks of a stream are added up.
+
+        Of each choice `text`, `reasoning`, `calls`, `logprobs` (one entry a token) and `reason`.
+        """
+        more = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
+        response = self.post(path, **body | more)
+        assert response.status_code == 200, response.text
+        made: dict[int, dict[str, Any]] = {}
+        usage: Any = None
+        for part in events(response) if streamed else [response.json()]:
+            usage = part["usage"] or usage
+            for choice in part["choices"]:
+                new = {"text": "", "reasoning": "", "calls": [], "logprobs": [], "reason": None}
+                one = made.setdefault(choice["index"], new)
+                assert one["reason"] is None, "something follows the finish reason"
+                message = choice.get("delta", choice.get("message", {}))
+                one["text"] += choice.get("text") or message.get("content") or ""
+                one["reasoning"] += message.get("reasoning_content") or ""
+                one["calls"] += message.get("tool_calls", [])
+                one["logprobs"] += flat(choice["logprobs"])
+                one["reason"] = choice["finish_reason"]
+        return [made[index] for index in sorted(made)], usage
+
     def refusal(self, path: str, **body: Any) -> dict[str, Any]:
         """The error of a request that is wrong."""
         response = self.post(path, **body)
@@ -315,6 +339,13 @@ class Served(NamedTuple):
     def connect(self) -> socket.socket:
         """A client that writes its own HTTP; close it."""
         return connected(self.url)
+
+
+def flat(logprobs: dict[str, Any] | None) -> list[Any]:
+    """One entry a token, of either endpoint."""
+    if logprobs is None or "content" in logprobs:
+        return [] if logprobs is None else logprobs["content"]
+    return list(zip(*(logprobs[name] for name in sorted(logprobs)), strict=True))
 
 
 def connected(url: str, buffer: int = 0) -> socket.socket:
@@ -370,7 +401,7 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(item) for item in data[:-1]]
 
 
-Serve = Callable[..., AbstractContextManager[tuple[RouterServer, str]]]
+Serve = Callable[..., Served]
 Ask = Callable[..., "Future[httpx.Response]"]
 
 

@@ -1,8 +1,9 @@
 """What tests of the router share: a small model, and a router with one worker for each module."""
 
 from collections.abc import Iterator
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
@@ -41,14 +42,14 @@ def ids(directory: Path) -> tuple[int, ...]:
 
 
 def script_for(request: pytest.FixtureRequest, text: Text) -> Script | None:
-    """What the module's `script_of(text)` makes; without one, requests wait for `take`."""
+    """The module's SCRIPT, or what its `script_of(text)` makes; else requests wait for `take`."""
     made = getattr(request.module, "script_of", None)
-    return None if made is None else made(text)
+    return getattr(request.module, "SCRIPT", None) if made is None else made(text)
 
 
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, text: Text) -> Iterator[Served]:
-    """A router with the settings ROUTER of the module; its worker answers by `script_of`."""
+    """A router with the settings ROUTER of the module; its worker answers by its script."""
     double = DecodeDouble(script=script_for(request, text))
     with serving(text.directory, double, **getattr(request.module, "ROUTER", {})) as (router, url):
         yield Served(double, url, router)
@@ -82,13 +83,19 @@ def streamed(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def serve(directory: Path) -> Serve:
-    """Starts a router of the test's own: `with serve(double, max_inflight=1) as (router, url)`."""
-    return partial(serving, directory)
-
-
-@pytest.fixture
 def ask() -> Iterator[Ask]:
     """Sends requests from threads."""
     with asking() as found:
         yield found
+
+
+@pytest.fixture
+def serve(directory: Path, ask: Ask) -> Iterator[Serve]:
+    """Starts a router of the test's own: `double, url, router = serve(double, max_inflight=1)`."""
+    with ExitStack() as stack:
+
+        def start(*doubles: DecodeDouble, directory: Path = directory, **config: Any) -> Served:
+            router, url = stack.enter_context(serving(directory, *doubles, **config))
+            return Served(doubles[0] if doubles else None, url, router)  # type: ignore[arg-type]
+
+        yield start  # before `ask` waits for what was asked

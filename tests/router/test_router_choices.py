@@ -19,9 +19,9 @@ from tests.fault.router_doubles import (
     HELLO,
     DecodeDouble,
     Script,
+    Serve,
     Served,
     events,
-    serving,
     speak,
     wait_until,
 )
@@ -32,23 +32,6 @@ ANSWER = "hello 😀 there"
 
 def script_of(text: Text) -> Script:
     return speak(text.encode(ANSWER, add_special_tokens=False), sizes=(2, 3), kept=True)
-
-
-def test_penalties_and_biases_reach_the_worker(client: openai.OpenAI, double: DecodeDouble) -> None:
-    client.chat.completions.create(
-        model="small",
-        messages=HELLO,
-        presence_penalty=0.5,
-        frequency_penalty=-1,
-        logit_bias={"5": 3, "7": -100},
-        extra_body={"repetition_penalty": 1.5, "min_tokens": 2, "temperature": 1e-9},
-    )
-    sampling = double.take()[1].sampling
-    assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1)
-    assert (sampling.repetition_penalty, sampling.min_tokens) == (1.5, 2)
-    assert sampling.logit_bias == ((5, 3.0), (7, -100.0))
-    assert sampling.temperature == 0
-    assert sampling.logprobs == -1
 
 
 def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
@@ -121,21 +104,12 @@ def test_logprobs_of_a_completion(
 
 
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(
-    client: openai.OpenAI, double: DecodeDouble, streamed: bool
+    served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
-    asked: Any = {"model": "small", "messages": HELLO, "n": 4, "seed": 11}
-    if streamed:
-        found = dict.fromkeys(range(4), "")
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            for choice in chunk.choices:
-                found[choice.index] += choice.delta.content or ""
-    else:
-        answer = client.chat.completions.create(**asked)
-        found = {choice.index: choice.message.content or "" for choice in answer.choices}
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens % 4 == 0
-        assert answer.usage.prompt_tokens < 40
-    assert found == dict.fromkeys(range(4), ANSWER)
+    found, usage = served.told("chat/completions", streamed, messages=HELLO, n=4, seed=11)
+    assert usage["completion_tokens"] % 4 == 0
+    assert usage["prompt_tokens"] < 40
+    assert [choice["text"] for choice in found] == [ANSWER] * 4
     taken = [double.take()[1] for _ in range(4)]
     assert taken[0].after == ""
     assert [each.sampling.seed for each in taken] == [seed_of(11, i) for i in range(4)]
@@ -143,24 +117,24 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own(
     assert len({each.sampling.seed for each in taken}) == 4
 
 
-def test_followers_go_to_their_leader_and_on_their_own_when_it_refuses(text: Text) -> None:
+def test_followers_go_to_their_leader_and_on_their_own_when_it_refuses(serve: Serve) -> None:
     first, second = DecodeDouble("decode-0"), DecodeDouble("decode-1")
-    with serving(text.directory, first, second, sse_ping_s=0.05) as (_, url):
-        body = {"prompt": "hello", "n": 3, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
-            wait_until(lambda: not (first.taken.empty() and second.taken.empty()))
-            busy = second if first.taken.empty() else first
-            found = [busy.take() for _ in range(3)]  # all come to the worker that has the first
-            leader = found[0][1]
-            assert [each.after for _, each in found] == ["", leader.req_id, leader.req_id]
-            other = second if busy is first else first
-            busy.refuse(*found[1], retry_after_s=5.0)
-            peer, again = other.take()
-            assert (again.req_id, again.after, again.dispatch) == (found[1][1].req_id, "", 2)
-            other.chunk(peer, again, [5], finish=FinishReason.LENGTH)
-            for peer, generate in (found[0], found[2]):
-                busy.chunk(peer, generate, [5], finish=FinishReason.LENGTH)
-            assert response.read().count(b'"length"') == 3
+    _, url, _ = serve(first, second, sse_ping_s=0.05)
+    body = {"prompt": "hello", "n": 3, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=HANG_S) as response:
+        wait_until(lambda: not (first.taken.empty() and second.taken.empty()))
+        busy = second if first.taken.empty() else first
+        found = [busy.take() for _ in range(3)]  # all come to the worker that has the first
+        leader = found[0][1]
+        assert [each.after for _, each in found] == ["", leader.req_id, leader.req_id]
+        other = second if busy is first else first
+        busy.refuse(*found[1], retry_after_s=5.0)
+        peer, again = other.take()
+        assert (again.req_id, again.after, again.dispatch) == (found[1][1].req_id, "", 2)
+        other.chunk(peer, again, [5], finish=FinishReason.LENGTH)
+        for peer, generate in (found[0], found[2]):
+            busy.chunk(peer, generate, [5], finish=FinishReason.LENGTH)
+        assert response.read().count(b'"length"') == 3
 
 
 def test_best_of_gives_the_likeliest_back(
@@ -183,16 +157,13 @@ def test_best_of_gives_the_likeliest_back(
         assert answer.usage.prompt_tokens == 1
 
 
-def test_echo_repeats_the_prompt(client: openai.OpenAI, text: Text, streamed: bool) -> None:
+def test_echo_repeats_the_prompt(
+    served: Served, double: DecodeDouble, text: Text, streamed: bool
+) -> None:
     ids = text.encode("again", add_special_tokens=False)
     for prompt, said in (("hello ", "hello "), ([list(ids)], "again")):
-        asked: Any = {"model": "small", "prompt": prompt, "echo": True}
-        if streamed:
-            chunks = client.completions.create(**asked, stream=True)
-            found = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-        else:
-            found = client.completions.create(**asked).choices[0].text
-        assert found == said + ANSWER
+        (choice,), _ = served.told("completions", streamed, prompt=prompt, echo=True)
+        assert choice["text"] == said + ANSWER
 
 
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [

@@ -9,7 +9,7 @@ import pytest
 
 from router.config import RouterConfig
 from router.openai.defaults import Defaults, defaults_of
-from tests.fault.router_doubles import HANG_S, KEEP, DecodeDouble, make_model, serving
+from tests.fault.router_doubles import HANG_S, KEEP, DecodeDouble, Serve, make_model
 from tests.support.prompts import TINY
 from worker.api import Sampling
 from worker.errors import UserError
@@ -46,34 +46,34 @@ def model_with(directory: Path, generation: Any) -> Path:
     return directory
 
 
-def test_a_request_that_says_nothing_is_drawn_as_the_model_wants(tmp_path: Path) -> None:
-    with serving(model_with(tmp_path, QWEN), double := DecodeDouble(script=KEEP)) as (_, url):
-        assert asked(double, url) == asked(double, url, temperature=None, top_k=None) == OWN
-        assert asked(double, url, temperature=0) == OWN | {"temperature": 0}
-        neutral = asked(double, url, **PLAIN)
-        assert neutral == asked(double, url, **(PLAIN | {"top_k": -1})) == PLAIN
-        assert asked(double, url, top_p=0.5, min_p=0) == OWN | {"top_p": 0.5, "min_p": 0}
-        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
-        one = httpx.get(f"{url}/v1/models/small").json()
-        config = httpx.get(f"{url}/config").json()
-        assert card["default_sampling_params"] == one["default_sampling_params"] == OWN
-        assert config["default_sampling_params"] == OWN
+def test_what_a_request_leaves_open_is_as_the_model_wants(serve: Serve, tmp_path: Path) -> None:
+    double, url, _ = serve(DecodeDouble(script=KEEP), directory=model_with(tmp_path, QWEN))
+    assert asked(double, url) == asked(double, url, temperature=None, top_k=None) == OWN
+    assert asked(double, url, temperature=0) == OWN | {"temperature": 0}
+    neutral = asked(double, url, **PLAIN)
+    assert neutral == asked(double, url, **(PLAIN | {"top_k": -1})) == PLAIN
+    assert asked(double, url, top_p=0.5, min_p=0) == OWN | {"top_p": 0.5, "min_p": 0}
+    (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+    one = httpx.get(f"{url}/v1/models/small").json()
+    config = httpx.get(f"{url}/config").json()
+    assert card["default_sampling_params"] == one["default_sampling_params"] == OWN
+    assert config["default_sampling_params"] == OWN
 
 
-def test_the_file_can_be_ignored(tmp_path: Path) -> None:
+def test_the_file_can_be_ignored(serve: Serve, tmp_path: Path) -> None:
     model, double = model_with(tmp_path, QWEN), DecodeDouble(script=KEEP)
-    with serving(model, double, generation_config="ignore") as (_, url):
-        assert asked(double, url) == PLAIN
-        (card,) = httpx.get(f"{url}/v1/models").json()["data"]
-        assert card["default_sampling_params"] == PLAIN
+    _, url, _ = serve(double, generation_config="ignore", directory=model)
+    assert asked(double, url) == PLAIN
+    (card,) = httpx.get(f"{url}/v1/models").json()["data"]
+    assert card["default_sampling_params"] == PLAIN
     with pytest.raises(ValueError, match="generation_config"):
         RouterConfig.model_validate({"generation_config": "somewhere"})
 
 
-def test_the_bundled_model_is_greedy_until_a_request_wants_otherwise() -> None:
-    with serving(TINY, double := DecodeDouble(script=KEEP)) as (_, url):
-        assert asked(double, url) == PLAIN | {"temperature": 0}
-        assert asked(double, url, temperature=0.7)["temperature"] == 0.7
+def test_the_bundled_model_is_greedy_until_a_request_wants_otherwise(serve: Serve) -> None:
+    double, url, _ = serve(DecodeDouble(script=KEEP), directory=TINY)
+    assert asked(double, url) == PLAIN | {"temperature": 0}
+    assert asked(double, url, temperature=0.7)["temperature"] == 0.7
 
 
 @pytest.mark.parametrize(

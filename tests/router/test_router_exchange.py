@@ -11,13 +11,11 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from router.http.exchange import Exchanges
-from router.observe.metrics import STAGES
-from router.text.tokenizer import Text
+from router.observe.stages import STAGES
 from tests.fault.router_doubles import (
     HANG_S,
     TOLD_STAGES,
     DecodeDouble,
-    Script,
     Serve,
     asking,
     connected,
@@ -29,9 +27,7 @@ from tests.fault.router_doubles import (
 )
 from worker.api import FinishReason
 
-
-def script_of(text: Text) -> Script:
-    return speak([5, 6, 7], stages=TOLD_STAGES)
+SCRIPT = speak([5, 6, 7], stages=TOLD_STAGES)
 
 
 @pytest.fixture
@@ -147,11 +143,11 @@ def test_the_line_of_an_answer_that_ended_early(
 def test_a_request_is_a_line_at_info_only_if_asked_for(
     serve: Serve, lines: pytest.LogCaptureFixture, asked: bool, level: int
 ) -> None:
-    with serve(access_log=asked) as (_, url):
-        probes = dict.fromkeys(("health", "metrics"), logging.DEBUG)
-        for path, wanted in ({"v1/models": level} | probes).items():
-            httpx.get(f"{url}/{path}", headers={"x-request-id": path})
-            assert access(lines, path).levelno == wanted
+    _, url, _ = serve(access_log=asked)
+    probes = dict.fromkeys(("health", "metrics"), logging.DEBUG)
+    for path, wanted in ({"v1/models": level} | probes).items():
+        httpx.get(f"{url}/{path}", headers={"x-request-id": path})
+        assert access(lines, path).levelno == wanted
 
 
 def timing(response: httpx.Response) -> dict[str, float]:

@@ -14,14 +14,11 @@ from cluster.cli import main
 from router.http.keys import read_keys
 from router.http.routes import is_slow
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, Script, Served, make_model, serving, speak
+from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak
 from worker.errors import UserError
 
 ROUTER = {"max_body_bytes": 20_000}
-
-
-def script_of(text: Text) -> Script:
-    return speak([5])
+SCRIPT = speak([5])
 
 
 def test_tokenize_and_detokenize_are_inverse(url: str, text: Text) -> None:
@@ -92,32 +89,31 @@ def test_slow_work_is_seen_in_the_body_however_it_is_written() -> None:
     assert is_slow(b'{"prompt": "a", "guid\\u0065d_json": "{}"}')
 
 
-def test_api_keys(text: Text, tmp_path: Path) -> None:
+def test_api_keys(serve: Serve, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text("first\n\n  sécond  \n", encoding="utf-8")
-    double = DecodeDouble(script=speak([5]))
-    with serving(text.directory, double, api_key_file=str(path)) as (_, url):
-        for open_path in ("/live", "/health", "/ready", "/metrics", "/config"):
-            assert httpx.get(f"{url}{open_path}").status_code == 200
-        for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
-            headers = {} if header is None else {"authorization": header}
-            for guarded in ("/v1/models", "/tokenize", "/detokenize", "/v1/nothing"):
-                response = httpx.get(f"{url}{guarded}", headers=headers)
-                assert response.status_code == 401
-                error = response.json()["error"]
-                assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
-                assert "x-request-id" in response.headers
-                assert response.headers["www-authenticate"] == "Bearer"
-        for key in (b"Bearer first", b"bearer s\xc3\xa9cond"):
-            headers_ = {b"authorization": key}
-            assert httpx.get(f"{url}/v1/models", headers=headers_).status_code == 200  # type: ignore[arg-type]
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="first") as client:
-            assert client.completions.create(model="small", prompt="a").choices
-        with (
-            openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0) as client,
-            pytest.raises(openai.AuthenticationError),
-        ):
-            client.models.list()
+    _, url, _ = serve(DecodeDouble(script=speak([5])), api_key_file=str(path))
+    for open_path in ("/live", "/health", "/ready", "/metrics", "/config", "/dashboard/data"):
+        assert httpx.get(f"{url}{open_path}").status_code == 200
+    for header in (None, "first", "Basic first", "Bearer wrong", "Bearer", "Bearer firs"):
+        headers = {} if header is None else {"authorization": header}
+        for guarded in ("/v1/models", "/tokenize", "/detokenize/", "/v1/nothing//"):
+            response = httpx.get(f"{url}{guarded}", headers=headers)
+            assert response.status_code == 401
+            error = response.json()["error"]
+            assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+            assert "x-request-id" in response.headers
+            assert response.headers["www-authenticate"] == "Bearer"
+    for key in (b"Bearer first", b"bearer s\xc3\xa9cond"):
+        headers_ = {b"authorization": key}
+        assert httpx.get(f"{url}/v1/models", headers=headers_).status_code == 200  # type: ignore[arg-type]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="first") as client:
+        assert client.completions.create(model="small", prompt="a").choices
+    with (
+        openai.OpenAI(base_url=f"{url}/v1", api_key="no", max_retries=0) as client,
+        pytest.raises(openai.AuthenticationError),
+    ):
+        client.models.list()
 
 
 def test_the_file_of_keys_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,14 +138,14 @@ def test_models(url: str) -> None:
         assert "simulated_accept_len" not in model.model_dump()
 
 
-def test_simulated_acceptance_is_told_wherever_the_model_is(tmp_path: Path) -> None:
+def test_simulated_acceptance_is_told_wherever_the_model_is(serve: Serve, tmp_path: Path) -> None:
     double = DecodeDouble()
     double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
-    with serving(make_model(tmp_path), double) as (_, url):
-        (row,) = httpx.get(f"{url}/v1/models").json()["data"]
-        assert row == httpx.get(f"{url}/v1/models/small").json()
-        assert row["simulated_accept_len"] == 2.5
-        assert "SIMULATED" in httpx.get(f"{url}/config").json()["notes"][-1]
+    _, url, _ = serve(double, directory=make_model(tmp_path))
+    (row,) = httpx.get(f"{url}/v1/models").json()["data"]
+    assert row == httpx.get(f"{url}/v1/models/small").json()
+    assert row["simulated_accept_len"] == 2.5
+    assert "SIMULATED" in httpx.get(f"{url}/config").json()["notes"][-1]
 
 
 def test_state_of_the_router(served: Served) -> None:
@@ -172,8 +168,6 @@ def test_state_of_the_router(served: Served) -> None:
 
 
 def test_metrics_parse_and_are_ours(url: str) -> None:
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "a"}).status_code == 200
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": ""}).status_code == 400
     page = httpx.get(f"{url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(page)}
     for name, family in families.items():
@@ -184,10 +178,5 @@ def test_metrics_parse_and_are_ours(url: str) -> None:
         assert not name.endswith("_created"), "a twin of every counter"
         for sample in family.samples:
             assert (sample.labels["model"], sample.labels["role"]) == ("small", "router")
-    outcomes = {s.labels["outcome"]: s.value for s in families["kvlane_requests"].samples}
-    assert outcomes["stop"] >= 1
-    assert outcomes["invalid_value"] >= 1
     alive = {s.labels["worker_role"]: s.value for s in families["kvlane_workers_alive"].samples}
     assert alive == {"decode": 1, "prefill": 0}
-    assert families["kvlane_generation_tokens"].samples[0].value > 0
-    assert families["kvlane_time_to_first_token_seconds"].type == "histogram"

@@ -9,9 +9,14 @@ import json
 import random
 import struct
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+import httpx
+from starlette.types import Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
@@ -75,16 +80,10 @@ class LoopWire:
         asyncio.get_running_loop().call_soon(self.dispatcher.deliver, [(peer, Chunks((chunk,)))])
 
 
-class NoOutlet:
-    """In place of a connection: all of an answer goes through `send`."""
-
-    is_open = is_full = is_gone = False
-
-    def hold(self) -> None:
-        pass
-
-    def watch(self, leave: object) -> None:
-        pass
+# In place of a connection: all of an answer goes through `send`.
+NO_OUTLET = SimpleNamespace(
+    is_open=False, is_full=False, is_gone=False, hold=lambda: None, watch=lambda leave: None
+)
 
 
 def check(*values: float) -> None:
@@ -93,37 +92,13 @@ def check(*values: float) -> None:
         assert value == value
 
 
-App = Callable[..., Awaitable[None]]
-
-
-async def ask(app: App, path: str, raw: bytes) -> tuple[int, bytes]:
-    """Status and body of a POST."""
-    parts: list[dict[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return parts.pop() if parts else await asyncio.Future()
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "outlet": NoOutlet(), "type": "http", "asgi": {"version": "3.0"},
-        "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": path, "raw_path": path.encode(), "query_string": b"",
-        "root_path": "", "headers": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
-    }  # fmt: skip
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
-
-
-async def one(app: App, path: str, raw: bytes, counts: dict[int, int]) -> None:
+async def one(client: httpx.AsyncClient, path: str, raw: bytes, counts: Counter[int]) -> None:
     try:
-        status, found = await asyncio.wait_for(ask(app, path, raw), 30)
-        judge(status, found)
+        answer = await asyncio.wait_for(client.post(path, content=raw), 30)
+        judge(answer.status_code, answer.content)
     except Exception as error:
         raise AssertionError(f"{path}: {raw[:3000]!r}") from error
-    counts[status] = counts.get(status, 0) + 1
+    counts[answer.status_code] += 1
 
 
 def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
@@ -140,14 +115,20 @@ def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
 
 async def rounds(
     directory: Path, bodies: Sequence[tuple[str, bytes]], max_body_bytes: int = MAX_BODY_BYTES
-) -> dict[int, int]:
+) -> Counter[int]:
     """Ask everything; returns how often each status came."""
     wire = LoopWire()
     front = front_of(directory, wire, max_body_bytes)
-    app, counts = application(front), dict[int, int]()
-    for start in range(0, len(bodies), NUM_AT_ONCE):
-        batch = bodies[start : start + NUM_AT_ONCE]
-        await asyncio.gather(*(one(app, path, raw, counts) for path, raw in batch))
+    app, counts = application(front), Counter[int]()
+
+    async def connected(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, "outlet": NO_OUTLET}, receive, send)
+
+    transport = httpx.ASGITransport(connected)
+    async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
+        for start in range(0, len(bodies), NUM_AT_ONCE):
+            batch = bodies[start : start + NUM_AT_ONCE]
+            await asyncio.gather(*(one(client, path, raw, counts) for path, raw in batch))
     assert front.num_open == 0
     assert not front.dispatcher.reqs
     assert front.metrics.render().decode().count("kvlane") > 0

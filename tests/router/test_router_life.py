@@ -6,8 +6,8 @@ import httpx
 import openai
 import pytest
 
+from router.openai.body import Prepared
 from router.openai.prepare import Preparer
-from router.openai.prepared import Prepared
 from tests.fault.router_doubles import (
     HANG_S,
     Ask,
@@ -31,37 +31,35 @@ Ids = tuple[int, ...]
 
 
 def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double = DecodeDouble()
-    with serve(double, max_inflight=1) as (_, url):
-        first = ask(url)
-        item = double.take()
-        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-            with pytest.raises(openai.RateLimitError) as caught:
-                client.completions.create(model="small", prompt="a")
-            assert caught.value.code == "busy"
-        speak(ids)(double, *item)
-        assert ended(first) == ("abcdefgh", "stop", None)
+    double, url, _ = serve(DecodeDouble(), max_inflight=1)
+    first = ask(url)
+    item = double.take()
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model="small", prompt="a")
+        assert caught.value.code == "busy"
+    speak(ids)(double, *item)
+    assert ended(first) == ("abcdefgh", "stop", None)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
 def test_client_that_goes_is_an_abort(serve: Serve, ids: Ids, streamed: bool, phase: str) -> None:
-    double = DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1))
-    with serve(double) as (router, url):
-        with connected(url) as client:
-            client.sendall(raw_post(prompt="a", stream=streamed))
-            peer, generate = double.take()
-            if phase == "waiting":
-                double.refuse(peer, generate, retry_after_s=10_000)
-                wait_until(lambda: metric(url, "requests_waiting") == 1)
-            elif phase == "started":
-                double.chunk(peer, generate, ids[:2])
-                wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
-        if phase != "waiting":
-            abort = double.expect(Abort)
-            assert (abort.req_id, abort.dispatch) == (generate.req_id, generate.dispatch)
-        wait_until(lambda: router.num_inflight() == 0)
-        assert metric(url, 'requests_total{model="small",outcome="abort"') == 1
-        assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
+    double, url, router = serve(DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_running=1)))
+    with connected(url) as client:
+        client.sendall(raw_post(prompt="a", stream=streamed))
+        peer, generate = double.take()
+        if phase == "waiting":
+            double.refuse(peer, generate, retry_after_s=10_000)
+            wait_until(lambda: metric(url, "requests_waiting") == 1)
+        elif phase == "started":
+            double.chunk(peer, generate, ids[:2])
+            wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
+    if phase != "waiting":
+        abort = double.expect(Abort)
+        assert (abort.req_id, abort.dispatch) == (generate.req_id, generate.dispatch)
+    wait_until(lambda: router.num_inflight() == 0)
+    assert metric(url, 'requests_total{model="small",outcome="abort"') == 1
+    assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
 
 
 def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
@@ -75,35 +73,33 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
         return prepare(preparer, raw)
 
     monkeypatch.setattr(Preparer, "completion", slowly)
-    double = DecodeDouble()
-    with serve(double) as (router, url):
-        with connected(url) as client:
-            client.sendall(raw_post(prompt="a", n=3, user="x" * 10_000))
-            assert entered.wait(HANG_S)
-        go_on.set()
-        wait_until(lambda: metric(url, 'requests_total{model="small",outcome="abort"') == 3)
-        wait_until(lambda: router.num_inflight() == 0)
-        aborted = {double.expect(Abort).req_id for _ in range(3)}
-        assert aborted == {double.take()[1].req_id for _ in range(3)}
-        assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
+    double, url, router = serve(DecodeDouble())
+    with connected(url) as client:
+        client.sendall(raw_post(prompt="a", n=3, user="x" * 10_000))
+        assert entered.wait(HANG_S)
+    go_on.set()
+    wait_until(lambda: metric(url, 'requests_total{model="small",outcome="abort"') == 3)
+    wait_until(lambda: router.num_inflight() == 0)
+    aborted = {double.expect(Abort).req_id for _ in range(3)}
+    assert aborted == {double.take()[1].req_id for _ in range(3)}
+    assert metric(url, "requests_waiting") == metric(url, "requests_running") == 0
 
 
 @pytest.mark.parametrize("started", [False, True])
 def test_deadline_is_a_typed_error_and_an_abort(
     serve: Serve, ask: Ask, ids: Ids, started: bool
 ) -> None:
-    double = DecodeDouble()
     timeout_s = 1.5 if started else 0.3
-    with serve(double, request_timeout_s=timeout_s) as (_, url):
-        future = ask(url)
-        peer, generate = double.take()
-        assert 0 < generate.timeout_s <= timeout_s
-        if started:
-            double.chunk(peer, generate, ids[:2])
-            assert ended(future) == ("ab", None, "timeout")
-        else:
-            assert failed(future)[:2] == (504, "timeout")
-        assert double.expect(Abort).req_id == generate.req_id
+    double, url, _ = serve(DecodeDouble(), request_timeout_s=timeout_s)
+    future = ask(url)
+    peer, generate = double.take()
+    assert 0 < generate.timeout_s <= timeout_s
+    if started:
+        double.chunk(peer, generate, ids[:2])
+        assert ended(future) == ("ab", None, "timeout")
+    else:
+        assert failed(future)[:2] == (504, "timeout")
+    assert double.expect(Abort).req_id == generate.req_id
 
 
 @pytest.mark.parametrize(
@@ -113,21 +109,20 @@ def test_deadline_is_a_typed_error_and_an_abort(
 def test_error_of_the_worker_reaches_the_client(
     serve: Serve, ask: Ask, ids: Ids, code: str, status: int
 ) -> None:
-    double = DecodeDouble()
-    with serve(double) as (_, url):
-        for num_tokens in (0, 2):
-            future = ask(url)
-            peer, generate = double.take()
-            if num_tokens:
-                double.chunk(peer, generate, ids[:num_tokens])
-                wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
-            error, finish = Error(code, "because"), FinishReason.ERROR
-            double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
-            if num_tokens:
-                assert ended(future)[2] == code
-            else:
-                assert failed(future)[:2] == (status, code)
-            double.expect(Ack)
+    double, url, _ = serve(DecodeDouble())
+    for num_tokens in (0, 2):
+        future = ask(url)
+        peer, generate = double.take()
+        if num_tokens:
+            double.chunk(peer, generate, ids[:num_tokens])
+            wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 1)
+        error, finish = Error(code, "because"), FinishReason.ERROR
+        double.chunk(peer, generate, at=num_tokens, finish=finish, error=error)
+        if num_tokens:
+            assert ended(future)[2] == code
+        else:
+            assert failed(future)[:2] == (status, code)
+        double.expect(Ack)
 
 
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
@@ -143,90 +138,86 @@ def test_one_failed_choice_ends_the_request_and_aborts_the_others(
 
 
 def test_drain_refuses_new_requests_and_finishes_old_ones(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double = DecodeDouble()
-    with serve(double) as (router, url):
-        old = ask(url)
-        item = double.take()
-        assert router.num_inflight() == 1
-        router.drain()
-        wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
-        status, code, headers = failed(ask(url))
-        assert (status, code) == (503, "draining")
-        assert "retry-after" in headers
-        speak(ids)(double, *item)
-        assert ended(old) == ("abcdefgh", "stop", None)
-        wait_until(lambda: router.num_inflight() == 0)
+    double, url, router = serve(DecodeDouble())
+    old = ask(url)
+    item = double.take()
+    assert router.num_inflight() == 1
+    router.drain()
+    wait_until(lambda: httpx.get(f"{url}/ready").status_code == 503)
+    status, code, headers = failed(ask(url))
+    assert (status, code) == (503, "draining")
+    assert "retry-after" in headers
+    speak(ids)(double, *item)
+    assert ended(old) == ("abcdefgh", "stop", None)
+    wait_until(lambda: router.num_inflight() == 0)
 
 
 def test_stop_ends_open_streams_with_an_error_and_leaves_no_thread(
     serve: Serve, ask: Ask, ids: Ids
 ) -> None:
-    double = DecodeDouble()
     before = set(threading.enumerate())
-    with serve(double) as (router, url):
-        ours = {t.name for t in set(threading.enumerate()) - before}
-        assert "kvlane-router" in ours
-        started, silent = ask(url), ask(url, stream=False)
-        first, second = double.take(), double.take()
-        double.chunk(*first, ids[:2])
-        double.chunk(*second, ids[:2])
-        wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 2)
-        router.stop()
-        assert ended(started) == ("ab", None, "draining")
-        assert failed(silent)[:2] == (503, "draining")
-        router.stop()
-        router.update_members([])
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{url}/health")
-        left = {t.name for t in set(threading.enumerate()) - before}
-        assert "kvlane-router" not in left
+    double, url, router = serve(DecodeDouble())
+    ours = {t.name for t in set(threading.enumerate()) - before}
+    assert "kvlane-router" in ours
+    started, silent = ask(url), ask(url, stream=False)
+    first, second = double.take(), double.take()
+    double.chunk(*first, ids[:2])
+    double.chunk(*second, ids[:2])
+    wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 2)
+    router.stop()
+    assert ended(started) == ("ab", None, "draining")
+    assert failed(silent)[:2] == (503, "draining")
+    router.stop()
+    router.update_members([])
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    left = {t.name for t in set(threading.enumerate()) - before}
+    assert "kvlane-router" not in left
 
 
 def test_not_ready_while_every_decode_worker_drains(serve: Serve) -> None:
-    with serve(DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True))) as (_, url):
-        ready = httpx.get(f"{url}/ready")
-        assert ready.status_code == 503
-        assert ready.json()["reason"] == "every decode worker is draining"
+    _, url, _ = serve(DecodeDouble(stats=WorkerStats(max_num_reqs=8, draining=True)))
+    ready = httpx.get(f"{url}/ready")
+    assert ready.status_code == 503
+    assert ready.json()["reason"] == "every decode worker is draining"
 
 
 def test_a_port_that_another_router_has_is_refused_by_name(serve: Serve, url: str) -> None:
     port = int(url.rsplit(":", 1)[1])
     expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
-    with pytest.raises(UserError, match=expected), serve(port=port):
-        pass
+    with pytest.raises(UserError, match=expected):
+        serve(port=port)
 
 
 def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double = DecodeDouble()
-    with serve(double) as (router, url):
-        away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
-        router.update_members([double.member, away])
-        router.update_members([double.member])
-        wait_until(lambda: num_live(url) == 1)
-        router.update_members([])
-        wait_until(lambda: num_live(url) == 0)
-        router.update_members([double.member])
-        double.script = speak(ids)
-        assert ended(ask(url)) == ("abcdefgh", "stop", None)
+    double, url, router = serve(DecodeDouble())
+    away = Member("decode-9", "decode", "1", "tcp://127.0.0.1:9")
+    router.update_members([double.member, away])
+    router.update_members([double.member])
+    wait_until(lambda: num_live(url) == 1)
+    router.update_members([])
+    wait_until(lambda: num_live(url) == 0)
+    router.update_members([double.member])
+    double.script = speak(ids)
+    assert ended(ask(url)) == ("abcdefgh", "stop", None)
 
 
 def test_prefill_workers_become_candidates(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double, prefill = DecodeDouble(), DecodeDouble("prefill-0", role="prefill")
-    with serve(double, prefill) as (_, url):
-        future = ask(url)
-        peer, generate = double.take()
-        assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
-        speak(ids)(double, peer, generate)
-        assert ended(future) == ("abcdefgh", "stop", None)
+    prefill = DecodeDouble("prefill-0", role="prefill")
+    double, url, _ = serve(DecodeDouble(), prefill)
+    future = ask(url)
+    peer, generate = double.take()
+    assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
+    speak(ids)(double, peer, generate)
+    assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def test_a_client_that_does_not_read_is_given_up(serve: Serve, ids: Ids) -> None:
-    double = DecodeDouble()
-    with serve(double, keep_alive_s=2) as (router, url), connected(url, 4096) as client:
+    double, url, router = serve(DecodeDouble(), keep_alive_s=2)
+    with connected(url, 4096) as client:
         client.sendall(raw_post(prompt="a", stream=True, n=120, logprobs=20))
         for _ in range(120):
-            peer, generate = double.take()
-            double.chunk(peer, generate, ids * 30, finish=LENGTH)
+            double.chunk(*double.take(), ids * 30, finish=LENGTH)
         wait_until(lambda: metric(url, "requests_total") == 120)
         assert router.num_inflight() == 1
         wait_until(lambda: router.num_inflight() == 0)

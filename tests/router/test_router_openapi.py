@@ -10,12 +10,9 @@ import httpx
 import jsonschema
 import pytest
 
-from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Script, Served, serving, speak
+from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Serve, Served, speak
 
-
-def script_of(text: Text) -> Script:
-    return speak([5, 6], stages=TOLD_STAGES)
+SCRIPT = speak([5, 6], stages=TOLD_STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +104,14 @@ def test_errors_fit(url: str, document: dict[str, Any]) -> None:
         check(document, reply["content"]["application/json"]["schema"], {"error": {}})
 
 
-def test_keys_are_in_the_document_where_they_are_needed(directory: Path, tmp_path: Path) -> None:
+def test_keys_are_in_the_document_where_they_are_needed(serve: Serve, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("key")
-    with serving(directory, api_key_file=str(keys)) as (_, url):
-        document = httpx.get(f"{url}/openapi.json").json()
-        for path, method, operation in operations(document):
-            status = httpx.request(method, f"{url}{path}").status_code
-            assert ("security" in operation) == (status == 401)
+    _, url, _ = serve(api_key_file=str(keys))
+    document = httpx.get(f"{url}/openapi.json").json()
+    for path, method, operation in operations(document):
+        status = httpx.request(method, f"{url}{path}").status_code
+        assert ("security" in operation) == (status == 401)
     assert document["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
 
 

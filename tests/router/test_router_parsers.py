@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.parsers import FirstCallOnly, Hermes, Llama3, Parsed, Parser, Plain
-from router.text.reasoning import Reasoning
+from router.text.parsers import FirstCallOnly, Hermes, Llama3, Parsed, Parser, Plain, Reasoning
 
 NAMES = ("look", "add")
 Parts = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, (name, arguments) of calls

@@ -2,6 +2,8 @@
 
 import random
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,34 +133,32 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
     assert board.history(parts) == History((1.0, 2.0, 13.0), (1.0, 1.0, 5.0), (0.0, 0.0, 2.0))
 
 
+GONE = {f"prefill-{i}": "lost" for i in range(6)}
+FOUR = ", ".join(f"prefill-{i} is lost" for i in range(4))
+
+
 @pytest.mark.parametrize(
     ("states", "verdict"),
     [
-        (("ready", "ready"), ("good", "All 2 workers answer")),
-        (("ready", "draining"), ("warn", "prefill-0 is draining")),
-        (("ready", "lost"), ("bad", "prefill-0 is lost")),
-        (("silent", "ready"), ("bad", f"{NOBODY} (decode-0 is silent)")),
-        (("draining", "ready"), ("bad", f"{NOBODY_NEW} (decode-0 is draining)")),
+        ({"decode-0": "ready", "prefill-0": "ready"}, ("good", "All 2 workers answer")),
+        ({"decode-0": "ready", "prefill-0": "draining"}, ("warn", "prefill-0 is draining")),
+        ({"decode-0": "ready", "prefill-0": "lost"}, ("bad", "prefill-0 is lost")),
+        ({"decode-0": "silent", "prefill-0": "ready"}, ("bad", f"{NOBODY} (decode-0 is silent)")),
+        ({"decode-0": "draining"}, ("bad", f"{NOBODY_NEW} (decode-0 is draining)")),
+        ({"decode-0": "ready", "router-1": "silent"}, ("bad", "router-1 is silent")),
+        ({"decode-0": "ready"} | GONE, ("bad", f"{FOUR}, and 2 more")),
+        ({"decode-0": "ready"} | dict(list(GONE.items())[:4]), ("bad", FOUR)),
+        ({"decode-0": "ready", "router-0": "draining"},
+         ("bad", "No router takes requests (router-0 is draining)")),
+        ({}, ("bad", NOBODY)),
     ],
-)
-def test_the_worst_is_said_in_a_sentence(states: tuple[str, str], verdict: tuple[str, str]) -> None:
-    workers = [
-        WorkerRow(f"{role}-0", role, state)  # type: ignore[arg-type]
-        for role, state in zip(("decode", "prefill"), states, strict=True)
-    ]
-    assert board.verdict(workers, [RouterRow("router-0", "ready")]) == verdict
-
-
-def test_a_silent_router_and_no_worker_at_all_are_told() -> None:
-    router = RouterRow("router-0", "ready")
-    silent = [router, RouterRow("router-1", "silent")]
-    worker = [WorkerRow("decode-0", "decode", "ready")]
-    assert board.verdict(worker, silent) == ("bad", "router-1 is silent")
-    gone = [WorkerRow(f"prefill-{i}", "prefill", "lost") for i in range(6)]
-    named = ", ".join(f"prefill-{i} is lost" for i in range(4))
-    assert board.verdict([*worker, *gone], [router]) == ("bad", f"{named}, and 2 more")
-    assert board.verdict([*worker, *gone[:4]], [router]) == ("bad", named)
-    draining = [RouterRow("router-0", "draining")]
-    why = "No router takes requests (router-0 is draining)"
-    assert board.verdict(worker, draining) == ("bad", why)
-    assert board.verdict([], [])[1] == NOBODY
+)  # fmt: skip
+def test_the_worst_is_said_in_a_sentence(states: dict[str, str], verdict: tuple[str, str]) -> None:
+    rows: list[Any] = []
+    for name, state in ({"router-0": "ready"} | states).items():
+        role: Any = name.partition("-")[0]
+        make = RouterRow if role == "router" else partial(WorkerRow, role=role)
+        rows.append(make(name=name, state=state))
+    workers = [row for row in rows if isinstance(row, WorkerRow)]
+    routers = [row for row in rows if isinstance(row, RouterRow)]
+    assert board.verdict(workers, routers) == verdict

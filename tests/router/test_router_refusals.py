@@ -4,95 +4,130 @@ from typing import Any
 
 import pytest
 
+from router.openai.schema import NOT_BUILT
 from router.text.grammar import MAX_GRAMMAR_CHARS
-from tests.fault.router_doubles import HELLO, Served
+from tests.fault.router_doubles import HELLO, MAX_MODEL_LEN, Served
+from tests.support.mutants import TOOLS
 
 CHAT, TEXT = "chat/completions", "completions"
+FULL = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}  # what a body below is added to
+Row = tuple[dict[str, Any], str]  # a body, and the field that the error names
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(90):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
-# Path, body, and the field that the error names.
-WRONG: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"messages": []}, "messages"),
-    (CHAT, {}, "messages"),
-    (CHAT, {"messages": [{"role": "user", "content": 3}]}, "messages.0.content"),
-    (
-        CHAT,
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages.0.content",
-    ),
-    (TEXT, {"prompt": ""}, "prompt"),
-    (TEXT, {"prompt": []}, "prompt"),
-    (TEXT, {"prompt": [1, "a"]}, "prompt"),
-    (TEXT, {"prompt": [100_000]}, "prompt"),
-    (TEXT, {"prompt": "a", "temperature": -1}, "temperature"),
-    (TEXT, {"prompt": "a", "top_p": 0}, "top_p"),
-    (TEXT, {"prompt": "a", "min_p": 1}, "min_p"),
-    (TEXT, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
-    (TEXT, {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-    (TEXT, {"prompt": "a", "stop": ["a", ""]}, "stop"),
-    (TEXT, {"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids"),
-    (TEXT, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-    (TEXT, {"prompt": "a", "best_of": 3, "n": 2, "stream": True}, "best_of"),
-    (TEXT, {"prompt": "a", "best_of": 1, "n": 2}, "best_of"),
-    (TEXT, {"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
-    (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs"),
-    (TEXT, {"prompt": "a", "n": 0}, "n"),
-    (TEXT, {"prompt": "a", "n": 129}, "n"),
-    (TEXT, {"prompt": "a", "presence_penalty": 2.1}, "presence_penalty"),
-    (TEXT, {"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
-    (TEXT, {"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias.a"),
-    (TEXT, {"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
-    (TEXT, {"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias.5"),
-    (TEXT, {"prompt": "a", "guided_regex": "a", "min_tokens": 2}, "min_tokens"),
-    (TEXT, {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-    (TEXT, {"prompt": ["a"] * 5000, "n": 2}, "prompt"),
-    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
-    (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
-    (CHAT, {"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
-    (CHAT, {"messages": HELLO, "max_completion_tokens": -1}, "max_completion_tokens"),
-]
-# Wishes for a grammar that nothing can satisfy, or that contradict each other.
-GRAMMARS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
-        "response_format",
-    ),
+
+
+def wrong(**values: Any) -> list[Row]:
+    """One body a field, with a value that it cannot have."""
+    return [({name: value}, name) for name, value in values.items()]
+
+
+def tool(**function: Any) -> Any:
+    return [{"type": "function", "function": function}]
+
+
+def said(content: Any) -> Any:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def earlier(call: Any) -> Any:
+    return {"messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+
+WRONG_SCHEMA = tool(name="a", parameters={"type": "strin"})
+OF_CHATS: list[Row] = [
+    *wrong(messages=[], top_logprobs=2, logprobs=3, max_completion_tokens=-1, tools=3,
+           tool_choice="required", chat_template_kwargs=3),
+    ({"messages": None}, "messages"),
+    ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
+    (said(3), "messages.0.content"),
+    (said([{"type": "image_url"}]), "messages.0.content"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
+    ({"tools": tool(name="a b")}, "tools.0.function.name"),
+    ({"tools": tool(name="a", strict=[])}, "tools.0.function.strict"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": tool(name="x")[0]}, "tool_choice"),
+    ({"tools": WRONG_SCHEMA, "tool_choice": "required"}, "tools"),
+    ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
+    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
+    (earlier({}), "messages.1.tool_calls.0.function.name"),
+    (earlier({"function": {"name": "a", "arguments": "{"}}),
+     "messages.1.tool_calls.0.function.arguments"),
+    # Wishes for a grammar that nothing can satisfy, or that contradict each other.
+    *wrong(guided_json=IMPOSSIBLE, response_format="json_object", guided_choice=[],
+           guided_regex="a(", guided_grammar="no grammar"),
+    *wrong(guided_json=DEEP, guided_regex="a" * (MAX_GRAMMAR_CHARS + 1)),
+    *wrong(guided_json="{", guided_regex="(?=a)b"),
+    *wrong(guided_json={"type": "strin"}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
+     "response_format"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
-    ({"response_format": "json_object"}, "response_format"),
-    ({"guided_json": IMPOSSIBLE}, "guided_json"),
-    ({"guided_json": "{"}, "guided_json"),
-    ({"guided_json": {"type": "strin"}}, "guided_json"),
-    ({"guided_json": DEEP}, "guided_json"),
-    ({"guided_regex": "a("}, "guided_regex"),
-    ({"guided_regex": "(?=a)b"}, "guided_regex"),
-    ({"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}, "guided_regex"),
-    ({"guided_choice": []}, "guided_choice"),
     ({"guided_choice": [1]}, "guided_choice.0"),
-    ({"guided_grammar": "no grammar"}, "guided_grammar"),
     ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex"),
     ({"structured_outputs": {"json": [1]}}, "structured_outputs.json"),
-    ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-    ({"structural_tag": "{}"}, "structural_tag"),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+]  # fmt: skip
+OF_TEXTS: list[Row] = [
+    *wrong(prompt="", temperature=-1, top_p=0, min_p=1, max_tokens=0, stop=["a", ""],
+           stop_token_ids=[-1], stream_options={"include_usage": True}, logprobs=21, n=0,
+           presence_penalty=2.1, repetition_penalty=0, logit_bias={"512": 1}),
+    *wrong(prompt=[], n=129, return_trace=3),
+    *wrong(prompt=[1, "a"], return_trace="maybe"),
+    *wrong(prompt=[100_000], return_trace=[True]),
+    *wrong(return_trace={"drafts": True}),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
+    ({"best_of": 1, "n": 2}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"logit_bias": {"a": 1}}, "logit_bias.a"),
+    ({"logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"prompt": ["a"] * 5000, "n": 2}, "prompt"),
+]  # fmt: skip
+UNSUPPORTED = wrong(
+    use_beam_search=True, allowed_token_ids=[1], bad_words=["a"], prompt_logprobs=1,
+    functions=[{"name": "f"}], suffix="b", include_stop_str_in_output=True, structural_tag="{}",
+)  # fmt: skip
+OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
+    *(("unsupported", TEXT, *row) for row in UNSUPPORTED),
+    ("unsupported", TEXT, {"structured_outputs": {"structural_tag": "{}"}},
+     "structured_outputs.structural_tag"),
+    *(("context_length_exceeded", TEXT, *row) for row in (
+        ({"prompt": [1] * MAX_MODEL_LEN}, "prompt"),
+        ({"prompt": [1] * (MAX_MODEL_LEN + 9), "max_tokens": 1}, "prompt"),
+        ({"prompt": [1] * 200, "max_tokens": 57}, "max_tokens"),
+        ({"prompt": "a " * 9000}, "prompt"),
+    )),
+    *(("context_length_exceeded", CHAT, *row) for row in (
+        (said("a " * 300), "messages"),
+        (said("a " * 9000), "messages"),
+        ({"max_completion_tokens": 256}, "max_completion_tokens"),
+    )),
+]  # fmt: skip
+REFUSED = [
+    *(("invalid_value", CHAT, *row) for row in OF_CHATS),
+    *(("invalid_value", TEXT, *row) for row in OF_TEXTS),
+    *OTHERS,
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=str)
-def test_wrong_values_name_the_field(
-    served: Served, path: str, body: dict[str, Any], param: str
+@pytest.mark.parametrize(
+    ("code", "path", "body", "param"), REFUSED, ids=lambda value: str(value)[:60]
+)
+def test_what_is_wrong_is_named(
+    served: Served, code: str, path: str, body: dict[str, Any], param: str
 ) -> None:
-    error = served.refusal(path, **body)
+    error = served.refusal(path, **FULL[path] | body)
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
-    assert (error["code"], error["param"]) == ("invalid_value", param)
+    assert (error["code"], error["param"]) == (code, param)
 
 
-@pytest.mark.parametrize(("wish", "param"), GRAMMARS, ids=lambda value: str(value)[:60])
-def test_what_nothing_can_satisfy_names_the_field(
-    served: Served, wish: dict[str, Any], param: str
-) -> None:
-    assert served.refusal(CHAT, messages=HELLO, **wish)["param"] == param
+def test_what_is_not_built_is_in_one_table() -> None:
+    assert {param for _, param in UNSUPPORTED} <= set(NOT_BUILT)

@@ -1,62 +1,122 @@
-"""`return_stages`: where the time of a choice went, next to its finish reason, if asked for."""
+"""`return_stages`, where the time of a choice went, and `return_trace`, the windows of its steps.
+
+Each stands next to the choice's finish reason, if it was asked for.
+"""
 
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
-from openai.types.chat import ChatCompletionChunk
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.openmetrics import parser as openmetrics
-from prometheus_client.parser import text_string_to_metric_families
 
-from router.observe.metrics import STAGES
+from router.http import answer as sse
+from router.observe.stages import STAGES
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HANG_S, HELLO, TOLD_STAGES, Script, Served, events, speak
+from tests.fault.router_doubles import (
+    HANG_S,
+    HELLO,
+    TOLD_STAGES,
+    DecodeDouble,
+    Script,
+    Served,
+    events,
+    letter_ids,
+)
+from worker.api import FinishReason, Generate, TokenChunk, Window
 
 WANTED = {
     "prefill_queue_s": 0.5, "prefill_s": 0.25, "transfer_s": 0.125, "decode_queue_s": 0.0625,
     "first_step_s": 0.03125, "prefilled_by": "prefill-3", "decoded_by": "decode-0",
 }  # fmt: skip
+WINDOWS = [(1, Window(2, 4, (-1, -1, -1), 0)), (3, Window(3, 4, (80, 81, 9), 2)),
+           (2, Window(6, 2, (81,), 1)), (1, Window(8, 1, (), 0))]  # fmt: skip
+TOLD = [msgspec.structs.asdict(window) | {"drafts": [*window.drafts]} for _, window in WINDOWS]
+PATHS: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": HELLO},
+    "completions": {"prompt": "a"},
+}
+BOTH = {"return_stages": True, "return_trace": True}
 
 
 def script_of(text: Text) -> Script:
-    return speak([5, 6, 7], stages=TOLD_STAGES)
+    """One token of a prefill worker, then what the windows yield; a final chunk without tokens."""
+    letters = letter_ids(text.directory)
+
+    def answer(double: DecodeDouble, peer: str, generate: Generate) -> None:
+        at, key = 0, (generate.req_id, generate.dispatch)
+        for num, window in [(1, None), *WINDOWS, (0, None)]:
+            position, stages = generate.num_prompt_tokens + at, None if at else TOLD_STAGES
+            reason = None if num else FinishReason.LENGTH
+            asked = window if generate.sampling.return_trace else None
+            tokens = letters[at : at + num]
+            double.send(
+                peer, TokenChunk(*key, position, tokens, reason, stages=stages, window=asked)
+            )
+            at += num
+
+    return answer
 
 
-def check(stages: dict[str, Any]) -> None:
+def post(served: Served, path: str, **body: Any) -> httpx.Response:
+    return served.post(path, **PATHS[path] | body)
+
+
+def check(choice: dict[str, Any], windows: list[Any] = TOLD) -> None:
+    assert choice["kvlane_trace"] == windows
+    stages = choice["stages"]
     assert WANTED.items() <= stages.items()
     own = {"router_queue_s", "decode_s", "first_token_s"}
     assert stages.keys() - WANTED.keys() == own
     assert all(stages[name] >= 0 for name in own)
 
 
-@pytest.mark.parametrize(
-    ("path", "ask"), [("chat/completions", {"messages": HELLO}), ("completions", {"prompt": "a"})]
-)
-def test_whole_answers(served: Served, path: str, ask: dict[str, Any]) -> None:
-    found = served.post(path, **ask, n=2, return_stages=True).json()
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("limit", [256, 1])
+def test_whole_answers(
+    served: Served, path: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more steps than `limit` a thread writes them."""
+    monkeypatch.setattr(sse, "THREAD_SCORED", limit)
+    found = post(served, path, n=2, **BOTH).json()
+    (ChatCompletion if "messages" in PATHS[path] else Completion).model_validate(found)
     assert len(found["choices"]) == 2
     for choice in found["choices"]:
-        check(choice["stages"])
-    plain = served.post(path, **ask).json()
-    assert "stages" not in plain["choices"][0]
+        check(choice)
+    for name in BOTH:  # one is not in the answer because the other was asked for
+        (choice,) = post(served, path, **{name: True}).json()["choices"]
+        assert ("stages" in choice, "kvlane_trace" in choice) == (
+            name == "return_stages", name == "return_trace",
+        )  # fmt: skip
 
 
-def test_streams_say_it_once_a_choice_with_the_finish_reason(served: Served) -> None:
-    body = {"messages": HELLO, "stream": True, "n": 2, "return_stages": True}
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_streams_say_it_once_a_choice_with_the_finish_reason(
+    served: Served, path: str, logprobs: bool
+) -> None:
+    more = {"logprobs": True if path == "chat/completions" else 1} if logprobs else {}
     told = []
-    for chunk in events(served.post("chat/completions", **body)):
-        ChatCompletionChunk.model_validate(chunk)
+    for chunk in events(post(served, path, stream=True, n=2, **BOTH, **more)):
+        if "messages" in PATHS[path]:
+            ChatCompletionChunk.model_validate(chunk)
         for choice in chunk["choices"]:
-            assert ("stages" in choice) == (choice["finish_reason"] is not None)
-            told += [choice["index"]] if "stages" in choice else []
+            ends = choice["finish_reason"] is not None
+            assert ("stages" in choice, "kvlane_trace" in choice) == (ends, ends)
+            if ends:
+                check(choice)
+                told.append(choice["index"])
     assert sorted(told) == [0, 1]
 
 
-def test_a_stop_string_does_not_lose_them(served: Served) -> None:
-    text = served.post("completions", prompt="a", max_tokens=3).json()["choices"][0]["text"]
-    found = served.post("completions", prompt="a", stop=[text[-1]], return_stages=True).json()
-    assert found["choices"][0]["finish_reason"] == "stop"
-    check(found["choices"][0]["stages"])
+def test_a_stop_string_ends_both_with_the_step_that_drew_the_string(served: Served) -> None:
+    found = post(served, "completions", stop=["cd"], **BOTH).json()
+    (choice,) = found["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "stop")
+    assert found["usage"]["completion_tokens"] == 4
+    check(choice, TOLD[:2])
 
 
 def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(
@@ -81,12 +141,8 @@ def test_a_client_s_trace_is_named_by_exemplars_though_nothing_is_traced_here(
 
 
 def test_every_stage_is_a_histogram(served: Served) -> None:
-    served.post("completions", prompt="a")
-    counts = {}
-    for family in text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text):
-        if family.name == "kvlane_request_stage_seconds":
-            for sample in family.samples:
-                if sample.name.endswith("_count"):
-                    counts[sample.labels["stage"]] = sample.value
-    assert set(counts) == set(STAGES)
-    assert min(counts.values()) == max(counts.values()) > 0
+    post(served, "completions")
+    page = httpx.get(f"{served.url}/metrics").text
+    lines = [each for each in page.splitlines() if "kvlane_request_stage_seconds_count" in each]
+    assert len(lines) == len(STAGES)
+    assert len({line.split()[-1] for line in lines} - {"0.0"}) == 1

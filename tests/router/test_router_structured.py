@@ -10,7 +10,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Script, Served, accepts, speak
+from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served, accepts, speak
 
 
 class Step(BaseModel):
@@ -31,8 +31,7 @@ def tokenizer(text: Text) -> LLTokenizer:
     return LLTokenizer((text.directory / "tokenizer.json").read_text(), n_vocab=text.vocab_size)
 
 
-def script_of(text: Text) -> Script:
-    return KEEP
+SCRIPT = KEEP
 
 
 def format_of(model: type[BaseModel], **more: Any) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from tests.fault.router_doubles import (
     QWEN,
     DecodeDouble,
     Script,
+    Serve,
     Served,
     accepts,
     make_model,
-    serving,
     speak,
 )
 from tests.support.mutants import TOOLS
@@ -171,85 +171,41 @@ def test_one_call_only_and_none_at_all(
 
 
 def test_reasoning_is_told_apart(
-    client: openai.OpenAI, double: DecodeDouble, text: Text, streamed: bool
+    served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
     says(double, text, "<think>\nhm, 😀\n</think>\n\nhello")
-    if streamed:
-        found = {"content": "", "reasoning_content": ""}
-        for chunk in client.chat.completions.create(model="small", messages=HELLO, stream=True):
-            for name in found:
-                found[name] += getattr(chunk.choices[0].delta, name, None) or ""
-    else:
-        message = client.chat.completions.create(model="small", messages=HELLO).choices[0].message
-        found = {name: getattr(message, name) for name in ("content", "reasoning_content")}
-    assert found == {"content": "hello", "reasoning_content": "hm, 😀"}
+    (choice,), _ = served.told("chat/completions", streamed, messages=HELLO)
+    assert (choice["text"], choice["reasoning"]) == ("hello", "hm, 😀")
     wish = {"chat_template_kwargs": {"enable_thinking": False}}
-    client.chat.completions.create(model="small", messages=HELLO, extra_body=wish)
+    served.post("chat/completions", messages=HELLO, **wish)
     double.take()
     assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
 
 
-def test_llama3_and_configuration(tmp_path: Path) -> None:
+def test_llama3_and_configuration(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, LLAMA))
     assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
     call = '{"name": "time", "parameters": {}}'
-    double = DecodeDouble()
-    with serving(text.directory, double) as (_, url):
-        says(double, text, call)
-        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-        assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
-        assert found["message"]["content"] is None
-        grammar = asked(double, text)[1]
-        assert grammar_accepts(text, grammar, call)
-        assert not grammar_accepts(text, grammar, "a")
-        more = call.replace("{}", '{"a":1}')
-        assert not grammar_accepts(text, grammar, more), "it has no parameters"
-    double = DecodeDouble(script=speak(text.encode(call, add_special_tokens=False)))
-    with serving(text.directory, double, tool_parser="none") as (_, url):
-        response = httpx.post(f"{url}/v1/chat/completions", json=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == "tool_choice"
-        del body["tool_choice"]
-        found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-        assert found["message"]["content"] == call
-
-
-def tool(**function: Any) -> Any:
-    return [{"type": "function", "function": function}]
-
-
-def earlier(call: Any) -> Any:
-    return [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}]
-
-
-WRONG_SCHEMA = tool(name="a", parameters={"type": "strin"})
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [{"type": "x", "function": {"name": "a"}}]}, "tools.0.type"),
-    ({"tools": tool(name="a b")}, "tools.0.function.name"),
-    ({"tools": tool(name="a", strict=[])}, "tools.0.function.strict"),
-    ({"tools": 3}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": NAMED | {"function": {"name": "x"}}}, "tool_choice"),
-    ({"tools": WRONG_SCHEMA, "tool_choice": "required"}, "tools"),
-    ({"tools": WRONG_SCHEMA, "response_format": {"type": "json_object"}}, "tools"),
-    ({"messages": earlier({})}, "messages.1.tool_calls.0.function.name"),
-    (
-        {"messages": earlier({"function": {"name": "a", "arguments": "{"}})},
-        "messages.1.tool_calls.0.function.arguments",
-    ),
-    ({"chat_template_kwargs": 3}, "chat_template_kwargs"),
-    ({"tools": TOOLS, "tool_choice": "required", "min_tokens": 2}, "min_tokens"),
-]
-
-
-@pytest.mark.parametrize(("body", "param"), BAD, ids=str)
-def test_malformed_tools_name_the_field(served: Served, body: dict[str, Any], param: str) -> None:
-    error = served.refusal("chat/completions", **{"messages": HELLO} | body)
-    assert error["param"] == param
+    double, url, _ = serve(DecodeDouble(), directory=text.directory)
+    says(double, text, call)
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+    assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
+    assert found["message"]["content"] is None
+    grammar = asked(double, text)[1]
+    assert grammar_accepts(text, grammar, call)
+    assert not grammar_accepts(text, grammar, "a")
+    more = call.replace("{}", '{"a":1}')
+    assert not grammar_accepts(text, grammar, more), "it has no parameters"
+    script = speak(text.encode(call, add_special_tokens=False))
+    model = text.directory
+    _, url, _ = serve(DecodeDouble(script=script), tool_parser="none", directory=model)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"
+    del body["tool_choice"]
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+    assert found["message"]["content"] == call
 
 
 def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
@@ -267,31 +223,24 @@ def test_an_answer_of_one_call_ends_with_the_call(
     double = served.double
     says(double, text, f"<think>a</think>\nI look.\n{CALL}\n{CALL2} and so on")
     body: Any = {"messages": HELLO, "tools": TOOLS, "parallel_tool_calls": False}
-    body |= {"stream": streamed, "stream_options": {"include_usage": True}} if streamed else {}
-    response = served.post("chat/completions", **body)
-    lines = response.text.split("\n") if streamed else [f"data: {response.text}"]
-    data = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    choices = [choice for each in data for choice in each["choices"]]
-    said = [choice["delta" if streamed else "message"] for choice in choices]
-    assert "".join(each.get("content") or "" for each in said) == "I look."
-    calls = [call for each in said for call in each.get("tool_calls", [])]
-    assert "".join(call["function"]["arguments"] for call in calls) == ARGUMENTS
-    assert {call.get("index", 0) for call in calls} == {0}
-    assert choices[-1]["finish_reason"] == "tool_calls"
+    (choice,), usage = served.told("chat/completions", streamed, **body)
+    assert (choice["text"], choice["reason"]) == ("I look.", "tool_calls")
+    assert "".join(call["function"]["arguments"] for call in choice["calls"]) == ARGUMENTS
+    assert {call.get("index", 0) for call in choice["calls"]} == {0}
     generate = double.take()[1]
     stop = double.expect(Stop)
     assert stop.req_id == generate.req_id
     num_tokens = stop.at_position - generate.num_prompt_tokens
-    assert data[-1]["usage"]["completion_tokens"] == num_tokens
+    assert usage["completion_tokens"] == num_tokens
     kept = text.encode(f"<think>a</think>\nI look.\n{CALL}\n{CALL2}", add_special_tokens=False)
     assert CALL in text.decode(kept[:num_tokens], skip_special_tokens=False)
     assert CALL not in text.decode(kept[: num_tokens - 1], skip_special_tokens=False)
 
 
-def test_a_stream_that_says_nothing_yet_is_kept_alive(text: Text) -> None:
+def test_a_stream_that_says_nothing_yet_is_kept_alive(serve: Serve, text: Text) -> None:
     tokens = text.encode('<tool_call>\n{"arguments": {"a": "' + "b" * 30, add_special_tokens=False)
-    double = DecodeDouble(script=slowly(tokens, 0.02, FinishReason.LENGTH))
     body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    with serving(text.directory, double, sse_ping_s=0.1) as (_, url):
-        response = httpx.post(f"{url}/v1/chat/completions", json=body)
+    double = DecodeDouble(script=slowly(tokens, 0.02, FinishReason.LENGTH))
+    _, url, _ = serve(double, sse_ping_s=0.1, directory=text.directory)
+    response = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert response.text.count(": ping\n\n") >= 2

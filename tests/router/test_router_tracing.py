@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from router.show import tracing
+from router.http.exchange import Exchange
 from tests.fault.router_doubles import HANG_S, TOLD_STAGES, DecodeDouble, make_model, serving, speak
 from tests.support.collector import Collector, Span, collecting
 from tests.support.made_spans import Made
@@ -103,9 +103,9 @@ def test_an_answer_of_5xx_is_an_error_even_if_nobody_says_why() -> None:
     headers = {b"traceparent": f"00-{'1' * 32}-{PARENT}-01".encode()}
     scope = {"path": "/v1/completions", "method": "POST", "scheme": "http"}
     for status, failure in ((500, ""), (503, "busy"), (404, ""), (200, "")):
-        trace = tracing.begin(made.tracer, scope, headers, 0.0)
-        assert trace is not None
-        tracing.end(trace, tracing.Ended("id", "model", [], 1, status, failure), 1.0)
+        exchange = Exchange("id", "id", 0.0, status, failure=failure)
+        exchange.begin_trace(made.tracer, scope, headers)
+        exchange.end_trace("model", 1.0)
     made.tracer.close()
     spans = made.raw()
     assert [(each.attributes or {}).get("error.type") for each in spans] == [

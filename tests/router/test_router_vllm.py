@@ -9,16 +9,20 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.dispatch.members import Members, drafting
 from router.observe.metrics import RouterMetrics
-from router.observe.spent import Spent
+from router.observe.stages import StageTimes
 from router.observe.vllm import Live
 from router.show.siblings import merged
 from tests.support.public_queries import MODEL, PICKED, QUERIES, asked
-from worker.api import Member, Stages, WorkerStats
+from worker.api import Member, WorkerStats
 
 STATS = (
     WorkerStats(num_pages=100, num_free_pages=70, page_size=16),
     WorkerStats(num_pages=300, num_free_pages=30, page_size=16, num_windows=10,
                 drafted=(8, 6, 4), accepted=(6, 3, 0)),
+)  # fmt: skip
+SPENT = StageTimes(
+    router_queue_s=1, prefill_queue_s=2, prefill_s=4, transfer_s=8, decode_queue_s=16,
+    first_step_s=32, decode_s=64, first_token_s=0, prefilled_by=None, decoded_by="",
 )  # fmt: skip
 Found = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -155,8 +159,7 @@ def test_it_shares_the_counts_of_our_own_families() -> None:
 
 def test_a_choice_counts_once_in_each_of_vllms_stages() -> None:
     metrics = router()
-    spent = Spent(1.0, Stages(2.0, 4.0, 8.0, 16.0, 32.0, "prefill-0/1"), 64.0, 0.0, "decode-0/1")
-    metrics.spent(spent, num_tokens=5)
+    metrics.spent(SPENT, num_tokens=5)
     found = series(metrics.render())
     for name, seconds in (
         ("request_queue_time", 1 + 2 + 16),
@@ -167,7 +170,7 @@ def test_a_choice_counts_once_in_each_of_vllms_stages() -> None:
     ):
         assert values(found, f"{name}_seconds_sum") == [seconds]
         assert values(found, f"{name}_seconds_count") == [1]
-    metrics.spent(spent, num_tokens=1)
+    metrics.spent(SPENT, num_tokens=1)
     assert values(series(metrics.render()), "request_time_per_output_token_seconds_count") == [1]
 
 
@@ -180,7 +183,6 @@ def test_without_workers_there_is_no_room() -> None:
 def test_it_can_be_switched_off() -> None:
     metrics = RouterMetrics(MODEL, "router-0", vllm=False)
     metrics.watch(Live())
-    spent = Spent(1.0, Stages(0, 0, 0, 0, 0, ""), 1.0, 0.0, "decode-0/1")
-    metrics.spent(spent, num_tokens=5)
+    metrics.spent(SPENT, num_tokens=5)
     assert b"kvlane_" in metrics.render()
     assert b"vllm:" not in metrics.render()

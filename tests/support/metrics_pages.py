@@ -15,12 +15,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from router.dispatch.members import Members
 from router.observe.metrics import PREFILLS, RouterMetrics
-from router.observe.spent import Spent
+from router.observe.stages import StageTimes
 from router.observe.vllm import Live
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
-from worker.api import Member, Stages, WorkerStats
+from worker.api import Member, WorkerStats
 from worker.observe.meter import StepMeter, WindowCounts
 from worker.observe.metrics import WorkerMetrics
 
@@ -46,8 +46,11 @@ def router_page() -> str:
         metrics.ttft(where).observe(0.05)
     metrics.ended("stop")
     metrics.ended("busy")
-    stages = Stages(0.1, 0.2, 0.01, 0.0, 0.01, "prefill-0/1")
-    metrics.spent(Spent(0.0, stages, 1.0, 0.3, "decode-0/1"), num_tokens=20)
+    spent = StageTimes(
+        router_queue_s=0.0, prefill_queue_s=0.1, prefill_s=0.2, transfer_s=0.01, decode_queue_s=0.0,
+        first_step_s=0.01, decode_s=1.0, first_token_s=0.3, prefilled_by=None, decoded_by="",
+    )  # fmt: skip
+    metrics.spent(spent, num_tokens=20)
     member = Member("router-0", "router", "1", "http://127.0.0.1:8000", model="tiny")
     return asyncio.run(Siblings(Members(), member).page(metrics.render())).decode()
 

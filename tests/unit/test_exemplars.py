@@ -4,10 +4,10 @@ import pytest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.http.exchange import client_trace_id
 from router.observe.exposition import EOF, encoder
 from router.observe.metrics import RouterMetrics
 from router.show.siblings import merged
-from router.show.tracing import client_trace_id
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TRACE, OTHER = "0af7651916cd43dd8448eb211c80319c", "1bf7651916cd43dd8448eb211c80319c"

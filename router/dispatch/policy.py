@@ -1,0 +1,99 @@
+"""Routing policies: which workers a request goes to."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Protocol
+
+from router.dispatch.members import Known
+from worker.api import Candidate, PeerId
+from worker.registry import resolve
+
+MAX_CANDIDATES = 3
+UNKNOWN_S_PER_TOKEN = 1e-4
+POLICIES = {
+    "least_loaded": "router.dispatch.policy:LeastLoaded",
+    "round_robin": "router.dispatch.policy:RoundRobin",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Where a request goes: its decode worker, and prefill workers in order of preference."""
+
+    decode: PeerId
+    candidates: tuple[Candidate, ...]
+
+
+class Policy(Protocol):
+    """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
+
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+        """Place a request at one of `decode`, which may take it and are at least one.
+
+        `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
+        transport) must not become candidates.
+        """
+        ...
+
+
+class LeastLoaded(Policy):
+    """The decode worker with the smallest share of its rows taken; prefill by expected wait.
+
+    Ties are broken at random, so that routers that know the same do not all choose the same.
+    """
+
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+        best = min(decode, key=lambda known: (_load(known), random.random()))
+        pool = _eligible(best, prefill)
+        pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
+        return _choice(best, pool)
+
+
+class RoundRobin(Policy):
+    """Every worker in turn. Decode and prefill have turns of their own, so that pairs vary."""
+
+    def __init__(self) -> None:
+        self._decode_turn = 0
+        self._prefill_turn = 0
+
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+        in_order = sorted(decode, key=lambda known: known.peer)
+        chosen = in_order[self._decode_turn % len(in_order)]
+        self._decode_turn += 1
+        pool = sorted(_eligible(chosen, prefill), key=lambda known: known.peer)
+        if pool:
+            first = self._prefill_turn % len(pool)
+            self._prefill_turn += 1
+            pool = pool[first:] + pool[:first]
+        return _choice(chosen, pool)
+
+
+def policy(name: str) -> Policy:
+    """A fresh policy; raises a UserError that lists the names if there is none of this name."""
+    return resolve("routing policy", name, POLICIES)()
+
+
+def _load(known: Known) -> float:
+    """Requests per row; above 1 means that some wait."""
+    return known.num_requests / max(1, known.stats.max_num_reqs)
+
+
+def _prefill_wait_s(known: Known) -> float:
+    """How long a prompt would wait there before its first chunk is computed."""
+    return known.num_queued_tokens * (known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN)
+
+
+def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
+    """Those prefill workers whose KV this decode worker can pull."""
+    form = attrgetter("member.layout_hash", "member.transport")
+    return [known for known in prefill if form(known) == form(decode)]
+
+
+def _choice(decode: Known, prefill: Sequence[Known]) -> Choice:
+    candidates = tuple(
+        Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token)
+        for known in prefill[:MAX_CANDIDATES]
+    )
+    return Choice(decode.peer, candidates)

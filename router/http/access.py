@@ -1,0 +1,70 @@
+"""Who may ask: API keys for generation and tokens, and CORS for pages of other origins."""
+
+import hmac
+import ipaddress
+import logging
+from collections.abc import Sequence
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from router.config import RouterConfig
+from router.errors import ApiError
+
+log = logging.getLogger("kvlane.router")
+
+GUARDED = ("/v1/", "/tokenize", "/detokenize")
+BEARER = b"bearer "
+EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry")
+
+
+class ApiKeys:
+    """Answers 401 to requests for guarded paths whose bearer token is none of `keys`."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._knows(scope):
+            await self._app(scope, receive, send)
+            return
+        message = "a valid API key is needed: Authorization: Bearer KEY"
+        response = ApiError("invalid_api_key", message).response
+        response.headers["www-authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given: bytes = dict(scope["headers"]).get(b"authorization", b"")
+        if given[: len(BEARER)].lower() != BEARER:
+            return False
+        token = given[len(BEARER) :].strip()
+        # Every key is compared, so that the time taken does not tell which one was close.
+        return any([hmac.compare_digest(token, key) for key in self._keys])
+
+
+def origins(config: RouterConfig, host: str) -> Sequence[str]:
+    """The origins that `config` allows a router that listens on `host`."""
+    if config.cors_origins != "auto":
+        return config.cors_origins
+    try:
+        is_loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_loopback = host == "localhost"
+    allowed = ("*",) if is_loopback and not config.api_key_file else ()
+    why = f"it listens on {host}, {'with' if config.api_key_file else 'without'} keys"
+    log.debug("router.cors_origins = %s (%s)", list(allowed), why)
+    return allowed
+
+
+def with_cors(app: ASGIApp, allowed: Sequence[str]) -> ASGIApp:
+    """`app` with CORS for pages of these origins; without credentials, as a key is a header."""
+    if not allowed:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=list(allowed),
+        allow_methods=["GET", "HEAD", "POST"],
+        allow_headers=["*"],
+        expose_headers=EXPOSED,
+    )
