@@ -230,7 +230,7 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
 
 def _num_gpus(config: Config) -> int:
     """GPUs that a Ray of our own will count."""
-    from cluster.diagnose.driver import count_gpus
+    from cluster.diagnose.facts import count_gpus
 
     asked = config.cluster.local_ray.num_gpus
     return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked

@@ -7,16 +7,21 @@ shows all of them.
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
 
 from cluster import download
 from cluster.config import Config
 from cluster.diagnose.facts import Facts, read_facts
 from cluster.diagnose.finding import Finding, Level, failure, ok, refused
 from cluster.diagnose.machine import examine, versions
-from cluster.diagnose.model import check_model
 from cluster.diagnose.settings import Settings, mistakes, mistakes_of_joining
+from cluster.resolve import ROLES
+from router.openai.defaults import defaults_of
 from worker.config import SpecConfig
 from worker.errors import UserError
+from worker.start.check import check_directories
 
 PORTS = ("cluster.host", "cluster.port")
 
@@ -108,3 +113,33 @@ def _model(config: Config) -> Iterator[Finding]:
         yield refused(error)
     else:
         yield ok("model", f"{path} is whole, and of a kind that can be served")
+
+
+def check_model(config: Config, *, with_weights: bool = True) -> None:
+    """Check the directories of the model and, `with_weights`, of its drafter.
+
+    Raises:
+        UserError: names file and field.
+    """
+    ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
+    check_directories(config.model, config.spec, ranks, with_weights=with_weights)
+    _check_tokenizer(config.model.directory / "tokenizer.json")
+    if config.router.generation_config == "auto":
+        defaults_of(config.model.directory)
+
+
+def _check_tokenizer(path: Path) -> None:
+    """It is JSON to the end; the router says what else may be wrong with it."""
+    try:
+        msgspec.json.decode(path.read_bytes())
+        return
+    except FileNotFoundError:
+        reason = (
+            "no such file; a slow (sentencepiece) tokenizer has to be converted with transformers "
+            "first"
+        )
+    except OSError as error:
+        reason = str(error.strerror)
+    except msgspec.DecodeError as error:
+        reason = f"cut short or not JSON: {error}"
+    raise UserError(f"model.path: {path}: {reason}", "model.path")

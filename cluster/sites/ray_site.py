@@ -15,8 +15,7 @@ from ray.util.scheduling_strategies import (
 from cluster.config import Config
 from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
-from cluster.sites.handles import RayProcess, RouterProcess, call
-from cluster.sites.kill import Identity, Rank
+from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Process, Site
 from cluster.sites.ray_private import RAY
