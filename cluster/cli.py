@@ -240,7 +240,7 @@ def _config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
     elif args.explain:
-        from cluster.explain import explain
+        from cluster.resolve import explain
 
         config = load_config(args)
         given = {leaf: flag for flag, leaf, *_ in FLAGS if getattr(args, leaf) is not None}

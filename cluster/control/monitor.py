@@ -131,8 +131,10 @@ class Monitor:
             deaths_in_a_row += 1
             hopeless = isinstance(error, UserError) or deaths_in_a_row >= MAX_EARLY_DEATHS
             if hopeless and not self._up:
-                if not self._failed.done():
-                    self._failed.set_exception(start_failure(replica, error))
+                if not self._failed.done():  # the same class, with the name of the process
+                    kinds = (kind for kind in (UserError, Placement) if isinstance(error, kind))
+                    failure = next(kinds, WorldError)(f"{replica.name}: {error}")
+                    self._failed.set_exception(failure)
                 return
             delay_s = backoff_s(
                 deaths_in_a_row, self._config.restart_backoff_s, self._config.max_restart_backoff_s
@@ -223,16 +225,14 @@ class Monitor:
         if task is None:  # another call is removing it
             await replica.gone.wait()
             return
-        if replica.reachable is not None:
-            replica.stopping = self._background.spawn(
-                replica.reachable.stop(), f"stop of {replica.name}"
-            )
+        if (process := replica.reachable) is not None:
+            replica.stopping = self._background.spawn(process.stop(), f"stop of {replica.name}")
             await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
         task.cancel()
         await asyncio.wait((task,))
         await self._site.release(replica.name)
         self._replicas.pop(replica.name, None)
-        if self._changes.last(replica.name) != "stopping":  # it was not ready, see `_leave`
+        if process is None:  # else `_leave` has said so
             self._announce(replica, "stopping", "it was not ready")
         replica.gone.set()
         self._note(replica, "stopped")
@@ -339,9 +339,3 @@ async def in_time(work: Awaitable[T], timeout_s: float, verb: str) -> T:
         return await asyncio.wait_for(work, timeout_s)
     except TimeoutError:
         raise WorldError(f"it did not {verb} within {timeout_s:g} s") from None
-
-
-def start_failure(replica: Replica, error: KvlaneError) -> KvlaneError:
-    """The error that ends `serve`: of the same class, with the name of the process."""
-    kinds = (kind for kind in (UserError, Placement) if isinstance(error, kind))
-    return next(kinds, WorldError)(f"{replica.name}: {error}")
