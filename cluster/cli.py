@@ -85,6 +85,11 @@ def _run_command(given: Sequence[str]) -> int:
     if given[:1] == ["bench"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return clients.bench(given[1:])
+    if given[:1] == ["--version"]:
+        from router.show.status import version  # which others need not wait for
+
+        print(f"kvlane {version()}")
+        return 0
     args = parser_of_commands().parse_args(given)
     command: Run = args.command
     if command is not _serve:  # which has its own way, see `supervisor`
@@ -120,23 +125,13 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Version(argparse.Action):
-    """Imports late: other commands need not wait for it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from router.show.status import version
-
-        print(f"kvlane {version()}")
-        parser.exit()
-
-
 def parser_of_commands() -> argparse.ArgumentParser:
     """Of all commands but `bench`, which has its own."""
     parser = argparse.ArgumentParser(
         prog="kvlane",
         description="Serve a language model with separate prefill and decode workers.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Run, help: str, address: str = ONE_SERVE) -> Any:

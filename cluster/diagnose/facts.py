@@ -13,6 +13,7 @@ import shutil
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import permutations
@@ -78,6 +79,7 @@ def read_facts() -> Facts:
     extra = "cuda" if driver.gpus else "cpu"
     needed, optional = requirements(""), requirements(extra)
     names = [*(Requirement(text).name for text in (*needed, *optional)), "kvlane", *WHEELS]
+    version_of = partial(_tried, metadata.PackageNotFoundError, "", metadata.version)
     return Facts(
         driver=driver,
         num_pci_gpus=_num_pci_gpus(),
@@ -85,10 +87,10 @@ def read_facts() -> Facts:
         rdma_ports=_rdma_ports(),
         can_open_rdma=any(os.access(p, os.R_OK | os.W_OK) for p in _files("/dev/infiniband")),
         memlock_bytes=_memlock_bytes(),
-        shm_bytes=_free_bytes("/dev/shm"),
+        shm_bytes=_tried(OSError, 0, lambda: shutil.disk_usage("/dev/shm").free),
         num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray takes what it may
         mooncake=_mooncake(),
-        versions={name: version for name in names if (version := _version(name))},
+        versions={name: version for name in names if (version := version_of(name))},
         needed=needed,
         optional=tuple(text for text in optional if text not in needed),
         extra=extra,
@@ -100,13 +102,7 @@ def read_driver() -> Driver:
     import pynvml  # pyright: ignore[reportMissingTypeStubs]
 
     nvml: Any = pynvml
-
-    def ask(default: T, function: Callable[..., T], *args: object) -> T:
-        try:
-            return function(*args)
-        except nvml.NVMLError:
-            return default
-
+    ask = partial(_tried, nvml.NVMLError)
     if ask(True, nvml.nvmlInit):  # it returns None
         return Driver()
     cuda = ask(0, nvml.nvmlSystemGetCudaDriverVersion_v2)
@@ -151,11 +147,12 @@ def requirements(extra: str) -> tuple[str, ...]:
     return tuple(text for text, m in markers if m is None or m.evaluate({"extra": extra}))
 
 
-def _version(name: str) -> str:
+def _tried(error: type[Exception], default: T, function: Callable[..., T], *args: object) -> T:
+    """What the function returns, or the default if it raises that error."""
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+        return function(*args)
+    except error:
+        return default
 
 
 def _torch_cuda() -> str | None:
@@ -206,22 +203,9 @@ def _memlock_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _free_bytes(path: str) -> int:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return 0
-
-
 def _files(directory: str | Path) -> list[Path]:
-    try:
-        return sorted(Path(directory).iterdir())
-    except OSError:
-        return []
+    return _tried(OSError, [], lambda: sorted(Path(directory).iterdir()))
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return _tried(OSError, "", lambda: path.read_text(encoding="utf-8").strip())
