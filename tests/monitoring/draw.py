@@ -30,14 +30,9 @@ def shown(value, unit):
     if value == 0:
         return f"0{SUFFIX.get(unit, ' ' + unit)}"
     steps = STEPS if unit == "s" else LARGE
-    scale, name = (
-        [each for each in steps if abs(value) >= each[0]][-1:][0]
-        if any(abs(value) >= each[0] for each in steps)
-        else steps[0]
-    )
-    if unit == "s":
-        return f"{value / scale:.3g} {name}"
-    return f"{value / scale:.3g} {name}".rstrip() + SUFFIX.get(unit, f" {unit}")
+    scale, name = max((step for step in steps if abs(value) >= step[0]), default=steps[0])
+    suffix = "" if unit == "s" else SUFFIX.get(unit, f" {unit}")
+    return f"{value / scale:.3g} {name}".rstrip() + suffix
 
 
 def with_gaps(points):
