@@ -257,7 +257,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_table(rows: Sequence[ReplicaStatus]) -> str:
-    """The rows in columns, and below them the counters that are not zero."""
     from cluster.tables import plain, table, text
 
     head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")

@@ -92,7 +92,6 @@ def _download(repo: Repo, files: list[str], offline: bool) -> str:
 
 
 def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
-    """What the user can do about it."""
     from huggingface_hub import constants, errors
 
     name, path = repo.name, repo.path

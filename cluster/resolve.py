@@ -136,7 +136,6 @@ def reserved(config: Config, resource: str) -> float:
 
 
 def _with(config: Config, chosen: Chosen, note: Note) -> Config:
-    """A new tree with some leaves replaced, validated again."""
     tree = config.model_dump()
     for path, (value, why) in chosen.items():
         note(path, value, why)
@@ -168,7 +167,6 @@ def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterat
 
 
 def _choices(config: Config, num_gpus: int) -> Chosen:
-    """Of the cluster, and of each worker for itself."""
     choices: Chosen = {}
 
     def note(path: str, value: object, why: str) -> None:

@@ -45,7 +45,6 @@ def converse(server: Server, fields: dict[str, Any], system: str, message: str) 
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D or Ctrl-C at the prompt."""
     while True:
         try:
             line = input("> ")
@@ -101,7 +100,6 @@ def _deltas(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _chunk(server: Server, text: str) -> list[dict[str, Any]]:
-    """The deltas of one event."""
     try:
         event: dict[str, Any] = json.loads(text)
         error: str = event["error"]["message"] if "error" in event else ""

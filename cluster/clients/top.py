@@ -185,7 +185,6 @@ def _keys() -> Generator[None]:
 
 
 def _watch(server: Server, interval_s: float, board: Board) -> None:
-    """Draw and ask, until q is pressed."""
     answered_at, error = time.monotonic(), ""
     with Live(screen=True, refresh_per_second=DRAWN_PER_S) as live:
         while True:

@@ -185,7 +185,6 @@ class Monitor:
             self._announce(replica, state, "" if replica.leaving else str(why))
 
     def _announce(self, replica: Replica, state: str, text: str) -> None:
-        """Tell all processes of a change, and who the members are now."""
         self._changes.add(replica, state, text)
         self._version += 1
         # A draining one is a member: it still serves what it has begun.

@@ -124,7 +124,6 @@ def _gpus(settings: Settings) -> Iterator[UserError]:
 
 
 def _num_gpus(decided: Config, role: WorkerRole) -> float:
-    """That all workers of a role reserve together."""
     part = decided.role(role)
     return float(part.num_gpus) * part.tp * part.replicas
 
@@ -152,7 +151,6 @@ def _torch(settings: Settings) -> Iterator[UserError]:
 
 
 def _attention(settings: Settings) -> Iterator[UserError]:
-    """Packages of the backends that were chosen by name."""
     for role in ROLES:
         part = settings.decided.role(role)
         for kind, name in part.engine.attention.model_dump().items():

@@ -110,7 +110,6 @@ def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
 
 
 def _placed(name: str, pg: PlacementGroup) -> Group:
-    """With the node of each bundle, in order."""
     table = cast("dict[str, Any]", RAY.util.placement_group_table(pg))
     held = cast("dict[int, str]", table.get("bundles_to_node_id", {}))
     alive = {node.node_id: node for node in live_nodes()}
@@ -196,7 +195,6 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without node labels, memory, and what Ray adds for placed groups."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

@@ -127,7 +127,6 @@ class RaySite(Site):
         )
 
     async def _renew_group(self, name: str) -> None:
-        """Place it anew if a node of its group is gone."""
         group = self._groups.get(name)  # None: there was no room when it was placed anew
         if group is not None:
             if group.pg is None:

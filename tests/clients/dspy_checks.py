@@ -54,8 +54,6 @@ def chat(url: str) -> None:
 
 
 def stream(url: str) -> None:
-    """A field, while it is written."""
-
     async def pieces() -> list[Any]:
         listener = dspy.streaming.StreamListener(signature_field_name="reasoning")
         solve = dspy.streamify(dspy.Predict(Solve), stream_listeners=[listener])

@@ -65,7 +65,6 @@ def add_tool(**number: int) -> Any:
 
 
 def text_of(chunks: Iterable[Any]) -> str:
-    """Of the only choice of a streamed chat."""
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 

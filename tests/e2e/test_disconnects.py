@@ -69,7 +69,6 @@ class Leavers:
         return connection
 
     def drop_all(self) -> None:
-        """Every other one with a reset."""
         for i, connection in enumerate(self.connections):
             connection.drop(reset=i % 2 == 0)
 
@@ -93,7 +92,6 @@ async def until(
 
 
 async def until_waiting(serve: Serve, num: int) -> None:
-    """Returns once so many choices are in the router's line."""
     await until(serve, lambda waiting: waiting == num, partial(metric, name="requests_waiting{"))
 
 

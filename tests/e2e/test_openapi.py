@@ -47,7 +47,6 @@ def adapted(document: dict) -> dict:
 
 
 def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
-    """Every operation of `document`, below `url`, answers as the document says."""
     schema = directory / "openapi.json"
     schema.write_text(json.dumps(document))
     done = subprocess.run(
@@ -63,7 +62,6 @@ def examine(serve: Serve, document: dict, url: str, directory: Path) -> None:
 
 
 def num_served(serve: Serve) -> float:
-    """Choices that ended well."""
     ends = (by_router(serve.url, "requests_total", outcome=each) for each in ("stop", "length"))
     return sum(sum(each.values()) for each in ends)
 

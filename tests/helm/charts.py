@@ -99,7 +99,6 @@ class Render:
         return (document for document in self.documents if document["kind"] in kinds)
 
     def named(self, kind: str, name: str) -> Document | None:
-        """The object of a kind and name, if there is one."""
         return next((d for d in self.kind(kind) if d["metadata"]["name"] == name), None)
 
     def components(self) -> dict[str, dict[str, Any]]:
@@ -120,7 +119,6 @@ def _pods(document: Document) -> Iterator[Pod]:
 
 
 def port_names(pod: dict[str, Any]) -> dict[str, int]:
-    """Names of a pod's ports -> numbers."""
     ports = [port for container in pod["containers"] for port in container.get("ports", [])]
     return {port["name"]: port["containerPort"] for port in ports}
 

@@ -15,8 +15,6 @@ INTERVALS = {"__rate_interval": "1m", "__interval": "15s", "__range": "30m"}
 
 @dataclass(frozen=True)
 class Query:
-    """One line, or one set of lines, of a panel."""
-
     panel: dict[str, Any]
     legend: str
     text: str
@@ -29,7 +27,6 @@ def boards() -> dict[str, dict[str, Any]]:
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those that show something, in their order."""
     return (panel for panel in board["panels"] if panel["type"] != "row")
 
 

@@ -211,7 +211,6 @@ def unselected(render: Render) -> Iterator[str]:
 
 
 def scraped(render: Render, monitor: Document) -> list[Document]:
-    """Services that a ServiceMonitor means."""
     selector = monitor["spec"]["selector"]
     return [s for s in render.kind("Service") if matches(selector, s["metadata"]["labels"])]
 
@@ -269,12 +268,10 @@ def misconfigured(render: Render, path: Path) -> Iterator[str]:
 
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """All of a pod, in the order of their starts."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector means an object with these labels."""
     equal = selector.get("matchLabels", {}).items() <= labels.items()
     expressions = selector.get("matchExpressions", [])
     return equal and all(
@@ -283,14 +280,12 @@ def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def command(pod: dict[str, Any]) -> list[str]:
-    """The words of what the first container runs."""
     container = pod["containers"][0]
     text = "\n".join(container.get("args", [])).replace("\\\n", "")
     return shlex.split(text) if container["command"][0] == "sh" else list(container["command"])
 
 
 def options(words: list[str], name: str) -> list[str]:
-    """Values of --name=value."""
     return [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
 
 

@@ -24,7 +24,6 @@ SUFFIX = {"reqps": " req/s", "ops": " ops/s", "tok/s": " tok/s", "Bps": "B/s", "
 
 
 def shown(value, unit):
-    """A value in a unit of Grafana."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if value == 0:
@@ -36,7 +35,6 @@ def shown(value, unit):
 
 
 def with_gaps(points):
-    """Where values are left out, so is the line."""
     step = min((b[0] - a[0] for a, b in itertools.pairwise(points)), default=0)
     found = []
     for at, value in points:

@@ -44,7 +44,6 @@ SIDES = re.compile(r"\s+(?:or|unless|and on \(\))\s+")
 
 
 def serve_graphs() -> str:
-    """Serve the families of graphs; the address."""
     metrics = WorkerMetrics(model="qwen3-8b", role="prefill", worker="prefill-h200")
     for tokens in (64, 512, 4096):
         metrics.bucket_seconds("prefill", str(tokens), "graph").set(tokens / 5e4)
@@ -82,7 +81,6 @@ class Asked:
         self._start, self._end = start, end
 
     def __call__(self, what: str, query: str) -> list[Series]:
-        """The query's answer over the whole run."""
         self.num += 1
         try:
             found = self._prometheus.range(query, self._start, self._end, STEP_S)

@@ -41,7 +41,6 @@ TIMEOUT_S = 120.0
 
 @contextmanager
 def steady(url: str) -> Iterator[None]:
-    """A load of kvlane's own generator."""
     usual = (
         "--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet",
         "--tokenizer", "tiny",
@@ -69,7 +68,6 @@ def steady(url: str) -> Iterator[None]:
 
 
 async def mistakes(url: str) -> None:
-    """Requests that are refused, and clients that go away."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
         for body in ({"model": "other", "prompt": "x"}, {"prompt": "x", "temperature": -1},
                      {"prompt": "x", "max_tokens": 10**6}):  # fmt: skip
@@ -111,15 +109,12 @@ def pause(serve: Serve, name: str) -> None:
 
 
 def kill(serve: Serve, name: str) -> None:
-    """SIGKILL a worker, and wait for its successor."""
     row = serve.status()[name]
     os.kill(row["pid"], signal.SIGKILL)
     serve.wait_status(name, TIMEOUT_S, restarts=row["restarts"] + 1, state="ready")
 
 
 def disturb(serve: Serve) -> None:
-    """All of it, one after the other; prints what it does."""
-
     deeds: tuple[tuple[str, Callable[[], object], float], ...] = (  # the latter: seconds after it
         ("load", lambda: None, 30),
         ("mistakes, clients that go away", lambda: asyncio.run(mistakes(serve.url)), 0),
