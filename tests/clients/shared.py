@@ -74,13 +74,9 @@ def main(
     connect: Callable[[str], Any] = str,
     at_once: bool = False,
 ) -> None:
-    """Run every check against the server whose address is the only argument, and name it.
+    """Run the checks against the server whose address is the only argument; name the library.
 
-    Args:
-        library: its package.
-        checks: take what `connect` makes.
-        connect: of the address of the API.
-        at_once: beside one another, as the answers of none depend on what else is asked.
+    checks: take what `connect` makes of the API's address. at_once: beside one another.
     """
     print(library, version(library))
 

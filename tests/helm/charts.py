@@ -85,11 +85,7 @@ def described() -> Iterator[str]:
 
 
 class Render:
-    """The objects of one render.
-
-    Attributes:
-        pods: of all workloads.
-    """
+    """The objects of one render, and the pods of all its workloads."""
 
     def __init__(self, objects: list[Document]) -> None:
         self.documents = objects

@@ -44,9 +44,5 @@ def variables(board: dict[str, Any]) -> dict[str, str]:
 
 
 def filled(text: str, values: dict[str, str]) -> str:
-    """A query or legend without variables.
-
-    Raises:
-        KeyError: it has a variable that the dashboard has not.
-    """
+    """A query or legend without variables; KeyError if it has one that the dashboard has not."""
     return VARIABLE.sub(lambda match: values[match[1] or match[2]], text)

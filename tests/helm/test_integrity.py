@@ -32,52 +32,42 @@ REFERENCES = {
     "secretKeyRef": "Secret", "secretRef": "Secret",
     "configMapKeyRef": "ConfigMap", "configMapRef": "ConfigMap",
 }  # fmt: skip
+SERVE = "Deployment demo-kvlane-serve"
+RULES, WORKERS = "PrometheusRule demo-kvlane", "PodMonitor demo-kvlane-workers"
+WAITING = "kvlane_requests_waiting"
+LABELS = "labels:\n    app.kubernetes.io/component: "
+# What changes -> values, title of the object, old text and new.
 MUTATIONS = {
     "Service": ("default", "Service demo-kvlane-head", "name: demo-kvlane-head", "name: demo-head"),
     "port": ("default", "StatefulSet demo-kvlane-head", "name: gcs", "name: ray"),
-    "port of a probe": ("default", "Deployment demo-kvlane-serve", "port: http", "port: api"),
-    "path of a probe": ("default", "Deployment demo-kvlane-serve", "path: /ready", "path: /rdy"),
-    "label": (
-        "default", "Deployment demo-kvlane-serve",
-        "app.kubernetes.io/component: serve", "app.kubernetes.io/component: router",
-    ),
+    "port of a probe": ("default", SERVE, "port: http", "port: api"),
+    "path of a probe": ("default", SERVE, "path: /ready", "path: /rdy"),
+    "label": ("default", SERVE, "io/component: serve", "io/component: router"),
     "Secret": ("default", "Secret demo-kvlane-ray", "name: demo-kvlane-ray", "name: demo-ray"),
     "key of a Secret": ("gpu-rdma", "Secret api-keys", "keys:", "key:"),
     "ConfigMap": ("default", "ConfigMap demo-kvlane", "config.yaml:", "kvlane.yaml:"),
     "claim": ("pvc", "PersistentVolumeClaim models", "name: models", "name: weights"),
     "metric in a KEDA query": (
-        "autoscaling", "ScaledObject demo-kvlane-decode",
-        "kvlane_requests_waiting", "kvlane_num_requests_waiting",
+        "autoscaling", "ScaledObject demo-kvlane-decode", WAITING, "kvlane_num_requests_waiting",
     ),
     "metric of an autoscaler": (
-        "autoscaling", "HorizontalPodAutoscaler demo-kvlane-prefill",
-        "kvlane_requests_waiting", "kvlane_queue_length",
+        "autoscaling", "HorizontalPodAutoscaler demo-kvlane-prefill", WAITING, "kvlane_queue",
     ),
-    "metric in an alert": (
-        "monitoring", "PrometheusRule demo-kvlane",
-        "kvlane_kv_cache_usage_ratio", "kvlane_kv_cache_usage_perc",
-    ),
-    "label in an alert": ("monitoring", "PrometheusRule demo-kvlane", "outcome!~", "finish!~"),
-    "job in a query": ("autoscaling", "PodMonitor demo-kvlane-workers", "-workers", "-pods"),
+    "metric in an alert": ("monitoring", RULES, "cache_usage_ratio", "cache_usage_perc"),
+    "label in an alert": ("monitoring", RULES, "outcome!~", "finish!~"),
+    "job in a query": ("autoscaling", WORKERS, "-workers", "-pods"),
     "port of a ServiceMonitor": (
         "monitoring", "ServiceMonitor demo-kvlane", "port: http", "port: web",
     ),
     "labels of a ServiceMonitor": (
-        "monitoring", "Service demo-kvlane",
-        "labels:\n    app.kubernetes.io/component: serve",
-        "labels:\n    app.kubernetes.io/component: api",
+        "monitoring", "Service demo-kvlane", f"{LABELS}serve", f"{LABELS}api",
     ),
-    "port of a PodMonitor": (
-        "monitoring", "PodMonitor demo-kvlane-workers", "port: metrics", "port: m",
-    ),
-    "path of the configuration": (
-        "default", "Deployment demo-kvlane-serve", "decode.num_cpus", "decode.cpus",
-    ),
+    "port of a PodMonitor": ("monitoring", WORKERS, "port: metrics", "port: m"),
+    "path of the configuration": ("default", SERVE, "decode.num_cpus", "decode.cpus"),
     "value of the configuration": (
-        "default", "ConfigMap demo-kvlane",
-        "worker_metrics_port: 9400", "worker_metrics_port: 9401",
+        "default", "ConfigMap demo-kvlane", "metrics_port: 9400", "metrics_port: 9401",
     ),
-    "option": ("default", "Deployment demo-kvlane-serve", "--prefill=", "--num-prefill="),
+    "option": ("default", SERVE, "--prefill=", "--num-prefill="),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
     "backend of an Ingress": ("edge", "Ingress llm", "name: http", "name: https"),
     "backend of an HTTPRoute": ("edge", "HTTPRoute llm", "port: 80", "port: 8000"),
@@ -91,17 +81,10 @@ Selection = tuple[str, dict[str, Any], list[Any]]  # title, label selector, port
 def breaches(render: Render, names: metrics.Names | None = None, path: Path = Path()) -> list[str]:
     """One line for each thing that is mentioned and is not there.
 
-    Args:
-        render: of the chart.
-        names: series -> labels; None: those that the product exports.
-        path: of a directory for the configuration.
+    names: None: those that the product exports. path: of a directory for the configuration.
     """
-    lines = [
-        *undefined(render),
-        *unselected(render),
-        *unserved(render),
-        *misconfigured(render, path),
-    ]
+    lines = [*undefined(render), *unselected(render), *unserved(render)]
+    lines += misconfigured(render, path)
     names = metrics.exported() if names is None else names
     jobs = {f"{NAMESPACE}/{each['metadata']['name']}" for each in render.kind("PodMonitor")}
     for monitor in render.kind("ServiceMonitor"):

@@ -10,14 +10,13 @@ only a GPU's worker has, the times of its graphs, is served beside, made up.
 Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
 """
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,8 @@ class Asked:
         return {each.labels["alertname"] for each in found}
 
 
-def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
-    path = out / f"{name}.png"
+def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]]) -> None:
+    path = PICTURES / f"{name}.png"
     rows = [each for each in board["panels"] if each["type"] == "row"]
     given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
     subprocess.run(
@@ -133,11 +132,11 @@ def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Pat
     print(f"{path}: {path.stat().st_size >> 10} KiB")
 
 
-def examine(prometheus: Prometheus, start: float, end: float, out: Path) -> list[str]:
+def examine(prometheus: Prometheus, start: float, end: float) -> list[str]:
     """Ask everything, draw it; what is wrong."""
     asked = Asked(prometheus, start, end)
     for name, board in dashboards.boards().items():
-        draw(name, board, asked.board(name, board), out)
+        draw(name, board, asked.board(name, board))
     num_of_panels = asked.num
     (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
     for rule in group["rules"]:
@@ -170,17 +169,13 @@ def record(root: Path) -> tuple[Prometheus, float, float]:
     return prometheus, start, end
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
-    args = parser.parse_args(argv)
+def main() -> int:
     if not (TOOLS / "done").exists():
         raise SystemExit("run tests/monitoring/install")
-    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
         prometheus, start, end = record(Path(temporary))
         try:
-            wrong = examine(prometheus, start, end, args.out)
+            wrong = examine(prometheus, start, end)
         finally:
             prometheus.end()
     print(*wrong, f"{len(wrong)} wrong", sep="\n")
@@ -189,4 +184,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     enter_namespace_of("tests.monitoring.live")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
