@@ -334,7 +334,7 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
 
         yield ask
     finally:
-        launch.leave()
+        launch.RAY.shutdown()
 
 
 def _prepare_environment(auth_mode: str) -> str:

@@ -56,8 +56,8 @@ def _lines() -> Iterator[str]:
 
 
 def _first_model(server: Server) -> str:
-    with server.answering() as client:
-        listed = client.get("/v1/models")
+    with server.answering():
+        listed = server.get("/v1/models")
     if not listed.is_success:
         raise _refusal(listed)
     try:
@@ -86,10 +86,8 @@ def _answer(server: Server, body: dict[str, Any]) -> str:
 
 def _deltas(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     body = {**body, "stream": True}
-    with (
-        server.answering() as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as answer,
-    ):
+    url = "/v1/chat/completions"
+    with server.answering(), server.stream("POST", url, json=body) as answer:
         if not answer.is_success:
             answer.read()
             raise _refusal(answer)

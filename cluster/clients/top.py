@@ -56,8 +56,8 @@ def ask(server: Server) -> bytes:
 
     Raises UserError if that is no kvlane or wants a key, WorldError if it does not answer.
     """
-    with server.answering() as client:
-        answer = client.get("/dashboard/data")
+    with server.answering():
+        answer = server.get("/dashboard/data")
     where = f"{server.url}/dashboard/data: {answer.status_code}"
     if answer.status_code in (401, 403):
         raise UserError(f"{where}: it wants a key; --api-key-file names a file with one")
@@ -120,7 +120,6 @@ def _workers(workers: Sequence[WorkerRow]) -> Table:
 
 
 def _about(worker: WorkerRow) -> str:
-    """Where it is, of how many ranks, what drafts for it and what a step yields."""
     tokens = f" {worker.tokens_per_row:.1f} tokens/step" if worker.tokens_per_row else ""
     drafter = f"{worker.drafter}{tokens}" if worker.drafter else ""
     ranks = f"tp {worker.ranks}" if worker.ranks > 1 else ""
@@ -128,16 +127,11 @@ def _about(worker: WorkerRow) -> str:
 
 
 def _routers(routers: Sequence[RouterRow]) -> Table:
-    rows = [
-        (
-            router.name,
-            router.state,
-            str(router.running) if router.state in ANSWERING else "-",
-            str(router.waiting) if router.state in ANSWERING else "-",
-            router.node or router.reason,
-        )
-        for router in routers
-    ]
+    rows: list[Sequence[str]] = []
+    for router in routers:
+        answers = router.state in ANSWERING
+        figures = (str(router.running), str(router.waiting)) if answers else ("-", "-")
+        rows.append((router.name, router.state, *figures, router.node or router.reason))
     return table(("ROUTER", "STATE", "RUNNING", "WAITING", "NODE"), rows, right=range(2, 4))
 
 

@@ -139,7 +139,7 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
             serving.stop(config.cluster)
         return 0
     finally:
-        launch.leave()
+        RAY.shutdown()  # most of a Ray of our own ends with it
         if controller is None:
             screen.line("stopped")
 
