@@ -164,7 +164,7 @@ class Monitor:
             error = e
         finally:
             self._leave(replica, error)
-            await killed(self._site, replica)
+            await killed(replica)
         return ready_at, error
 
     def _join(self, replica: Replica, member: Member, text: str) -> None:
@@ -304,11 +304,11 @@ async def listen(replica: Replica) -> None:
         await asyncio.sleep(ASK_S)
 
 
-async def killed(site: Site, replica: Replica) -> None:
+async def killed(replica: Replica) -> None:
     """Make sure that the replica's process is gone; a cancellation waits until it is."""
     if replica.process is None:
         return
-    work = asyncio.create_task(site.kill(replica.process))
+    work = asyncio.create_task(replica.process.kill())
     cancelled = False
     while not work.done():
         try:

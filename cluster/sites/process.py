@@ -75,6 +75,9 @@ class Process(Protocol):
     async def stop(self) -> None:
         """End its threads and sockets; `run` returns then."""
 
+    async def kill(self) -> None:
+        """Returns when it is gone for certain, or its node is."""
+
 
 class Site(Protocol):
     """Where processes come from."""
@@ -85,9 +88,6 @@ class Site(Protocol):
         Raises Placement if there is no room, PeerLost if it died while it started.
         """
         ...
-
-    async def kill(self, process: Process) -> None:
-        """Returns when the process is gone for certain, or its node is."""
 
     async def release(self, name: str) -> None:
         """Give back what was reserved for `name`."""

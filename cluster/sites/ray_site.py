@@ -17,7 +17,7 @@ from cluster.resolve import bundle_of, counts, with_collective, with_devices, wi
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
-from cluster.sites.process import Process, Site
+from cluster.sites.process import Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
 from worker.api import Role
@@ -98,10 +98,6 @@ class RaySite(Site):
             port = SharedPort(self.config.cluster.port)
             return RouterProcess(ranks[0], self._ports.setdefault(processes[0].node_id, port))
         return RayProcess(ranks)
-
-    async def kill(self, process: Process) -> None:
-        assert isinstance(process, RayProcess)
-        await process.kill()
 
     async def release(self, name: str) -> None:
         group = self._groups.pop(name, None)
