@@ -87,18 +87,20 @@ def wait_for(line: re.Pattern[str], output: Path, job: subprocess.Popen[bytes]) 
     return found
 
 
+def end(two_nodes: Run, job: subprocess.Popen[bytes], output: Path) -> None:
+    down = two_nodes("run", sys.executable, "-m", "cluster", "down")
+    assert down.stdout == "kvlane is down\n", down.stderr
+    assert job.wait(HANG_S) == 0, output.read_text()
+
+
 def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
     output = tmp_path / "job"
     with submitted(output, *SUBMIT) as job:
         done = two_nodes("run", sys.executable, "-m", "tests.e2e.check", URL, NUM_PROBLEMS)
         assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
         status = two_nodes("run", sys.executable, "-m", "cluster", "status")
-        for line in status.stdout.splitlines():
-            if line.startswith("prefill"):
-                assert "10.78.0.1" in line, status.stdout
-            if line.startswith("decode"):
-                assert "10.78.0.2" in line, status.stdout
-        print(done.stdout)
+        places = re.findall(r"^(prefill|decode).*(10\.78\.0\.\d)", status.stdout, re.MULTILINE)
+        assert dict(places) == {"prefill": "10.78.0.1", "decode": "10.78.0.2"}, status.stdout
 
         serve = ("run", sys.executable, "-m", "cluster", "serve", *SUBMIT)
         if pairwise.whole:  # as a second job would
@@ -109,9 +111,7 @@ def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path)
         assert other.returncode == 2, other.stderr
         assert "with another value of kv.page_size; end it first: kvlane down" in other.stderr
         assert two_nodes("get", f"{URL}/ready").returncode == 0
-        down = two_nodes("run", sys.executable, "-m", "cluster", "down")
-        assert down.stdout == "kvlane is down\n", down.stderr
-        assert job.wait(HANG_S) == 0, output.read_text()
+        end(two_nodes, job, output)
 
 
 @pytest.mark.whole
@@ -136,9 +136,7 @@ def test_ranks_of_one_worker_on_both_nodes(two_nodes: Run, tmp_path: Path) -> No
         assert not before.keys() & ranks().keys()
         done = two_nodes("run", sys.executable, "-c", check)
         assert done.returncode == 0, done.stdout + done.stderr + output.read_text()
-        down = two_nodes("run", sys.executable, "-m", "cluster", "down")
-        assert down.stdout == "kvlane is down\n", down.stderr
-        assert job.wait(HANG_S) == 0, output.read_text()
+        end(two_nodes, job, output)
         assert not ranks()
 
 

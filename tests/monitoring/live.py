@@ -116,10 +116,6 @@ class Asked:
                 )
         return list(drawn.values())
 
-    def fired(self) -> set[str]:
-        found = self("all alerts", 'ALERTS{alertstate="firing"}')
-        return {each.labels["alertname"] for each in found}
-
 
 def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]]) -> None:
     path = PICTURES / f"{name}.png"
@@ -143,7 +139,8 @@ def examine(prometheus: Prometheus, start: float, end: float) -> list[str]:
         for side in sides(rule["expr"]):
             asked(rule["alert"], side)
     print(f"{num_of_panels} queries of panels, {asked.num - num_of_panels} of alerts")
-    fired = asked.fired()
+    firing = asked("all alerts", 'ALERTS{alertstate="firing"}')
+    fired = {each.labels["alertname"] for each in firing}
     for rule in group["rules"]:
         how = "fired" if rule["alert"] in fired else "has data without its comparison"
         print(f"  {rule['alert']}: {how}")
