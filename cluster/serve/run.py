@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from cluster.config import ClusterConfig, Config
 from cluster.control.controller import Progress
 from cluster.control.replicas import State
-from cluster.diagnose.settings import check_port
+from cluster.diagnose.checks import check_port
 from cluster.serve import launch
 from cluster.serve.lifetime import Running
 from cluster.serve.progress import JsonScreen, Screen, Stages
