@@ -28,9 +28,12 @@ from tests.support.command_line import configured
 from worker.errors import UserError
 
 PATHS = {*PROBES, "/api/gcs_healthz", "/api/local_raylet_healthz"}  # the latter are Ray's
+# Field of a pod -> what it mentions, and the field below it with the name.
 REFERENCES = {
-    "secretKeyRef": "Secret", "secretRef": "Secret",
-    "configMapKeyRef": "ConfigMap", "configMapRef": "ConfigMap",
+    "secretKeyRef": ("Secret", "name"), "configMapKeyRef": ("ConfigMap", "name"),
+    "secretRef": ("Secret", "name"), "configMapRef": ("ConfigMap", "name"),
+    "secret": ("Secret", "secretName"), "configMap": ("ConfigMap", "name"),
+    "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
 }  # fmt: skip
 SERVE = "Deployment demo-kvlane-serve"
 RULES, WORKERS = "PrometheusRule demo-kvlane", "PodMonitor demo-kvlane-workers"
@@ -102,38 +105,37 @@ def mentions(render: Render) -> Iterator[Mention]:
             yield owner, "ServiceAccount", spec["serviceAccountName"], None
         for secret in spec.get("imagePullSecrets", []):
             yield owner, "Secret", secret["name"], None
-        for volume in spec.get("volumes", []):
-            if secret := volume.get("secret"):
-                for item in secret.get("items", [{"key": None}]):
-                    yield owner, "Secret", secret["secretName"], item["key"]
-            if config := volume.get("configMap"):
-                yield owner, "ConfigMap", config["name"], None
-            if claim := volume.get("persistentVolumeClaim"):
-                yield owner, "PersistentVolumeClaim", claim["claimName"], None
-        for container in containers(spec):
-            for variable in [*container.get("env", []), *container.get("envFrom", [])]:
-                for field, reference in variable.get("valueFrom", variable).items():
-                    if field in REFERENCES:
-                        yield owner, REFERENCES[field], reference["name"], reference.get("key")
-                if url := re.fullmatch(r"http://([\w-]+):(\d+)", str(variable.get("value"))):
-                    yield owner, "Service", url[1], int(url[2])
+        for field, value in fields(spec):
+            if field in REFERENCES:
+                kind, name = REFERENCES[field]
+                for item in value.get("items", [value]):
+                    yield owner, kind, value[name], item.get("key")
+            if field == "value" and (url := re.fullmatch(r"http://([\w-]+):(\d+)", str(value))):
+                yield owner, "Service", url[1], int(url[2])
         for address in options(command(spec), "--address"):
             name, _, port = address.rpartition(":")
             yield owner, "Service", name, int(port)
-    for autoscaler in render.kind("HorizontalPodAutoscaler", "ScaledObject"):
-        target = autoscaler["spec"]["scaleTargetRef"]
-        yield title(autoscaler), target["kind"], target["name"], None
-    for ingress in render.kind("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            for path in rule["http"]["paths"]:
-                service = path["backend"]["service"]
-                yield title(ingress), "Service", service["name"], service["port"]["name"]
-        for tls in ingress["spec"].get("tls", []):
-            yield title(ingress), "Secret", tls["secretName"], None
-    for route in render.kind("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            for backend in rule["backendRefs"]:
-                yield title(route), "Service", backend["name"], backend["port"]
+    for document in render.kind("HorizontalPodAutoscaler", "ScaledObject", "Ingress", "HTTPRoute"):
+        for field, value in fields(document["spec"]):
+            if field == "scaleTargetRef":
+                yield title(document), value["kind"], value["name"], None
+            elif field == "service":  # of an Ingress
+                yield title(document), "Service", value["name"], value["port"]["name"]
+            elif field == "tls":
+                yield from ((title(document), "Secret", tls["secretName"], None) for tls in value)
+            elif field == "backendRefs":
+                for backend in value:
+                    yield title(document), "Service", backend["name"], backend["port"]
+
+
+def fields(node: Any) -> Iterator[tuple[str, Any]]:
+    """All names below a node, however deep, and their values."""
+    if isinstance(node, dict):
+        yield from node.items()
+        node = list(node.values())
+    if isinstance(node, list):
+        for below in node:
+            yield from fields(below)
 
 
 def undefined(render: Render) -> Iterator[str]:
