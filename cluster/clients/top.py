@@ -52,10 +52,7 @@ def show(server: Server, interval_s: float, *, once: bool, as_json: bool) -> Non
 
 
 def ask(server: Server) -> bytes:
-    """What `/dashboard/data` says.
-
-    Raises UserError if that is no kvlane or wants a key, WorldError if it does not answer.
-    """
+    """What `/dashboard/data` says; UserError if that is no kvlane or wants a key."""
     with server.answering():
         answer = server.get("/dashboard/data")
     where = f"{server.url}/dashboard/data: {answer.status_code}"

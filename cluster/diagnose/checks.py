@@ -270,11 +270,7 @@ CHECKS = (_names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
-    """Check the directories of the model and, `with_weights`, of its drafter.
-
-    Raises:
-        UserError: names file and field.
-    """
+    """Check the model's directory and, `with_weights`, its drafter's; raises UserError."""
     ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
     check_directories(config.model, config.spec, ranks, with_weights=with_weights)
     _check_tokenizer(config.model.directory / "tokenizer.json")

@@ -37,9 +37,8 @@ KILL_TIMEOUT_S = 20.0
 async def call(method: Any, *args: object) -> Any:
     """Call an actor's method.
 
-    Raises:
-        PeerLost: the process is dead or its node does not answer.
-        UserError, WorldError: raised by the method, the latter for whatever else it raised.
+    Raises PeerLost if the process is dead or its node does not answer; UserErrors of the method,
+    and WorldError for whatever else it raised.
     """
     try:
         return await method.remote(*args)
