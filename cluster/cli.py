@@ -85,6 +85,11 @@ def _run_command(given: Sequence[str]) -> int:
     if given[:1] == ["bench"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return clients.bench(given[1:])
+    if given[:1] == ["--version"]:
+        from router.show.status import version  # which others need not wait for
+
+        print(f"kvlane {version()}")
+        return 0
     args = parser_of_commands().parse_args(given)
     command: Run = args.command
     if command is not _serve:  # which has its own way, see `supervisor`
@@ -120,23 +125,13 @@ def _drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-class _Version(argparse.Action):
-    """Imports late: other commands need not wait for it."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        from router.show.status import version
-
-        print(f"kvlane {version()}")
-        parser.exit()
-
-
 def parser_of_commands() -> argparse.ArgumentParser:
     """Of all commands but `bench`, which has its own."""
     parser = argparse.ArgumentParser(
         prog="kvlane",
         description="Serve a language model with separate prefill and decode workers.",
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.add_argument("--version", action="store_true", help="print the version")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Run, help: str, address: str = ONE_SERVE) -> Any:
@@ -230,7 +225,7 @@ def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
 
 def _num_gpus(config: Config) -> int:
     """GPUs that a Ray of our own will count."""
-    from cluster.diagnose.driver import count_gpus
+    from cluster.diagnose.facts import count_gpus
 
     asked = config.cluster.local_ray.num_gpus
     return count_gpus(os.environ.get("CUDA_VISIBLE_DEVICES")) if asked == "auto" else asked
@@ -240,7 +235,7 @@ def _config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
     elif args.explain:
-        from cluster.explain import explain
+        from cluster.resolve import explain
 
         config = load_config(args)
         given = {leaf: flag for flag, leaf, *_ in FLAGS if getattr(args, leaf) is not None}
@@ -262,7 +257,6 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _status_table(rows: Sequence[ReplicaStatus]) -> str:
-    """The rows in columns, and below them the counters that are not zero."""
     from cluster.tables import plain, table, text
 
     head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
@@ -340,7 +334,7 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
 
         yield ask
     finally:
-        launch.leave()
+        launch.RAY.shutdown()
 
 
 def _prepare_environment(auth_mode: str) -> str:

@@ -207,17 +207,9 @@ def load(
     line for each.
     """
     tree = _read(path) if path else {}
-    for text in sets:
-        key, equals, value = text.partition("=")
-        if not equals or not key.strip():
-            raise UserError(f"--set {text}: expected PATH=VALUE, for example decode.replicas=2")
-        try:
-            put(tree, key.strip(), yaml.safe_load(value))
-        except yaml.YAMLError as error:
-            raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
-    for key, value in (flags or {}).items():
-        if value is not None:
-            put(tree, key, value)
+    given = {key: value for key, value in (flags or {}).items() if value is not None}
+    for key, value in (*_assigned(sets), *given.items()):
+        put(tree, key, value)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -265,12 +257,21 @@ def origins(
 
     if path:
         give("", _read(path), str(path))
+    for key, value in _assigned(sets):
+        give(key, value, "--set")
+    return sources | {key: str(flag) for key, flag in (flags or {}).items()}
+
+
+def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """Path and value of each --set; raises UserError if it cannot be read."""
     for text in sets:
-        key, _, value = text.partition("=")
-        give(key.strip(), yaml.safe_load(value), "--set")
-    for key, flag in (flags or {}).items():
-        give(key, flag, str(flag))
-    return sources
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise UserError(f"--set {text}: expected PATH=VALUE, for example decode.replicas=2")
+        try:
+            yield key.strip(), yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
 
 
 def _read(path: Path) -> dict[str, Any]:

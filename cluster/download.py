@@ -43,10 +43,8 @@ def fetch(config: Config, *, offline: bool, check: Callable[[Config], None]) -> 
     offline: take files from the cache only.
     check: gets the config with all but the weights, before those are downloaded.
 
-    Raises:
-        UserError: no such model or revision, a token is needed, or it is not in the cache; and
-            what `check` raises.
-        WorldError: the hub cannot be reached, or the disk is full.
+    Raises UserError if there is no such model or revision, a token is needed, it is not in the
+    cache, or `check` does; WorldError if the hub cannot be reached, or the disk is full.
     """
     model = config.model
     repo = Repo(model.path, model.revision, "model.path", "--model")
@@ -92,7 +90,6 @@ def _download(repo: Repo, files: list[str], offline: bool) -> str:
 
 
 def _explained(repo: Repo, error: Exception, offline: bool) -> KvlaneError:
-    """What the user can do about it."""
     from huggingface_hub import constants, errors
 
     name, path = repo.name, repo.path

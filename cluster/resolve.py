@@ -1,15 +1,17 @@
 """Decides `auto` values that depend on the cluster: devices before placement, transport after it.
 
 Each function returns a new tree and notes what it chose and why. Values that depend on the machine
-are decided in the worker (`WorkerConfig.resolved`).
+are decided in the worker (`WorkerConfig.resolved`). `explain` says of all what they become here.
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from operator import attrgetter
 
-from cluster.config import Config, WorkerRole, put
+from cluster.config import Config, WorkerRole, fields, put
 from worker.api import Role
-from worker.config import MEMORY_FRACTION, Choice, Note, WorkerConfig, log_choice
+from worker.config import MEMORY_FRACTION, Choice, Machine, Note, WorkerConfig, log_choice
+from worker.start.check import model_limits
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
@@ -133,9 +135,56 @@ def reserved(config: Config, resource: str) -> float:
 
 
 def _with(config: Config, chosen: Chosen, note: Note) -> Config:
-    """A new tree with some leaves replaced, validated again."""
     tree = config.model_dump()
     for path, (value, why) in chosen.items():
         note(path, value, why)
         put(tree, path, value)
     return Config.model_validate(tree)
+
+
+def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterator[str]:
+    """`kvlane config --explain`: a line for each leaf, with its value, its source, and why.
+
+    What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
+
+    origins: as `config.origins` has them. num_gpus: that Ray would find here.
+
+    Raises UserError if the model cannot be served.
+    """
+    choices = _choices(config, num_gpus)
+    for path, field in fields():
+        value: object = attrgetter(path)(config)
+        source = next((s for p, s in origins.items() if f"{path}.".startswith(f"{p}.")), "default")
+        if path in choices and value == "auto":
+            value, why = choices[path]
+            source = f"auto: {why}" if source == "default" else f"auto by {source}: {why}"
+        elif value == "auto":
+            text = " ".join((field.description or "").split())
+            source += f"; {text.partition('auto:')[2].strip() or text}"
+        left = f"{path} = {value if value != '' else repr('')}"
+        yield f"{left:<56} # {source}"
+
+
+def _choices(config: Config, num_gpus: int) -> Chosen:
+    choices: Chosen = {}
+
+    def note(path: str, value: object, why: str) -> None:
+        choices.setdefault(path, (value, why))
+
+    config = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus, note=note)
+    config = with_transport(config, ["this machine"], note=note)
+    if not config.model.directory.is_dir():
+        return choices
+    longest, dtype = model_limits(config.model.directory)
+    for role in ROLES:
+
+        def note_of_role(path: str, value: object, why: str, role: str = role) -> None:
+            choices[f"{role}.{path}" if path.startswith("engine.") else path] = value, why
+
+        part = config.role(role)
+        # Ray tells a worker through OMP_NUM_THREADS how many CPUs it has.
+        num_cpus, device = max(1, int(part.num_cpus)), "cuda" if part.num_gpus else "cpu"
+        machine = Machine(device, num_cpus)
+        worker = config.worker(role)
+        worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
+    return choices

@@ -45,7 +45,6 @@ def converse(server: Server, fields: dict[str, Any], system: str, message: str) 
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, until Ctrl-D or Ctrl-C at the prompt."""
     while True:
         try:
             line = input("> ")
@@ -57,8 +56,8 @@ def _lines() -> Iterator[str]:
 
 
 def _first_model(server: Server) -> str:
-    with server.answering() as client:
-        listed = client.get("/v1/models")
+    with server.answering():
+        listed = server.get("/v1/models")
     if not listed.is_success:
         raise _refusal(listed)
     try:
@@ -87,10 +86,8 @@ def _answer(server: Server, body: dict[str, Any]) -> str:
 
 def _deltas(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     body = {**body, "stream": True}
-    with (
-        server.answering() as client,
-        client.stream("POST", "/v1/chat/completions", json=body) as answer,
-    ):
+    url = "/v1/chat/completions"
+    with server.answering(), server.stream("POST", url, json=body) as answer:
         if not answer.is_success:
             answer.read()
             raise _refusal(answer)
@@ -101,7 +98,6 @@ def _deltas(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _chunk(server: Server, text: str) -> list[dict[str, Any]]:
-    """The deltas of one event."""
     try:
         event: dict[str, Any] = json.loads(text)
         error: str = event["error"]["message"] if "error" in event else ""

@@ -4,7 +4,6 @@ import argparse
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from importlib.util import find_spec
 from typing import Any
 
@@ -79,7 +78,7 @@ def _chat(args: argparse.Namespace) -> int:
 
     fields = {name: getattr(args, name) for name in ("model", "max_tokens", "temperature")}
     given = {name: value for name, value in fields.items() if value not in (None, "")}
-    with closing(Server(*_address(args), chat.TIMEOUT)) as server:
+    with Server(*_address(args), chat.TIMEOUT) as server:
         chat.converse(server, given, args.system, args.message)
     return 0
 
@@ -88,6 +87,6 @@ def _top(args: argparse.Namespace) -> int:
     from cluster.clients import top
     from cluster.clients.server import Server
 
-    with closing(Server(*_address(args), top.TIMEOUT)) as server:
+    with Server(*_address(args), top.TIMEOUT) as server:
         top.show(server, args.interval, once=args.once, as_json=args.json)
     return 0

@@ -8,7 +8,7 @@ import httpx
 from worker.errors import WorldError
 
 
-class Server:
+class Server(httpx.Client):
     """Whom to ask, and how.
 
     url: with or without /v1. key: bearer key; "": none. transport: of requests; None: the network.
@@ -22,7 +22,7 @@ class Server:
         transport: httpx.BaseTransport | None = None,
     ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self.client = httpx.Client(
+        super().__init__(
             base_url=self.url,
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=timeout,
@@ -31,16 +31,12 @@ class Server:
         )
 
     @contextmanager
-    def answering(self) -> Generator[httpx.Client]:
+    def answering(self) -> Generator[None]:
         """For requests. Raises WorldError where there is no answer, or not all of it."""
         try:
-            yield self.client
+            yield
         except httpx.HTTPError as error:
             raise WorldError(
                 f"no answer from {self.url}: {error}; `kvlane serve` starts a server, --url names "
                 "another"
             ) from error
-
-    def close(self) -> None:
-        """End the connections."""
-        self.client.close()

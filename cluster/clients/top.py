@@ -52,12 +52,9 @@ def show(server: Server, interval_s: float, *, once: bool, as_json: bool) -> Non
 
 
 def ask(server: Server) -> bytes:
-    """What `/dashboard/data` says.
-
-    Raises UserError if that is no kvlane or wants a key, WorldError if it does not answer.
-    """
-    with server.answering() as client:
-        answer = client.get("/dashboard/data")
+    """What `/dashboard/data` says; UserError if that is no kvlane or wants a key."""
+    with server.answering():
+        answer = server.get("/dashboard/data")
     where = f"{server.url}/dashboard/data: {answer.status_code}"
     if answer.status_code in (401, 403):
         raise UserError(f"{where}: it wants a key; --api-key-file names a file with one")
@@ -120,7 +117,6 @@ def _workers(workers: Sequence[WorkerRow]) -> Table:
 
 
 def _about(worker: WorkerRow) -> str:
-    """Where it is, of how many ranks, what drafts for it and what a step yields."""
     tokens = f" {worker.tokens_per_row:.1f} tokens/step" if worker.tokens_per_row else ""
     drafter = f"{worker.drafter}{tokens}" if worker.drafter else ""
     ranks = f"tp {worker.ranks}" if worker.ranks > 1 else ""
@@ -128,16 +124,11 @@ def _about(worker: WorkerRow) -> str:
 
 
 def _routers(routers: Sequence[RouterRow]) -> Table:
-    rows = [
-        (
-            router.name,
-            router.state,
-            str(router.running) if router.state in ANSWERING else "-",
-            str(router.waiting) if router.state in ANSWERING else "-",
-            router.node or router.reason,
-        )
-        for router in routers
-    ]
+    rows: list[Sequence[str]] = []
+    for router in routers:
+        answers = router.state in ANSWERING
+        figures = (str(router.running), str(router.waiting)) if answers else ("-", "-")
+        rows.append((router.name, router.state, *figures, router.node or router.reason))
     return table(("ROUTER", "STATE", "RUNNING", "WAITING", "NODE"), rows, right=range(2, 4))
 
 
@@ -185,7 +176,6 @@ def _keys() -> Generator[None]:
 
 
 def _watch(server: Server, interval_s: float, board: Board) -> None:
-    """Draw and ask, until q is pressed."""
     answered_at, error = time.monotonic(), ""
     with Live(screen=True, refresh_per_second=DRAWN_PER_S) as live:
         while True:

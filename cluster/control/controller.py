@@ -166,7 +166,6 @@ class Controller:
 
 
 async def _examined(replica: Replica) -> WorkerAnswer:
-    """What a worker says to the doctor, or why it does not."""
     process, asked_at = replica.reachable, time.time()
     examination, error = None, "" if process else f"it is {replica.state}"
     try:

@@ -131,8 +131,10 @@ class Monitor:
             deaths_in_a_row += 1
             hopeless = isinstance(error, UserError) or deaths_in_a_row >= MAX_EARLY_DEATHS
             if hopeless and not self._up:
-                if not self._failed.done():
-                    self._failed.set_exception(start_failure(replica, error))
+                if not self._failed.done():  # the same class, with the name of the process
+                    kinds = (kind for kind in (UserError, Placement) if isinstance(error, kind))
+                    failure = next(kinds, WorldError)(f"{replica.name}: {error}")
+                    self._failed.set_exception(failure)
                 return
             delay_s = backoff_s(
                 deaths_in_a_row, self._config.restart_backoff_s, self._config.max_restart_backoff_s
@@ -162,7 +164,7 @@ class Monitor:
             error = e
         finally:
             self._leave(replica, error)
-            await killed(self._site, replica)
+            await killed(replica)
         return ready_at, error
 
     def _join(self, replica: Replica, member: Member, text: str) -> None:
@@ -183,7 +185,6 @@ class Monitor:
             self._announce(replica, state, "" if replica.leaving else str(why))
 
     def _announce(self, replica: Replica, state: str, text: str) -> None:
-        """Tell all processes of a change, and who the members are now."""
         self._changes.add(replica, state, text)
         self._version += 1
         # A draining one is a member: it still serves what it has begun.
@@ -223,16 +224,14 @@ class Monitor:
         if task is None:  # another call is removing it
             await replica.gone.wait()
             return
-        if replica.reachable is not None:
-            replica.stopping = self._background.spawn(
-                replica.reachable.stop(), f"stop of {replica.name}"
-            )
+        if (process := replica.reachable) is not None:
+            replica.stopping = self._background.spawn(process.stop(), f"stop of {replica.name}")
             await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
         task.cancel()
         await asyncio.wait((task,))
         await self._site.release(replica.name)
         self._replicas.pop(replica.name, None)
-        if self._changes.last(replica.name) != "stopping":  # it was not ready, see `_leave`
+        if process is None:  # else `_leave` has said so
             self._announce(replica, "stopping", "it was not ready")
         replica.gone.set()
         self._note(replica, "stopped")
@@ -305,11 +304,11 @@ async def listen(replica: Replica) -> None:
         await asyncio.sleep(ASK_S)
 
 
-async def killed(site: Site, replica: Replica) -> None:
+async def killed(replica: Replica) -> None:
     """Make sure that the replica's process is gone; a cancellation waits until it is."""
     if replica.process is None:
         return
-    work = asyncio.create_task(site.kill(replica.process))
+    work = asyncio.create_task(replica.process.kill())
     cancelled = False
     while not work.done():
         try:
@@ -339,9 +338,3 @@ async def in_time(work: Awaitable[T], timeout_s: float, verb: str) -> T:
         return await asyncio.wait_for(work, timeout_s)
     except TimeoutError:
         raise WorldError(f"it did not {verb} within {timeout_s:g} s") from None
-
-
-def start_failure(replica: Replica, error: KvlaneError) -> KvlaneError:
-    """The error that ends `serve`: of the same class, with the name of the process."""
-    kinds = (kind for kind in (UserError, Placement) if isinstance(error, kind))
-    return next(kinds, WorldError)(f"{replica.name}: {error}")

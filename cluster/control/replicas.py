@@ -111,11 +111,6 @@ class Changes:
         change = Change(replica.name, replica.role, replica.incarnation, state, text, 0.0)
         self._last.append((time.monotonic(), change))
 
-    def last(self, name: str) -> str:
-        """The last state of a replica; "" if nothing is kept of it."""
-        states = (change.state for _, change in reversed(self._last) if change.name == name)
-        return next(states, "")
-
     def listed(self) -> list[Change]:
         """All of them, the oldest first, with their ages of now."""
         now = time.monotonic()

@@ -1,24 +1,57 @@
 """The list of checks that `serve` and `doctor` read, for a machine and for what a cluster runs.
 
 `serve` refuses findings that carry an error, warns of others that are not ok, and goes on. `doctor`
-shows all of them.
+shows all of them. Imports neither torch nor Ray, which take seconds: a mistake is shown in less
+than one.
 """
 
+from __future__ import annotations
+
+import errno
 import socket
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
 
 from cluster import download
-from cluster.config import Config
+from cluster.config import Config, WorkerRole
 from cluster.diagnose.facts import Facts, read_facts
 from cluster.diagnose.finding import Finding, Level, failure, ok, refused
 from cluster.diagnose.machine import examine, versions
-from cluster.diagnose.model import check_model
-from cluster.diagnose.settings import Settings, mistakes, mistakes_of_joining
-from worker.config import SpecConfig
+from cluster.resolve import ROLES, reserved, with_devices, with_transport
+from router.dispatch.policy import POLICIES
+from router.http.keys import read_keys
+from router.http.port import listen
+from router.openai.defaults import defaults_of
+from worker.config import SpecConfig, check_collective
 from worker.errors import UserError
+from worker.observe.tracing import check_tracing
+from worker.start.check import check_directories, names_of
 
 PORTS = ("cluster.host", "cluster.port")
+EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
+# Of attention backends.
+PACKAGES = {"triton": "triton", "by_length": "flashinfer", "flashinfer": "flashinfer"}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A configuration, and what it becomes on this machine."""
+
+    config: Config  # as the user wrote it
+    num_gpus: int  # that a Ray of our own on this machine will count
+    decided: Config  # with devices and transport as such a Ray leads to
+
+    @classmethod
+    def here(cls, config: Config, num_gpus: int) -> Settings:
+        """Where `serve` starts Ray."""
+        decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
+        return cls(config, num_gpus, with_transport(decided, ["this machine"]))
 
 
 def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding]:
@@ -26,8 +59,10 @@ def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding
 
     num_gpus: GPUs that a Ray started by `serve` will count; None: `serve` joins a running Ray.
     """
-    if num_gpus is None:
-        return [*map(refused, mistakes_of_joining(config)), *versions(facts)]
+    if num_gpus is None:  # that cluster's nodes are not this machine
+        settings = Settings(config, 0, config)
+        keys = _keys(settings) if _beside_serve(config) else ()
+        return [*map(refused, (*_names(settings), *keys)), *versions(facts)]
     settings = Settings.here(config, num_gpus)
     return [*map(refused, mistakes(settings)), *examine(settings.decided, facts)]
 
@@ -108,3 +143,153 @@ def _model(config: Config) -> Iterator[Finding]:
         yield refused(error)
     else:
         yield ok("model", f"{path} is whole, and of a kind that can be served")
+
+
+def mistakes(settings: Settings) -> list[UserError]:
+    """All that is wrong where `serve` starts Ray on this machine: each names the field."""
+    return [error for check in CHECKS for error in check(settings)]
+
+
+def check_port(config: Config) -> None:
+    """Raise a UserError if routers cannot listen; call it when no kvlane runs on that cluster."""
+    if _beside_serve(config):
+        for error in _port(Settings(config, 0, config)):
+            raise error
+
+
+def _beside_serve(config: Config) -> bool:
+    """Whether the routers of a Ray cluster that we join run on this machine."""
+    return not config.routers.num_cpus and not config.routers.resources
+
+
+def _names(settings: Settings) -> Iterator[UserError]:
+    config = settings.config
+    engines = {f"{role}.engine": config.role(role).engine for role in ROLES}
+    named = {"router.policy": (config.router.policy, POLICIES)}
+    for path, (name, choices) in (named | names_of(config.transport, engines)).items():
+        if name not in choices:
+            yield UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
+
+
+def _keys(settings: Settings) -> Iterator[UserError]:
+    try:
+        read_keys(settings.config.router.api_key_file)
+    except UserError as error:
+        yield UserError(f"router.api_key_file: {error}", error.param)
+
+
+def _port(settings: Settings) -> Iterator[UserError]:
+    """Binds the routers' address for a moment, as the first of them does it."""
+    host, port = settings.config.cluster.host, settings.config.cluster.port
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        reason = (error.strerror or str(error)).partition(" (while")[0]
+        if error.errno == errno.EADDRINUSE:
+            reason += "; end what listens there, or choose --port N (0: any free one)"
+        of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        path = "cluster.port" if of_port else "cluster.host"
+        yield UserError(f"{path}: {host}:{port}: {reason}", path)
+
+
+def _cpus(settings: Settings) -> Iterator[UserError]:
+    num_cpus = settings.decided.cluster.local_ray.num_cpus
+    needed = reserved(settings.decided, "CPU")
+    if num_cpus != "auto" and needed > num_cpus:
+        path = "cluster.local_ray.num_cpus"
+        yield UserError(f"{path}: is {num_cpus}, but all processes reserve {needed:g}", path)
+
+
+def _gpus(settings: Settings) -> Iterator[UserError]:
+    decided, num_gpus = settings.decided, settings.num_gpus
+    wanted = {role: _num_gpus(decided, role) for role in ROLES}
+    if sum(wanted.values()) <= num_gpus:
+        return
+    roles = [role for role, num in wanted.items() if num]
+    whose = " and ".join(f"{wanted[role]:g} for {role}" for role in roles)
+    on_cpu = " ".join(f"--set {r}.num_gpus=0 --set {r}.engine.device=cpu" for r in roles)
+    share = " ".join(f"--set {role}.num_gpus=0.5" for role in roles)
+    of_ranks = [role for role in ROLES if wanted[role] and decided.role(role).tp > 1]
+    path = f"{of_ranks[-1]}.tp" if of_ranks else f"{roles[-1]}.num_gpus"
+    remedy = f"On the CPU: {on_cpu}"
+    if of_ranks and wanted["prefill"] and wanted["decode"] <= num_gpus:
+        remedy = f"Decode workers alone: --prefill 0. {remedy}"
+    elif num_gpus and not of_ranks:
+        remedy = f"{remedy}; to share a GPU: {share}"
+    yield UserError(
+        f"{path}: GPUs are asked for ({whose}), and here are {num_gpus}. {remedy}", path
+    )
+
+
+def _num_gpus(decided: Config, role: WorkerRole) -> float:
+    part = decided.role(role)
+    return float(part.num_gpus) * part.tp * part.replicas
+
+
+def _collective(settings: Settings) -> Iterator[UserError]:
+    for role in ROLES:
+        engine, path = settings.decided.role(role).engine, f"{role}.engine.collective"
+        cpu, who = engine.device == "cpu", f"{role} workers compute"
+        try:
+            if engine.collective != "auto":
+                check_collective(engine.collective, cpu=cpu, path=path, who=who)
+        except UserError as error:
+            yield error
+
+
+def _torch(settings: Settings) -> Iterator[UserError]:
+    on_gpus = [f"{role}.engine.device" for role in ROLES if _num_gpus(settings.decided, role)]
+    path = [*on_gpus, "decode.engine.device"][0]
+    if find_spec("torch") is None:
+        yield UserError(f"{path}: torch is not installed: {EXTRAS}", path)
+    elif on_gpus and settings.num_gpus and metadata.version("torch").endswith("+cpu"):
+        lack = f"{path}: torch {metadata.version('torch')} cannot use the GPU"
+        remedy = "--set prefill.engine.device=cpu --set decode.engine.device=cpu"
+        yield UserError(f"{lack}: pip install 'kvlane[cuda]', or {remedy}", path)
+
+
+def _attention(settings: Settings) -> Iterator[UserError]:
+    for role in ROLES:
+        part = settings.decided.role(role)
+        for kind, name in part.engine.attention.model_dump().items():
+            package = PACKAGES.get(name)
+            if part.replicas and package and find_spec(package) is None:
+                path = f"{role}.engine.attention.{kind}"
+                remedy = "which is not installed: pip install 'kvlane[cuda]'"
+                yield UserError(f"{path}: {name} needs {package}, {remedy}", path)
+
+
+def _tracing(settings: Settings) -> Iterator[UserError]:
+    try:
+        check_tracing(settings.config.tracing)
+    except UserError as error:
+        yield error
+
+
+CHECKS = (_names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing)
+
+
+def check_model(config: Config, *, with_weights: bool = True) -> None:
+    """Check the model's directory and, `with_weights`, its drafter's; raises UserError."""
+    ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
+    check_directories(config.model, config.spec, ranks, with_weights=with_weights)
+    _check_tokenizer(config.model.directory / "tokenizer.json")
+    if config.router.generation_config == "auto":
+        defaults_of(config.model.directory)
+
+
+def _check_tokenizer(path: Path) -> None:
+    """It is JSON to the end; the router says what else may be wrong with it."""
+    try:
+        msgspec.json.decode(path.read_bytes())
+        return
+    except FileNotFoundError:
+        reason = (
+            "no such file; a slow (sentencepiece) tokenizer has to be converted with transformers "
+            "first"
+        )
+    except OSError as error:
+        reason = str(error.strerror)
+    except msgspec.DecodeError as error:
+        reason = f"cut short or not JSON: {error}"
+    raise UserError(f"model.path: {path}: {reason}", "model.path")

@@ -1,6 +1,7 @@
 """The one place where the doctor reads a machine. Judging is `machine.py`'s.
 
-Imports neither torch nor Ray.
+Imports neither torch nor Ray. The driver is asked through NVML: in milliseconds, where torch takes
+seconds.
 """
 
 import ast
@@ -10,22 +11,38 @@ import re
 import resource
 import shutil
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
+from typing import Any, TypeVar
 
 from packaging.requirements import Requirement
 
-from cluster.diagnose.driver import Driver, read_driver
 from worker.errors import MissingLibrary
 from worker.transfer.mooncake_libraries import check_installed
+
+T = TypeVar("T")
 
 PROJECT = Path(__file__).parents[2] / "pyproject.toml"
 CAP_IPC_LOCK = 14
 NVIDIA, DISPLAY = "0x10de", "0x03"  # vendor, and beginning of the class, on the PCI bus
 MOONCAKE = "mooncake-transfer-engine"
 WHEELS = (MOONCAKE, f"{MOONCAKE}-non-cuda", f"{MOONCAKE}-cuda13")  # that bring it
+CAN_READ = 0  # NVML_P2P_CAPS_INDEX_READ, which pynvml makes a tuple
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The driver and its GPUs, those hidden by CUDA_VISIBLE_DEVICES included."""
+
+    version: str = ""  # "": there is none
+    cuda: str = ""  # the newest CUDA that it runs, as "13.0"; "": it does not tell
+    gpus: tuple[str, ...] = ()  # names, by index
+    unreachable: tuple[tuple[int, int], ...] = ()  # (i, j): GPU i cannot read GPU j's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +79,7 @@ def read_facts() -> Facts:
     extra = "cuda" if driver.gpus else "cpu"
     needed, optional = requirements(""), requirements(extra)
     names = [*(Requirement(text).name for text in (*needed, *optional)), "kvlane", *WHEELS]
+    version_of = partial(_tried, metadata.PackageNotFoundError, "", metadata.version)
     return Facts(
         driver=driver,
         num_pci_gpus=_num_pci_gpus(),
@@ -69,14 +87,50 @@ def read_facts() -> Facts:
         rdma_ports=_rdma_ports(),
         can_open_rdma=any(os.access(p, os.R_OK | os.W_OK) for p in _files("/dev/infiniband")),
         memlock_bytes=_memlock_bytes(),
-        shm_bytes=_free_bytes("/dev/shm"),
+        shm_bytes=_tried(OSError, 0, lambda: shutil.disk_usage("/dev/shm").free),
         num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray takes what it may
         mooncake=_mooncake(),
-        versions={name: version for name in names if (version := _version(name))},
+        versions={name: version for name in names if (version := version_of(name))},
         needed=needed,
         optional=tuple(text for text in optional if text not in needed),
         extra=extra,
     )
+
+
+def read_driver() -> Driver:
+    """Ask the driver of this machine; what it cannot tell is left empty."""
+    import pynvml  # pyright: ignore[reportMissingTypeStubs]
+
+    nvml: Any = pynvml
+    ask = partial(_tried, nvml.NVMLError)
+    if ask(True, nvml.nvmlInit):  # it returns None
+        return Driver()
+    cuda = ask(0, nvml.nvmlSystemGetCudaDriverVersion_v2)
+    count = range(ask(0, nvml.nvmlDeviceGetCount))
+    gpus = [ask(None, nvml.nvmlDeviceGetHandleByIndex, i) for i in count]
+    driver = Driver(
+        ask("", nvml.nvmlSystemGetDriverVersion),
+        f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else "",
+        tuple(ask("", nvml.nvmlDeviceGetName, gpu) for gpu in gpus),
+        tuple(
+            (i, j)
+            for i, j in permutations(count, 2)
+            if ask(0, nvml.nvmlDeviceGetP2PStatus, gpus[i], gpus[j], CAN_READ)
+        ),
+    )
+    ask(None, nvml.nvmlShutdown)
+    return driver
+
+
+def count_gpus(visible: str | None) -> int:
+    """GPUs that Ray would find: those that the driver has and `visible` does not hide.
+
+    visible: CUDA_VISIBLE_DEVICES; None: not set.
+    """
+    count = len(read_driver().gpus)
+    if visible is None:
+        return count
+    return min(count, 0 if visible in ("", "NoDevFiles") else len(visible.split(",")))
 
 
 def requirements(extra: str) -> tuple[str, ...]:
@@ -93,11 +147,12 @@ def requirements(extra: str) -> tuple[str, ...]:
     return tuple(text for text, m in markers if m is None or m.evaluate({"extra": extra}))
 
 
-def _version(name: str) -> str:
+def _tried(error: type[Exception], default: T, function: Callable[..., T], *args: object) -> T:
+    """What the function returns, or the default if it raises that error."""
     try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+        return function(*args)
+    except error:
+        return default
 
 
 def _torch_cuda() -> str | None:
@@ -148,22 +203,9 @@ def _memlock_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _free_bytes(path: str) -> int:
-    try:
-        return shutil.disk_usage(path).free
-    except OSError:
-        return 0
-
-
 def _files(directory: str | Path) -> list[Path]:
-    try:
-        return sorted(Path(directory).iterdir())
-    except OSError:
-        return []
+    return _tried(OSError, [], lambda: sorted(Path(directory).iterdir()))
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
-        return ""
+    return _tried(OSError, "", lambda: path.read_text(encoding="utf-8").strip())

@@ -38,13 +38,6 @@ class Finding:
     figures: dict[str, float] | None = field(default=None, hash=False)  # that `what` rounds
     error: UserError | None = field(default=None, compare=False)  # with which `serve` refuses it
 
-    @property
-    def lines(self) -> list[str]:
-        """For people."""
-        place = f"{self.where}: " if self.where else ""
-        first = f"{self.level:<8} {self.subject:<10} {place}{self.what}"
-        return [first, *(f"{'':19} {text}" for text in (self.why, self.remedy) if text)]
-
 
 ok = partial(Finding, Level.OK)
 warning = partial(Finding, Level.WARNING)
@@ -64,13 +57,18 @@ def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
     if as_json:
         rows = [{name: getattr(finding, name) for name in FIELDS} for finding in findings]
         return json.dumps(rows, indent=2)
+    lines: list[str] = []
+    for f in findings:
+        place = f"{f.where}: " if f.where else ""
+        lines.append(f"{f.level:<8} {f.subject:<10} {place}{f.what}")
+        lines += [f"{'':19} {text}" for text in (f.why, f.remedy) if text]
     count = Counter(finding.level for finding in findings)
     total = ", ".join(
         f"{count[level]} {level}{'s' * (level is not Level.OK and count[level] > 1)}"
         for level in reversed(Level)
         if count[level]
     )
-    return "\n".join([*(line for finding in findings for line in finding.lines), total])
+    return "\n".join([*lines, total])
 
 
 def has_failure(findings: Iterable[Finding]) -> bool:

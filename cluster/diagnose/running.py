@@ -87,7 +87,6 @@ def _machines(decided: Config, workers: dict[str, Examination]) -> Iterator[Find
 
 
 def _skew(workers: dict[str, dict[str, str]]) -> Iterator[Finding]:
-    """Packages that have different versions at different workers."""
     packages = sorted({package for versions in workers.values() for package in versions})
     num_same = 0
     for package in packages:

@@ -86,11 +86,6 @@ def join(address: str, *, quiet: bool = False, loopback: bool = False) -> str:
     return str(context.address_info["gcs_address"])
 
 
-def leave() -> None:
-    """Disconnect; most of a Ray of our own ends with it."""
-    RAY.shutdown()
-
-
 def create_controller(config: Config, *, local: bool) -> Any:
     """The controller of a new cluster, on this node. local: this process has started Ray."""
     node_id = RAY.get_runtime_context().get_node_id()

@@ -20,9 +20,8 @@ class Screen:
     def __init__(self, out: TextIO) -> None:
         self._out = out
         self.is_terminal = out.isatty()
-        self._began_at = time.monotonic()
+        self._began_at = self._said_at = time.monotonic()
         self._live = ""
-        self._said_at = time.monotonic()
 
     def line(self, text: str) -> None:
         """One line that stays, after the seconds since the start."""
@@ -34,9 +33,6 @@ class Screen:
 
     def hint(self, text: str) -> None:
         """A line for people only."""
-        self._print(text)
-
-    def _print(self, text: str) -> None:
         if self._live:
             self._out.write("\r\x1b[K")
             self._live = ""
@@ -64,11 +60,11 @@ class JsonScreen(Screen):
         self.is_terminal = False
 
     def line(self, text: str) -> None:
-        self._print(logs.line(text, "serve"))
+        super().hint(logs.line(text, "serve"))
 
     def event(self, event: Event) -> None:
         level = "WARNING" if event.state is State.LOST else "INFO"
-        self._print(logs.line(event.text, event.name, level, state=str(event.state)))
+        super().hint(logs.line(event.text, event.name, level, state=str(event.state)))
 
     def hint(self, text: str) -> None:
         """Machines need none."""

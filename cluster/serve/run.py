@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from cluster.config import ClusterConfig, Config
 from cluster.control.controller import Progress
 from cluster.control.replicas import State
-from cluster.diagnose.settings import check_port
+from cluster.diagnose.checks import check_port
 from cluster.serve import launch
 from cluster.serve.lifetime import Running
 from cluster.serve.progress import JsonScreen, Screen, Stages
@@ -139,7 +139,7 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
             serving.stop(config.cluster)
         return 0
     finally:
-        launch.leave()
+        RAY.shutdown()  # most of a Ray of our own ends with it
         if controller is None:
             screen.line("stopped")
 

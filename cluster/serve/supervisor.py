@@ -8,7 +8,9 @@ parent has died becomes its child. In whatever state the child is, all below it 
 
 import contextlib
 import ctypes
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -29,7 +31,6 @@ MAX_ROOT_PATH = 24
 SHORT_ROOT = Path("/tmp")
 KILL_TIMEOUT_S = 5.0
 LOOK_S = 1.0  # how often to look at the child, should a SIGCHLD be missed
-READY = b"\n"
 PRCTL = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -51,7 +52,7 @@ class Lent:
 
     def ready(self) -> None:
         """From now on a signal is passed on to the child, which drains."""
-        os.write(self.ready_pipe, READY)
+        os.write(self.ready_pipe, b"\n")
 
 
 def supervise(
@@ -81,12 +82,11 @@ def supervise(
             directory = RayDirectory(temp_root if is_short else SHORT_ROOT)
         state = StateFile(runtime_dir)
         reads, writes = os.pipe()
-        os.set_blocking(reads, False)
         lent = Lent(directory.path if directory else None, state, writes)
         child = _fork(lambda: run(lent), before)
         if directory is not None:
             start_watchdog(directory.path)
-        return _Wait(child, reads, asking, limits).until_over()
+        return _wait(child, reads, asking, limits)
     finally:
         kill_descendants()
         if state is not None:
@@ -103,58 +103,42 @@ def _keep_for_main(number: int, _: object) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, number)
 
 
-class _Wait:
-    """Waits for the child and for signals. All of these are blocked, so none comes in between."""
+def _wait(child: int, ready: int, asking: set[signal.Signals], limits: Limits) -> int:
+    """The exit code, once the child has ended or is to be killed.
 
-    def __init__(self, child: int, ready: int, asking: set[signal.Signals], limits: Limits) -> None:
-        self._child, self._ready, self._asking, self._limits = child, ready, asking, limits
-        self._asked = 0  # the first signal
-        self._interrupts = False  # it came before the child was ready
-        self._deadline = 0.0
-
-    def until_over(self) -> int:
-        """The exit code."""
-        while True:
-            got = signal.sigtimedwait({*self._asking, signal.SIGCHLD}, LOOK_S)
-            code = self._ended()
-            if code is not None:
-                return code
-            if got is not None and got.si_signo in self._asking and self._ask(got.si_signo):
-                return _interrupted(got.si_signo)
-            if self._asked and time.monotonic() > self._deadline:
-                return _interrupted(self._asked)
-
-    def _ask(self, number: int) -> bool:
-        """Pass on a signal; whether the child is to be killed instead."""
-        if self._asked:
-            return True
-        self._interrupts = not self._is_ready()
-        limit_s = self._limits.starting_s if self._interrupts else self._limits.ready_s
-        if limit_s == 0:
-            return True
-        self._asked, self._deadline = number, time.monotonic() + limit_s
-        os.kill(self._child, signal.SIGTERM)
-        return False
-
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(BlockingIOError):
-            return os.read(self._ready, 1) == READY
-        return False
-
-    def _ended(self) -> int | None:
-        """Reap all that have ended; the child's exit code if it is among them."""
-        code = None
-        with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] == self._child:
-                    code = os.waitstatus_to_exitcode(ended[1])
-        if code is None or (code >= 0 and not self._interrupts):
+    `ready` is readable once the child is ready. All signals are blocked, so none comes in between.
+    """
+    asked, interrupts, deadline = 0, False, math.inf  # the first signal; it came before `ready`
+    while True:
+        got = signal.sigtimedwait({*asking, signal.SIGCHLD}, LOOK_S)
+        code = _reaped(child)
+        if code is not None and code >= 0 and not interrupts:
             return code
-        if self._asked or -code in self._asking:  # maybe sent to both of us
-            return _interrupted(self._asked or -code)
-        name = signal.Signals(-code).name
-        print(f"error: the process that runs the cluster was ended by {name}", file=sys.stderr)
-        return 1
+        if code is not None and (asked or -code in asking):  # maybe sent to both of us
+            return _interrupted(asked or -code)
+        if code is not None:
+            name = signal.Signals(-code).name
+            print(f"error: the process that runs the cluster was ended by {name}", file=sys.stderr)
+            return 1
+        if got is not None and got.si_signo in asking:
+            interrupts = not asked and not select.select([ready], [], [], 0)[0]
+            limit_s = limits.starting_s if interrupts else limits.ready_s
+            if asked or limit_s == 0:
+                return _interrupted(got.si_signo)
+            asked, deadline = got.si_signo, time.monotonic() + limit_s
+            os.kill(child, signal.SIGTERM)
+        if time.monotonic() > deadline:
+            return _interrupted(asked)
+
+
+def _reaped(child: int) -> int | None:
+    """Reap all that have ended; the child's exit code if it is among them."""
+    code = None
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                code = os.waitstatus_to_exitcode(ended[1])
+    return code
 
 
 def _interrupted(number: int) -> int:

@@ -16,7 +16,7 @@ from typing import Any, cast
 from cluster import logs
 from cluster.config import ClusterConfig, Config
 from cluster.diagnose.running import Examination, examined_here
-from cluster.sites.kill import Identity
+from cluster.sites.handles import Identity
 from cluster.sites.process import Membership, Report, Stage
 from cluster.sites.ray_private import RAY
 from worker.api import Member

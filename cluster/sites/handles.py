@@ -1,34 +1,44 @@
 """`process.Process` over Ray's actor handles: all ranks of a worker, or a router, as one process.
 
 Rank 0 is the member: what the cluster asks or tells a worker goes to it. All ranks start at once,
-as they wait for each other; the first that fails, ends or dies is the end of the worker.
+as they wait for each other; the first that fails, ends or dies is the end of the worker. A process
+that is given up is gone before another gets its device.
 """
+
+from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import signal
+import time
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar, cast
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.sites.kill import Rank
 from cluster.sites.process import Membership, Process, Report, Stage
-from cluster.sites.ray_private import reason_of
+from cluster.sites.ray_private import RAY, reason_of
 from cluster.sites.shared_port import SharedPort
 from worker.api import Member
 from worker.errors import PeerLost, UserError, WorldError
+from worker.transfer.host import process_stat
 
 log = logging.getLogger("kvlane.actors")
+kill_log = logging.getLogger("kvlane.kill")
 T = TypeVar("T")
+
+KILL_TIMEOUT_S = 20.0
 
 
 async def call(method: Any, *args: object) -> Any:
     """Call an actor's method.
 
-    Raises:
-        PeerLost: the process is dead or its node does not answer.
-        UserError, WorldError: raised by the method, the latter for whatever else it raised.
+    Raises PeerLost if the process is dead or its node does not answer; UserErrors of the method,
+    and WorldError for whatever else it raised.
     """
     try:
         return await method.remote(*args)
@@ -40,6 +50,75 @@ async def call(method: Any, *args: object) -> Any:
             raise cause from None
         log.error("%s", error)
         raise WorldError(f"{type(cause).__name__}: {cause}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Names one process for ever: a pid is used again, a pid with its start time is not."""
+
+    node_id: str
+    node_address: str
+    pid: int
+    start_ticks: int
+
+    @classmethod
+    def own(cls) -> Identity:
+        """Of this process."""
+        node_id, address = RAY.get_runtime_context().get_node_id(), RAY.util.get_node_ip_address()
+        return cls(node_id, address, os.getpid(), process_stat(os.getpid()).start_ticks)
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One process, by its actor."""
+
+    actor: Any
+    process: Identity
+
+    async def kill(self) -> None:
+        """Returns when it is gone for certain, or its node is.
+
+        ray.kill asks it to end, which a stopped or hung one never does: so a task on its node sends
+        SIGKILL. On a lost node no task runs; what may be left there uses no device that a new
+        process gets, and its messages carry an old incarnation.
+        """
+        RAY.kill(self.actor)
+        process = self.process
+        where = f"pid {process.pid} on {process.node_address}"
+        if process.node_id == RAY.get_runtime_context().get_node_id():
+            await asyncio.to_thread(kill_for_certain, process.pid, process.start_ticks)
+            return
+        if process.node_id not in {row["NodeID"] for row in RAY.nodes() if row["Alive"]}:
+            kill_log.warning("%s: its node is lost, so it was not killed", where)
+            return
+        on_node = NodeAffinitySchedulingStrategy(process.node_id, soft=False)
+        task = RAY.remote(kill_for_certain).options(
+            num_cpus=0, max_retries=0, scheduling_strategy=on_node
+        )
+        try:
+            asked = task.remote(process.pid, process.start_ticks)
+            if not await asyncio.wait_for(asked, KILL_TIMEOUT_S):
+                kill_log.error("%s survives SIGKILL", where)
+        except (RayError, TimeoutError) as error:
+            kill_log.warning("%s was not killed: %s", where, reason_of(error))
+
+
+def kill_for_certain(pid: int, start_ticks: int) -> bool:
+    """SIGKILL a process of this node; whether it is gone within half of KILL_TIMEOUT_S.
+
+    One that has ended and is not reaped yet is gone.
+    """
+    deadline = time.monotonic() + KILL_TIMEOUT_S / 2
+    while time.monotonic() < deadline:
+        try:
+            stat = process_stat(pid)
+            if stat.state in "ZX" or stat.start_ticks != start_ticks:
+                return True
+            os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 class RayProcess(Process):

@@ -61,8 +61,8 @@ def place(
     asks: Sequence[Ask],
     timeout_s: float,
     *,
-    can_grow: bool = True,
-    waiting: Callable[[str], None] = lambda text: None,
+    can_grow: bool,
+    waiting: Callable[[str], None],
 ) -> dict[str, Group]:
     """Reserve a group for every ask, or for none. Blocks for up to `timeout_s`.
 
@@ -102,15 +102,11 @@ def strategy(ask: Ask, nodes: Sequence[Node]) -> str:
     Ranks add up their results twice a layer. Within a node that takes microseconds; so it is better
     to wait for room on a node than to compute over the network at once.
     """
-    if ask.span == "if_needed":
-        whole = any(num_held(ask, node) >= ask.num for node in nodes)
-    else:
-        whole = ask.span == "never"
-    return "STRICT_PACK" if whole else "PACK"
+    fits = ask.span == "if_needed" and any(num_held(ask, node) >= ask.num for node in nodes)
+    return "STRICT_PACK" if fits or ask.span == "never" else "PACK"
 
 
 def _placed(name: str, pg: PlacementGroup) -> Group:
-    """With the node of each bundle, in order."""
     table = cast("dict[str, Any]", RAY.util.placement_group_table(pg))
     held = cast("dict[int, str]", table.get("bundles_to_node_id", {}))
     alive = {node.node_id: node for node in live_nodes()}
@@ -162,11 +158,11 @@ def shortage(ask: Ask, nodes: Sequence[Node]) -> str:
 
 def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
     """Whether these nodes, even if empty, could not hold all asks."""
-    names = {name for ask in asks for name in ask.bundle}
-    wanted = {name: sum(ask.bundle.get(name, 0.0) * ask.num for ask in asks) for name in names}
-    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in names}
-    is_less = any(total[name] < amount for name, amount in wanted.items())
-    return is_less or any(shortage(ask, nodes) for ask in asks)
+    for name in {name for ask in asks for name in ask.bundle}:
+        wanted = sum(ask.bundle.get(name, 0.0) * ask.num for ask in asks)
+        if sum(node.total.get(name, 0.0) for node in nodes) < wanted:
+            return True
+    return any(shortage(ask, nodes) for ask in asks)
 
 
 def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> str:
@@ -196,7 +192,6 @@ def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> s
 
 
 def _countable(resources: Mapping[str, float]) -> dict[str, float]:
-    """Without node labels, memory, and what Ray adds for placed groups."""
     return {
         name: amount
         for name, amount in sorted(resources.items())

@@ -58,18 +58,15 @@ class Process(Protocol):
 
     async def run(self) -> None:
         """Returns when it was stopped; raises PeerLost as soon as it has died."""
-        ...
 
     async def update(self, membership: Membership) -> None:
         """Give it the list of members; a version older than the last one is ignored."""
-        ...
 
     async def drain(self, address_stays: bool) -> None:
         """Let it take no new work and finish what it has.
 
         address_stays: processes at the same address go on, as routers that share a port.
         """
-        ...
 
     async def report(self) -> Report:
         """Whether it is idle, and its counters."""
@@ -77,7 +74,9 @@ class Process(Protocol):
 
     async def stop(self) -> None:
         """End its threads and sockets; `run` returns then."""
-        ...
+
+    async def kill(self) -> None:
+        """Returns when it is gone for certain, or its node is."""
 
 
 class Site(Protocol):
@@ -90,13 +89,8 @@ class Site(Protocol):
         """
         ...
 
-    async def kill(self, process: Process) -> None:
-        """Returns when the process is gone for certain, or its node is."""
-        ...
-
     async def release(self, name: str) -> None:
         """Give back what was reserved for `name`."""
-        ...
 
 
 class Links(Protocol):
@@ -104,8 +98,6 @@ class Links(Protocol):
 
     def connect(self, peer: PeerId, address: str) -> None:
         """Start to ping."""
-        ...
 
     def disconnect(self, peer: PeerId) -> None:
         """Stop pinging."""
-        ...

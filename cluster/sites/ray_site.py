@@ -15,10 +15,9 @@ from ray.util.scheduling_strategies import (
 from cluster.config import Config
 from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
-from cluster.sites.handles import RayProcess, RouterProcess, call
-from cluster.sites.kill import Identity, Rank
+from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
-from cluster.sites.process import Process, Site
+from cluster.sites.process import Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
 from worker.api import Role
@@ -100,10 +99,6 @@ class RaySite(Site):
             return RouterProcess(ranks[0], self._ports.setdefault(processes[0].node_id, port))
         return RayProcess(ranks)
 
-    async def kill(self, process: Process) -> None:
-        assert isinstance(process, RayProcess)
-        await process.kill()
-
     async def release(self, name: str) -> None:
         group = self._groups.pop(name, None)
         if group is not None and group.pg is not None:
@@ -128,7 +123,6 @@ class RaySite(Site):
         )
 
     async def _renew_group(self, name: str) -> None:
-        """Place it anew if a node of its group is gone."""
         group = self._groups.get(name)  # None: there was no room when it was placed anew
         if group is not None:
             if group.pg is None:

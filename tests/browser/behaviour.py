@@ -27,8 +27,6 @@ FOCUSED = """() => {
 
 
 class Stand:
-    """A model directory, and texts as its tokens."""
-
     def __init__(self, directory: Path) -> None:
         self.directory = make_model(directory, words=("<think>", "</think>"))
         self._text = Text(self.directory)

@@ -43,7 +43,6 @@ class Visit:
         return self.page.inner_text(selector)
 
     def wait(self, selector: str, words: str, timeout_s: float = 30) -> None:
-        """Until that part says these words."""
         part = self.page.locator(selector, has_text=words)
         part.first.wait_for(state="visible", timeout=1000 * timeout_s)
 

@@ -1,7 +1,6 @@
 """dspy against a running cluster: `python dspy_checks.py URL`."""
 
 import asyncio
-import json
 import warnings
 from typing import Any
 
@@ -13,7 +12,6 @@ from dspy.lm15 import (
     ProviderDefinition,
     register_provider,
 )
-from dspy.utils.exceptions import AdapterParseError
 from shared import ADD_NAMED, ANSWER, QUESTION, Item, Unit, add, main
 
 ADD = dspy.Tool(add)
@@ -56,8 +54,6 @@ def chat(url: str) -> None:
 
 
 def stream(url: str) -> None:
-    """A field, while it is written."""
-
     async def pieces() -> list[Any]:
         listener = dspy.streaming.StreamListener(signature_field_name="reasoning")
         solve = dspy.streamify(dspy.Predict(Solve), stream_listeners=[listener])
@@ -87,17 +83,6 @@ def structured_output(url: str) -> None:
             assert all(isinstance(item, Item) for item in made["items"])
 
 
-def react_is_the_models_text(url: str) -> None:
-    """It asks for free objects (json_object), to which tiny gives no names, or false ones."""
-    react = dspy.ReAct("question -> total: int", tools=[ADD], max_iters=1)
-    with dspy.context(lm=model(url), adapter=dspy.JSONAdapter()):
-        try:
-            text = json.dumps(react(question=QUESTION).trajectory)
-        except AdapterParseError as error:
-            text = error.lm_response
-    assert isinstance(json.loads(text), dict)
-
-
 def chat_adapter_is_the_models_text(url: str) -> None:
     """Its default adapter asks for marks in the text, which tiny cannot write: it falls back."""
     with dspy.context(lm=model(url), adapter=dspy.ChatAdapter()):
@@ -106,7 +91,4 @@ def chat_adapter_is_the_models_text(url: str) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=DeprecationWarning)
-    main(
-        "dspy", chat, stream, tools, structured_output, react_is_the_models_text,
-        chat_adapter_is_the_models_text,
-    )  # fmt: skip
+    main("dspy", chat, stream, tools, structured_output, chat_adapter_is_the_models_text)

@@ -24,7 +24,6 @@ def chat(url: str) -> None:
 
 
 def stream(url: str) -> None:
-    """Of text, and of an object that grows."""
     chunks = model(url).chat.completions.create(**asked(response_model=None, stream=True))
     assert text_of(chunks).endswith(ANSWER)
     for mode in MODES:
@@ -35,7 +34,6 @@ def stream(url: str) -> None:
 
 
 def tools(url: str) -> None:
-    """One function, and several calls of it."""
     assert isinstance(model(url).create(**asked(response_model=Add)), Add)
     calls = list(model(url).create_iterable(**asked(response_model=Add)))
     assert calls

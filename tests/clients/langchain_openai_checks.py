@@ -64,11 +64,6 @@ def any_tool(url: str) -> None:
     assert {call["name"] for call in made.tool_calls} == {"add"}
 
 
-def whether_it_calls_by_itself_is_the_models_text(url: str) -> None:
-    made = model(url).bind_tools([ADD]).invoke(QUESTION)
-    assert made.content or made.tool_calls
-
-
 def structured_output(url: str) -> None:
     """In its own method, json_schema, whole and streamed; by a function, and of a dictionary."""
     asked = model(url).with_structured_output(Solution)
@@ -85,7 +80,4 @@ def structured_output(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        "langchain-openai", chat, stream, tools, any_tool,
-        whether_it_calls_by_itself_is_the_models_text, structured_output,
-    )  # fmt: skip
+    main("langchain-openai", chat, stream, tools, any_tool, structured_output)

@@ -22,15 +22,11 @@ CALLED: Any = {
 
 
 class Step(BaseModel):
-    """A part of what `.parse` is asked for."""
-
     ok: bool
     kind: Literal["add", "take"]
 
 
 class Sum(BaseModel):
-    """What `.parse` is asked for."""
-
     first: Step
     second: Step
     unit: Literal["apples", "bags"]
@@ -40,7 +36,6 @@ PARSED: Any = {**ASKED, "max_tokens": 200, "seed": 3, "response_format": Sum}
 
 
 def whole(client: openai.OpenAI, **asked: Any) -> Any:
-    """An answer that is what OpenAI's types say."""
     made = client.chat.completions.create(**asked)
     ChatCompletion.model_validate_json(made.model_dump_json(), strict=True)
     return made
@@ -60,7 +55,6 @@ def declared(chunk: Any) -> Any:
 
 
 def streamed(api: Any, **asked: Any) -> tuple[list[str], list[Any]]:
-    """The texts of all choices, and all chunks."""
     chunks = [declared(chunk) for chunk in api.create(**asked, stream=True)]
     texts: dict[int, str] = defaultdict(str)
     for choice in (choice for chunk in chunks for choice in chunk.choices):

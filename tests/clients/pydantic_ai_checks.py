@@ -7,7 +7,6 @@ from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutp
 from pydantic_ai.messages import ToolReturnPart
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-from pydantic_ai.usage import UsageLimits
 from shared import ANSWER, QUESTION, Solution, add, main
 
 
@@ -61,12 +60,6 @@ def tools(url: str) -> None:
     assert isinstance(made.output, str)
 
 
-def whether_it_calls_by_itself_is_the_models_text(url: str) -> None:
-    asked = agent(url)
-    asked.tool_plain(add)
-    assert asked.run_sync(QUESTION, usage_limits=UsageLimits(request_limit=3)).output
-
-
 def structured_output(url: str) -> None:
     for kind in (Solution, ToolOutput(Solution), NativeOutput(Solution)):
         made = agent(url, output_type=kind).run_sync(QUESTION)
@@ -74,7 +67,4 @@ def structured_output(url: str) -> None:
 
 
 if __name__ == "__main__":
-    main(
-        "pydantic-ai-slim", chat, stream, tools, whether_it_calls_by_itself_is_the_models_text,
-        structured_output,
-    )  # fmt: skip
+    main("pydantic-ai-slim", chat, stream, tools, structured_output)

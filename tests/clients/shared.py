@@ -65,7 +65,6 @@ def add_tool(**number: int) -> Any:
 
 
 def text_of(chunks: Iterable[Any]) -> str:
-    """Of the only choice of a streamed chat."""
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
 
 
@@ -75,13 +74,9 @@ def main(
     connect: Callable[[str], Any] = str,
     at_once: bool = False,
 ) -> None:
-    """Run every check against the server whose address is the only argument, and name it.
+    """Run the checks against the server whose address is the only argument; name the library.
 
-    Args:
-        library: its package.
-        checks: take what `connect` makes.
-        connect: of the address of the API.
-        at_once: beside one another, as the answers of none depend on what else is asked.
+    checks: take what `connect` makes of the API's address. at_once: beside one another.
     """
     print(library, version(library))
 

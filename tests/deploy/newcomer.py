@@ -16,7 +16,6 @@ INSTALL, _, START = SERVE.rpartition(" && ")
 
 
 def main() -> None:
-    """What was left of the first command, then the second."""
     enter("tests.deploy.newcomer")
     prepare("laptop")
     assert SERVE in (REPOSITORY / "README.md").read_text(), f"README.md and {README} differ"

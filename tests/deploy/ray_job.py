@@ -54,18 +54,15 @@ def of_cluster_yaml() -> tuple[list[str], list[str]]:
 
 
 def bundled(command: str) -> str:
-    """The command, with the bundled model."""
     own = re.sub(r" --model=\S+ --set=model.served_name=\S+", "", command)
     return re.sub(r'"model": "\w+"', '"model": "tiny"', own)
 
 
 def job(host: Host, command: str) -> str:
-    """Submit and wait; what the job printed."""
     return host.run(bundled(command).replace(" --no-wait", ""), REPOSITORY)
 
 
 def main() -> None:
-    """All commands, in the order of the README."""
     enter("tests.deploy.ray_job")
     hosts = [Host(*each, environment()) for each in (("a", FIRST), ("b", SECOND))]
     starts = of_cluster_yaml() if sys.argv[1:] == ["--up"] else ([HEAD], [NODE])

@@ -99,7 +99,6 @@ def check_ray_start(line: str) -> None:
 
 
 def stop_s(config: Config) -> float:
-    """How long `serve` may take to end."""
     return 2 * (config.cluster.drain_timeout_s + config.cluster.stop_timeout_s) + 30
 
 
@@ -139,7 +138,6 @@ def requirements(deploy: Path) -> None:
 
 
 def units(deploy: Path) -> None:
-    """Commands, variables and time limits of the systemd units."""
     lines = (deploy / "systemd" / "kvlane.env").read_text().splitlines()
     given = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
     used = set[str]()
@@ -242,7 +240,6 @@ def prose(deploy: Path) -> None:
 
 
 def of_chart(name: str) -> bool:
-    """Whether the Helm chart has a value of this path."""
     values: Any = CHART
     for part in name.split("."):
         values = values.get(part) if isinstance(values, dict) else None

@@ -51,7 +51,6 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
 
 
 def check_texts(base_url: str, num: int) -> list[Outcome]:
-    """Concurrent held-out problems get the texts of one process."""
     questions = [problem.question for problem in held_out_problems(num)]
     outcomes = asyncio.run(ask_all(base_url, questions, max_tokens=MAX_TOKENS))
     assert [outcome.error for outcome in outcomes] == [None] * num

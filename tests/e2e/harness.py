@@ -130,7 +130,6 @@ class Serve:
         return self.process.wait(timeout_s)
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to the whole foreground process group."""
         assert self.process is not None
         os.killpg(self.process.pid, signal.SIGINT)
 
@@ -149,7 +148,6 @@ class Serve:
     def command(
         self, *arguments: str, timeout_s: float = HANG_S
     ) -> subprocess.CompletedProcess[str]:
-        """Another command about this cluster, for example status."""
         return subprocess.run(
             [*self.program, *arguments],
             cwd=self.directory,
@@ -161,7 +159,6 @@ class Serve:
         )
 
     def status(self) -> dict[str, dict[str, Any]]:
-        """Name -> row of `status --json`."""
         if self.watch is None:
             address = find_running(self.root / "run" / "kvlane").address
             environment = self.environment() | RAY_SETTINGS
@@ -171,7 +168,6 @@ class Serve:
         return {row["name"]: row for row in rows}
 
     def wait_status(self, name: str, timeout_s: float = HANG_S, **wanted: object) -> dict[str, Any]:
-        """The row of `name` once it has these values."""
         deadline = time.monotonic() + timeout_s
         while True:
             row = self.status().get(name, {})
@@ -202,7 +198,6 @@ class Serve:
             self.watch = None
 
     def leftovers(self) -> list[str]:
-        """Files in its temporary and runtime directories."""
         places = (self.root / "tmp", self.root / "run" / "kvlane")
         return [str(path) for place in places if place.exists() for path in place.iterdir()]
 
@@ -213,7 +208,6 @@ def _as_under_a_terminal() -> None:
 
 
 def plain_environment() -> dict[str, str]:
-    """Of this process, without what a user has set for Ray."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     return {**kept, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
 

@@ -28,7 +28,6 @@ class Connection:
         await self.send(path, json.dumps(body).encode())
 
     async def head(self) -> int:
-        """The status, once there is one."""
         assert self._reader is not None
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         self.headers = {}
@@ -39,7 +38,6 @@ class Connection:
         return self.status
 
     async def piece(self) -> bytes:
-        """The next piece of the body; b"" after the last."""
         assert self._reader is not None
         if "content-length" in self.headers:
             length, self.headers["content-length"] = self.headers["content-length"], "0"

@@ -47,8 +47,6 @@ SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has distur
 
 
 class Ray:
-    """`ray start --head`, and a process that watches the cluster on it."""
-
     def __init__(self) -> None:
         environment = plain_environment() | RAY_SETTINGS
         # A node that has not registered after 30 s gives up, and a busy machine may take longer.
@@ -166,7 +164,6 @@ class Clusters:
             self._ray.check()
 
     def _is_undisturbed(self) -> bool:
-        """Whether all processes are those that it began with."""
         assert self._serve is not None
         assert self._serve.process is not None
         if self._serve.process.poll() is not None:
@@ -175,7 +172,6 @@ class Clusters:
 
 
 def identity(rows: dict[str, dict[str, Any]]) -> dict[str, list[Any]]:
-    """What changes when a process is replaced."""
     return {name: [row[key] for key in SAME] for name, row in rows.items()}
 
 

@@ -34,8 +34,6 @@ def cluster(clusters: Clusters) -> Serve:
 
 
 class Site(ThreadingHTTPServer):
-    """Serves the page, and takes what it has found."""
-
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Visit)
         self.seen: queue.Queue[dict[str, Any]] = queue.Queue()

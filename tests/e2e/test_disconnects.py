@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -55,7 +55,7 @@ def prompt(rng: random.Random, num_tokens: int) -> list[int]:
 
 @dataclass(slots=True)
 class Leavers:
-    """Clients that read little and hang up; the last of them when the block ends."""
+    """Clients that read little and hang up."""
 
     serve: Serve
     connections: list[Connection] = field(default_factory=list[Connection])
@@ -68,16 +68,10 @@ class Leavers:
         await connection.send_json("/v1/completions", body)
         return connection
 
-    def drop_all(self) -> None:
-        """Every other one with a reset."""
+    def close(self) -> None:
+        """All hang up, every other one with a reset."""
         for i, connection in enumerate(self.connections):
             connection.drop(reset=i % 2 == 0)
-
-    def __enter__(self) -> Leavers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.drop_all()
 
 
 async def until(
@@ -93,7 +87,6 @@ async def until(
 
 
 async def until_waiting(serve: Serve, num: int) -> None:
-    """Returns once so many choices are in the router's line."""
     await until(serve, lambda waiting: waiting == num, partial(metric, name="requests_waiting{"))
 
 
@@ -114,7 +107,7 @@ async def witnesses(serve: Serve) -> AsyncIterator[None]:
 
 async def while_it_waits_for_a_worker(serve: Serve) -> None:
     rng = random.Random(1)
-    with Leavers(serve) as holders, Leavers(serve) as waiting:
+    with closing(Leavers(serve)) as holders, closing(Leavers(serve)) as waiting:
         for _ in range(NUM_ROWS // 4):
             holder = await holders.begin(prompt(rng, 8), 4, True, 1500)
             assert await holder.head() == 200
@@ -123,11 +116,11 @@ async def while_it_waits_for_a_worker(serve: Serve) -> None:
         await until_waiting(serve, NUM_CHOICES)
         async with witnesses(serve):
             await until_waiting(serve, NUM_CHOICES + NUM_WITNESSES)
-            waiting.drop_all()
+            waiting.close()
             await until_waiting(serve, NUM_WITNESSES)
             for holder in holders.connections:
                 assert (await holder.piece()).startswith(b"data: {")
-            holders.drop_all()
+            holders.close()
 
 
 async def while_its_prompt_is_prefilled(serve: Serve) -> None:
@@ -135,12 +128,12 @@ async def while_its_prompt_is_prefilled(serve: Serve) -> None:
     leases = "kvlane_leases", "prefill", ""
     rng = random.Random(2)
     start = scrape(serve.url)[computed]
-    with Leavers(serve) as left:
+    with closing(Leavers(serve)) as left:
         for n, stream in KINDS:
             await left.begin(prompt(rng, NUM_LONG), n, stream, 8)
         await until(serve, lambda now: now[leases] == len(KINDS) and now[computed] > start)
         async with witnesses(serve):
-            left.drop_all()
+            left.close()
             cut = await until(serve, lambda now: now[leases] <= NUM_WITNESSES)
     num_computed = cut[computed] - start
     assert num_computed < len(KINDS) * NUM_LONG, "the prompts were done before they were left"
@@ -150,7 +143,7 @@ async def while_tokens_are_drawn(serve: Serve) -> None:
     drawn = "kvlane_generation_tokens_total", "decode", ""
     rng = random.Random(3)
     start = scrape(serve.url)[drawn]
-    with Leavers(serve) as left:
+    with closing(Leavers(serve)) as left:
         for n, stream in KINDS:
             connection = await left.begin(prompt(rng, 20), n, stream, 1500)
             if stream:
@@ -160,7 +153,7 @@ async def while_tokens_are_drawn(serve: Serve) -> None:
         now = await until(serve, lambda now: now[drawn] > start + 20 * NUM_CHOICES)
         async with witnesses(serve):
             await until(serve, lambda later: later[drawn] > now[drawn])
-            left.drop_all()
+            left.close()
 
 
 async def a_hundred_at_random_moments(serve: Serve) -> None:
@@ -172,7 +165,7 @@ async def a_hundred_at_random_moments(serve: Serve) -> None:
         await asyncio.sleep(rng.uniform(0, 1))
         connection.drop(reset=rng.random() < 0.5)
 
-    with Leavers(serve) as left:
+    with closing(Leavers(serve)) as left:
         async with witnesses(serve):
             await asyncio.gather(*(leave(left, random.Random(seed)) for seed in range(100)))
 

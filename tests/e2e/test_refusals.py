@@ -1,13 +1,11 @@
 """What `serve` refuses before anything starts: so it needs no lane of clusters."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.support.commands import run
 
 
 @pytest.mark.parametrize(
@@ -23,18 +21,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
         ),
         (("--model", "/no/such/model"), "/no/such/model"),
     ],
-    ids=["unknown key", "too many ranks", "no such model"],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
-    for name in ("tmp", "run"):
-        (tmp_path / name).mkdir()
+    (tmp_path / "tmp").mkdir()
     own = {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path / "run")}
-    done = subprocess.run(
-        [sys.executable, "-m", "cluster", "serve", *arguments],
-        cwd=REPOSITORY, env={**os.environ, **own}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run(["serve", *arguments], env={**os.environ, **own})
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr == message if message.startswith("error") else message in done.stderr
     assert "Traceback" not in done.stderr

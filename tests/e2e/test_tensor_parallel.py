@@ -4,6 +4,8 @@ import asyncio
 import os
 import re
 import signal
+import uuid
+from collections.abc import Iterator
 
 import httpx
 import pytest
@@ -15,13 +17,17 @@ from tests.e2e.harness import Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
 from tests.support import pairwise
 from tests.support.asking import Outcome, ask_all
+from tests.support.collector import Collector, collecting
 from tests.support.patience import HANG_S
+from tests.support.prompts import problem_ids
 from tests.support.reference import reference_texts
 from tests.support.scrape import scrape
+from tests.support.trace_laws import check_request
 
 NUM_ASKED = 8 if pairwise.whole else 4  # greedy and seeded ones by turns
 NUM, MAX_TOKENS = (MANY, LONG) if pairwise.whole else (6, 60)  # of known texts
 COMPUTED = "kvlane_prompt_tokens_computed_total"
+PARENT = "b7ad6b7169203331"  # the client's span
 
 
 def pids_of(serve: Serve) -> dict[str, list[int]]:
@@ -54,6 +60,25 @@ def check_answers(serve: Serve, victim: int = 0, *, may_be_cut: bool = False) ->
             assert (each.error, each.text, each.finish_reason) == (None, text, reason), serve.output
 
 
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with collecting() as made:
+        yield made
+
+
+def check_trace(serve: Serve, collector: Collector) -> None:
+    """One tree without gaps, though each process has its own clock and tells its own spans."""
+    trace_id = uuid.uuid4().hex
+    headers = {"traceparent": f"00-{trace_id}-{PARENT}-01"}
+    body = {"prompt": problem_ids(1)[0], "max_tokens": 12}
+    url = f"{serve.url}/v1/completions"
+    httpx.post(url, json=body, headers=headers, timeout=HANG_S).raise_for_status()
+    wanted = {"POST /v1/completions", "respond", "prefill", "prefill_chunk", "pull", "decode"}
+    spans = collector.wait(trace_id, lambda told: wanted <= {span.name for span in told})
+    check_request(spans, PARENT)
+    assert {span.instance for span in spans} == {"router-0", "prefill-0", "decode-0"}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "victim", "rank"),
     [
@@ -63,13 +88,15 @@ def check_answers(serve: Serve, victim: int = 0, *, may_be_cut: bool = False) ->
     ],
 )
 def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
-    clusters: Clusters, prefill: int, decode: int, victim: str, rank: int
+    clusters: Clusters, collector: Collector, prefill: int, decode: int, victim: str, rank: int
 ) -> None:
     ranks = {"prefill-0": prefill, "decode-0": decode, "router-0": 1}
     serve = clusters.fresh(
         "--set", f"prefill.tp={prefill}",
         "--set", f"decode.tp={decode}",
         "--set", "disaggregation.mode=always",
+        "--set", f"tracing.endpoint={collector.url}",
+        "--set", "tracing.sample_ratio=0",
     )  # fmt: skip
     first = pids_of(serve)
     assert {name: len(pids) for name, pids in first.items()} == ranks
@@ -81,6 +108,7 @@ def test_ranks_answer_as_one_and_the_death_of_any_replaces_them_all(
         assert computed["kvlane_ranks", role, ""] == tp
         assert (computed["kvlane_all_reduce_bytes_count", role, ""] > 0) is (tp > 1)
 
+    check_trace(serve, collector)
     check_answers(serve, first[victim][rank], may_be_cut=victim == "decode-0")
     row = serve.wait_status(victim, restarts=1, state="ready")
     role = victim.partition("-")[0]

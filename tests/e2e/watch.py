@@ -51,7 +51,6 @@ class Watch:
 
 
 def main(address: str, place: str) -> None:
-    """Answer until nobody asks any more."""
     from cluster.serve import launch
 
     launch.join(address, quiet=True, loopback=place == "local")

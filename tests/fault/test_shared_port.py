@@ -14,7 +14,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import load
-from cluster.diagnose.settings import check_port
+from cluster.diagnose.checks import check_port
 from router.http import app
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (

@@ -15,17 +15,14 @@ NOT_SCRAPED = "a router, or all of them, has no metrics"
 
 
 def alive(role: str, values: str) -> dict[str, str]:
-    """How many workers of a role a router sees."""
     return {f'kvlane_workers_alive{{{ROUTER},worker_role="{role}"}}': values}
 
 
 def requests(outcome: str, values: str) -> dict[str, str]:
-    """Requests that ended so."""
     return {f'kvlane_requests_total{{{ROUTER},outcome="{outcome}"}}': values}
 
 
 def queued(labels: str, **values: str) -> dict[str, str]:
-    """Requests in the stages of a worker."""
     return {f'kvlane_requests_queued{{{labels},stage="{k}"}}': values[k] for k in values}
 
 
@@ -37,7 +34,6 @@ def latency(name: str, bounds: tuple[str, str], values: str) -> dict[str, str]:
 
 
 def steps(labels: str, kind: str, path: str, values: str) -> dict[str, str]:
-    """Steps that a worker has settled."""
     return {f'kvlane_engine_steps_total{{{labels},kind="{kind}",path="{path}"}}': values}
 
 

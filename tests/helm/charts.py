@@ -85,11 +85,7 @@ def described() -> Iterator[str]:
 
 
 class Render:
-    """The objects of one render.
-
-    Attributes:
-        pods: of all workloads.
-    """
+    """The objects of one render, and the pods of all its workloads."""
 
     def __init__(self, objects: list[Document]) -> None:
         self.documents = objects
@@ -99,7 +95,6 @@ class Render:
         return (document for document in self.documents if document["kind"] in kinds)
 
     def named(self, kind: str, name: str) -> Document | None:
-        """The object of a kind and name, if there is one."""
         return next((d for d in self.kind(kind) if d["metadata"]["name"] == name), None)
 
     def components(self) -> dict[str, dict[str, Any]]:
@@ -120,7 +115,6 @@ def _pods(document: Document) -> Iterator[Pod]:
 
 
 def port_names(pod: dict[str, Any]) -> dict[str, int]:
-    """Names of a pod's ports -> numbers."""
     ports = [port for container in pod["containers"] for port in container.get("ports", [])]
     return {port["name"]: port["containerPort"] for port in ports}
 

@@ -49,7 +49,6 @@ def kinds() -> dict[str, jsonschema.Draft202012Validator]:
 
 
 def breaches(objects: list[Document]) -> list[str]:
-    """What definitions do not allow."""
     return [
         f"{document['kind']} {error.json_path}: {error.message[:200]}"
         for document in objects
@@ -59,7 +58,6 @@ def breaches(objects: list[Document]) -> list[str]:
 
 
 def is_custom(document: Document) -> bool:
-    """Whether a definition of ours has to know it."""
     group = document["apiVersion"].rpartition("/")[0]
     return ("." in group and not group.endswith(".k8s.io")) or group.startswith("gateway.")
 

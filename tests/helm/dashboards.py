@@ -15,8 +15,6 @@ INTERVALS = {"__rate_interval": "1m", "__interval": "15s", "__range": "30m"}
 
 @dataclass(frozen=True)
 class Query:
-    """One line, or one set of lines, of a panel."""
-
     panel: dict[str, Any]
     legend: str
     text: str
@@ -29,7 +27,6 @@ def boards() -> dict[str, dict[str, Any]]:
 
 
 def panels(board: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those that show something, in their order."""
     return (panel for panel in board["panels"] if panel["type"] != "row")
 
 
@@ -47,9 +44,5 @@ def variables(board: dict[str, Any]) -> dict[str, str]:
 
 
 def filled(text: str, values: dict[str, str]) -> str:
-    """A query or legend without variables.
-
-    Raises:
-        KeyError: it has a variable that the dashboard has not.
-    """
+    """A query or legend without variables; KeyError if it has one that the dashboard has not."""
     return VARIABLE.sub(lambda match: values[match[1] or match[2]], text)

@@ -69,7 +69,6 @@ def breaches(query: str, jobs: set[str], names: Names) -> Iterator[str]:
 
 
 def grouped(query: str) -> Iterator[str]:
-    """Labels by which a query groups."""
     for inside in GROUPED.findall(query):
         yield from (label.strip() for label in inside.split(","))
 

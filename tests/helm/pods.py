@@ -159,7 +159,6 @@ def serve_and_end(render: Render, start: Start) -> None:
 
 
 def main() -> None:
-    """The pods of the chart's default values."""
     enter("tests.helm.pods")
     render = Render(documents("default"))
     (WORK / "bin").mkdir(parents=True)

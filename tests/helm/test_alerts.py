@@ -40,7 +40,6 @@ MONITORING = (
 
 
 def by_name(spec: dict[str, Any]) -> Rules:
-    """The rules of a file of Prometheus, or of a PrometheusRule's spec."""
     (group,) = spec["groups"]
     return {rule["alert"]: rule for rule in group["rules"]}
 

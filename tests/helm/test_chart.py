@@ -103,7 +103,6 @@ def test_generated_files_are_those_of_today() -> None:
 
 
 def refused(values: str, *, major: int = 4) -> str:
-    """The error for values that must not render."""
     done = template(major=major, values=values)
     assert done.returncode != 0, f"rendered: {values}"
     return done.stderr

@@ -28,56 +28,49 @@ from tests.support.command_line import configured
 from worker.errors import UserError
 
 PATHS = {*PROBES, "/api/gcs_healthz", "/api/local_raylet_healthz"}  # the latter are Ray's
+# Field of a pod -> what it mentions, and the field below it with the name.
 REFERENCES = {
-    "secretKeyRef": "Secret", "secretRef": "Secret",
-    "configMapKeyRef": "ConfigMap", "configMapRef": "ConfigMap",
+    "secretKeyRef": ("Secret", "name"), "configMapKeyRef": ("ConfigMap", "name"),
+    "secretRef": ("Secret", "name"), "configMapRef": ("ConfigMap", "name"),
+    "secret": ("Secret", "secretName"), "configMap": ("ConfigMap", "name"),
+    "persistentVolumeClaim": ("PersistentVolumeClaim", "claimName"),
 }  # fmt: skip
+SERVE = "Deployment demo-kvlane-serve"
+RULES, WORKERS = "PrometheusRule demo-kvlane", "PodMonitor demo-kvlane-workers"
+WAITING = "kvlane_requests_waiting"
+LABELS = "labels:\n    app.kubernetes.io/component: "
+# What changes -> values, title of the object, old text and new.
 MUTATIONS = {
     "Service": ("default", "Service demo-kvlane-head", "name: demo-kvlane-head", "name: demo-head"),
     "port": ("default", "StatefulSet demo-kvlane-head", "name: gcs", "name: ray"),
-    "port of a probe": ("default", "Deployment demo-kvlane-serve", "port: http", "port: api"),
-    "path of a probe": ("default", "Deployment demo-kvlane-serve", "path: /ready", "path: /rdy"),
-    "label": (
-        "default", "Deployment demo-kvlane-serve",
-        "app.kubernetes.io/component: serve", "app.kubernetes.io/component: router",
-    ),
+    "port of a probe": ("default", SERVE, "port: http", "port: api"),
+    "path of a probe": ("default", SERVE, "path: /ready", "path: /rdy"),
+    "label": ("default", SERVE, "io/component: serve", "io/component: router"),
     "Secret": ("default", "Secret demo-kvlane-ray", "name: demo-kvlane-ray", "name: demo-ray"),
     "key of a Secret": ("gpu-rdma", "Secret api-keys", "keys:", "key:"),
     "ConfigMap": ("default", "ConfigMap demo-kvlane", "config.yaml:", "kvlane.yaml:"),
     "claim": ("pvc", "PersistentVolumeClaim models", "name: models", "name: weights"),
     "metric in a KEDA query": (
-        "autoscaling", "ScaledObject demo-kvlane-decode",
-        "kvlane_requests_waiting", "kvlane_num_requests_waiting",
+        "autoscaling", "ScaledObject demo-kvlane-decode", WAITING, "kvlane_num_requests_waiting",
     ),
     "metric of an autoscaler": (
-        "autoscaling", "HorizontalPodAutoscaler demo-kvlane-prefill",
-        "kvlane_requests_waiting", "kvlane_queue_length",
+        "autoscaling", "HorizontalPodAutoscaler demo-kvlane-prefill", WAITING, "kvlane_queue",
     ),
-    "metric in an alert": (
-        "monitoring", "PrometheusRule demo-kvlane",
-        "kvlane_kv_cache_usage_ratio", "kvlane_kv_cache_usage_perc",
-    ),
-    "label in an alert": ("monitoring", "PrometheusRule demo-kvlane", "outcome!~", "finish!~"),
-    "job in a query": ("autoscaling", "PodMonitor demo-kvlane-workers", "-workers", "-pods"),
+    "metric in an alert": ("monitoring", RULES, "cache_usage_ratio", "cache_usage_perc"),
+    "label in an alert": ("monitoring", RULES, "outcome!~", "finish!~"),
+    "job in a query": ("autoscaling", WORKERS, "-workers", "-pods"),
     "port of a ServiceMonitor": (
         "monitoring", "ServiceMonitor demo-kvlane", "port: http", "port: web",
     ),
     "labels of a ServiceMonitor": (
-        "monitoring", "Service demo-kvlane",
-        "labels:\n    app.kubernetes.io/component: serve",
-        "labels:\n    app.kubernetes.io/component: api",
+        "monitoring", "Service demo-kvlane", f"{LABELS}serve", f"{LABELS}api",
     ),
-    "port of a PodMonitor": (
-        "monitoring", "PodMonitor demo-kvlane-workers", "port: metrics", "port: m",
-    ),
-    "path of the configuration": (
-        "default", "Deployment demo-kvlane-serve", "decode.num_cpus", "decode.cpus",
-    ),
+    "port of a PodMonitor": ("monitoring", WORKERS, "port: metrics", "port: m"),
+    "path of the configuration": ("default", SERVE, "decode.num_cpus", "decode.cpus"),
     "value of the configuration": (
-        "default", "ConfigMap demo-kvlane",
-        "worker_metrics_port: 9400", "worker_metrics_port: 9401",
+        "default", "ConfigMap demo-kvlane", "metrics_port: 9400", "metrics_port: 9401",
     ),
-    "option": ("default", "Deployment demo-kvlane-serve", "--prefill=", "--num-prefill="),
+    "option": ("default", SERVE, "--prefill=", "--num-prefill="),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
     "backend of an Ingress": ("edge", "Ingress llm", "name: http", "name: https"),
     "backend of an HTTPRoute": ("edge", "HTTPRoute llm", "port: 80", "port: 8000"),
@@ -91,17 +84,10 @@ Selection = tuple[str, dict[str, Any], list[Any]]  # title, label selector, port
 def breaches(render: Render, names: metrics.Names | None = None, path: Path = Path()) -> list[str]:
     """One line for each thing that is mentioned and is not there.
 
-    Args:
-        render: of the chart.
-        names: series -> labels; None: those that the product exports.
-        path: of a directory for the configuration.
+    names: None: those that the product exports. path: of a directory for the configuration.
     """
-    lines = [
-        *undefined(render),
-        *unselected(render),
-        *unserved(render),
-        *misconfigured(render, path),
-    ]
+    lines = [*undefined(render), *unselected(render), *unserved(render)]
+    lines += misconfigured(render, path)
     names = metrics.exported() if names is None else names
     jobs = {f"{NAMESPACE}/{each['metadata']['name']}" for each in render.kind("PodMonitor")}
     for monitor in render.kind("ServiceMonitor"):
@@ -119,38 +105,37 @@ def mentions(render: Render) -> Iterator[Mention]:
             yield owner, "ServiceAccount", spec["serviceAccountName"], None
         for secret in spec.get("imagePullSecrets", []):
             yield owner, "Secret", secret["name"], None
-        for volume in spec.get("volumes", []):
-            if secret := volume.get("secret"):
-                for item in secret.get("items", [{"key": None}]):
-                    yield owner, "Secret", secret["secretName"], item["key"]
-            if config := volume.get("configMap"):
-                yield owner, "ConfigMap", config["name"], None
-            if claim := volume.get("persistentVolumeClaim"):
-                yield owner, "PersistentVolumeClaim", claim["claimName"], None
-        for container in containers(spec):
-            for variable in [*container.get("env", []), *container.get("envFrom", [])]:
-                for field, reference in variable.get("valueFrom", variable).items():
-                    if field in REFERENCES:
-                        yield owner, REFERENCES[field], reference["name"], reference.get("key")
-                if url := re.fullmatch(r"http://([\w-]+):(\d+)", str(variable.get("value"))):
-                    yield owner, "Service", url[1], int(url[2])
+        for field, value in fields(spec):
+            if field in REFERENCES:
+                kind, name = REFERENCES[field]
+                for item in value.get("items", [value]):
+                    yield owner, kind, value[name], item.get("key")
+            if field == "value" and (url := re.fullmatch(r"http://([\w-]+):(\d+)", str(value))):
+                yield owner, "Service", url[1], int(url[2])
         for address in options(command(spec), "--address"):
             name, _, port = address.rpartition(":")
             yield owner, "Service", name, int(port)
-    for autoscaler in render.kind("HorizontalPodAutoscaler", "ScaledObject"):
-        target = autoscaler["spec"]["scaleTargetRef"]
-        yield title(autoscaler), target["kind"], target["name"], None
-    for ingress in render.kind("Ingress"):
-        for rule in ingress["spec"]["rules"]:
-            for path in rule["http"]["paths"]:
-                service = path["backend"]["service"]
-                yield title(ingress), "Service", service["name"], service["port"]["name"]
-        for tls in ingress["spec"].get("tls", []):
-            yield title(ingress), "Secret", tls["secretName"], None
-    for route in render.kind("HTTPRoute"):
-        for rule in route["spec"]["rules"]:
-            for backend in rule["backendRefs"]:
-                yield title(route), "Service", backend["name"], backend["port"]
+    for document in render.kind("HorizontalPodAutoscaler", "ScaledObject", "Ingress", "HTTPRoute"):
+        for field, value in fields(document["spec"]):
+            if field == "scaleTargetRef":
+                yield title(document), value["kind"], value["name"], None
+            elif field == "service":  # of an Ingress
+                yield title(document), "Service", value["name"], value["port"]["name"]
+            elif field == "tls":
+                yield from ((title(document), "Secret", tls["secretName"], None) for tls in value)
+            elif field == "backendRefs":
+                for backend in value:
+                    yield title(document), "Service", backend["name"], backend["port"]
+
+
+def fields(node: Any) -> Iterator[tuple[str, Any]]:
+    """All names below a node, however deep, and their values."""
+    if isinstance(node, dict):
+        yield from node.items()
+        node = list(node.values())
+    if isinstance(node, list):
+        for below in node:
+            yield from fields(below)
 
 
 def undefined(render: Render) -> Iterator[str]:
@@ -211,7 +196,6 @@ def unselected(render: Render) -> Iterator[str]:
 
 
 def scraped(render: Render, monitor: Document) -> list[Document]:
-    """Services that a ServiceMonitor means."""
     selector = monitor["spec"]["selector"]
     return [s for s in render.kind("Service") if matches(selector, s["metadata"]["labels"])]
 
@@ -269,12 +253,10 @@ def misconfigured(render: Render, path: Path) -> Iterator[str]:
 
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:
-    """All of a pod, in the order of their starts."""
     return [*pod.get("initContainers", []), *pod["containers"]]
 
 
 def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """Whether a label selector means an object with these labels."""
     equal = selector.get("matchLabels", {}).items() <= labels.items()
     expressions = selector.get("matchExpressions", [])
     return equal and all(
@@ -283,14 +265,12 @@ def matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
 
 
 def command(pod: dict[str, Any]) -> list[str]:
-    """The words of what the first container runs."""
     container = pod["containers"][0]
     text = "\n".join(container.get("args", [])).replace("\\\n", "")
     return shlex.split(text) if container["command"][0] == "sh" else list(container["command"])
 
 
 def options(words: list[str], name: str) -> list[str]:
-    """Values of --name=value."""
     return [word.partition("=")[2] for word in words if word.startswith(f"{name}=")]
 
 

@@ -24,24 +24,17 @@ SUFFIX = {"reqps": " req/s", "ops": " ops/s", "tok/s": " tok/s", "Bps": "B/s", "
 
 
 def shown(value, unit):
-    """A value in a unit of Grafana."""
     if unit == "percentunit":
         return f"{100 * value:.3g}%"
     if value == 0:
         return f"0{SUFFIX.get(unit, ' ' + unit)}"
     steps = STEPS if unit == "s" else LARGE
-    scale, name = (
-        [each for each in steps if abs(value) >= each[0]][-1:][0]
-        if any(abs(value) >= each[0] for each in steps)
-        else steps[0]
-    )
-    if unit == "s":
-        return f"{value / scale:.3g} {name}"
-    return f"{value / scale:.3g} {name}".rstrip() + SUFFIX.get(unit, f" {unit}")
+    scale, name = max((step for step in steps if abs(value) >= step[0]), default=steps[0])
+    suffix = "" if unit == "s" else SUFFIX.get(unit, f" {unit}")
+    return f"{value / scale:.3g} {name}".rstrip() + suffix
 
 
 def with_gaps(points):
-    """Where values are left out, so is the line."""
     step = min((b[0] - a[0] for a, b in itertools.pairwise(points)), default=0)
     found = []
     for at, value in points:

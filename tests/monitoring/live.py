@@ -10,14 +10,13 @@ only a GPU's worker has, the times of its graphs, is served beside, made up.
 Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
 """
 
-import argparse
 import json
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ SIDES = re.compile(r"\s+(?:or|unless|and on \(\))\s+")
 
 
 def serve_graphs() -> str:
-    """Serve the families of graphs; the address."""
     metrics = WorkerMetrics(model="qwen3-8b", role="prefill", worker="prefill-h200")
     for tokens in (64, 512, 4096):
         metrics.bucket_seconds("prefill", str(tokens), "graph").set(tokens / 5e4)
@@ -82,7 +80,6 @@ class Asked:
         self._start, self._end = start, end
 
     def __call__(self, what: str, query: str) -> list[Series]:
-        """The query's answer over the whole run."""
         self.num += 1
         try:
             found = self._prometheus.range(query, self._start, self._end, STEP_S)
@@ -119,13 +116,9 @@ class Asked:
                 )
         return list(drawn.values())
 
-    def fired(self) -> set[str]:
-        found = self("all alerts", 'ALERTS{alertstate="firing"}')
-        return {each.labels["alertname"] for each in found}
 
-
-def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Path) -> None:
-    path = out / f"{name}.png"
+def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]]) -> None:
+    path = PICTURES / f"{name}.png"
     rows = [each for each in board["panels"] if each["type"] == "row"]
     given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
     subprocess.run(
@@ -135,18 +128,19 @@ def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]], out: Pat
     print(f"{path}: {path.stat().st_size >> 10} KiB")
 
 
-def examine(prometheus: Prometheus, start: float, end: float, out: Path) -> list[str]:
+def examine(prometheus: Prometheus, start: float, end: float) -> list[str]:
     """Ask everything, draw it; what is wrong."""
     asked = Asked(prometheus, start, end)
     for name, board in dashboards.boards().items():
-        draw(name, board, asked.board(name, board), out)
+        draw(name, board, asked.board(name, board))
     num_of_panels = asked.num
     (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
     for rule in group["rules"]:
         for side in sides(rule["expr"]):
             asked(rule["alert"], side)
     print(f"{num_of_panels} queries of panels, {asked.num - num_of_panels} of alerts")
-    fired = asked.fired()
+    firing = asked("all alerts", 'ALERTS{alertstate="firing"}')
+    fired = {each.labels["alertname"] for each in firing}
     for rule in group["rules"]:
         how = "fired" if rule["alert"] in fired else "has data without its comparison"
         print(f"  {rule['alert']}: {how}")
@@ -172,17 +166,13 @@ def record(root: Path) -> tuple[Prometheus, float, float]:
     return prometheus, start, end
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, default=PICTURES, help="for the pictures (%(default)s)")
-    args = parser.parse_args(argv)
+def main() -> int:
     if not (TOOLS / "done").exists():
         raise SystemExit("run tests/monitoring/install")
-    args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
         prometheus, start, end = record(Path(temporary))
         try:
-            wrong = examine(prometheus, start, end, args.out)
+            wrong = examine(prometheus, start, end)
         finally:
             prometheus.end()
     print(*wrong, f"{len(wrong)} wrong", sep="\n")
@@ -191,4 +181,4 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     enter_namespace_of("tests.monitoring.live")
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import httpx
@@ -40,7 +41,6 @@ TIMEOUT_S = 120.0
 
 @contextmanager
 def steady(url: str) -> Iterator[None]:
-    """A load of kvlane's own generator."""
     usual = (
         "--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet",
         "--tokenizer", "tiny",
@@ -68,7 +68,6 @@ def steady(url: str) -> Iterator[None]:
 
 
 async def mistakes(url: str) -> None:
-    """Requests that are refused, and clients that go away."""
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
         for body in ({"model": "other", "prompt": "x"}, {"prompt": "x", "temperature": -1},
                      {"prompt": "x", "max_tokens": 10**6}):  # fmt: skip
@@ -84,22 +83,18 @@ async def mistakes(url: str) -> None:
         await asyncio.gather(*map(leave, range(NUM_GONE)))
 
 
-async def burst(url: str) -> dict[int, int]:
+async def burst(url: str) -> Counter[int]:
     """More requests at a time than there is room for: status -> how many."""
     limits = httpx.Limits(max_connections=None)
-    found: dict[int, int] = {}
+    made = httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits)
+    async with made as http:
 
-    async with httpx.AsyncClient(
-        base_url=url, timeout=TIMEOUT_S, trust_env=False, limits=limits
-    ) as http:
-
-        async def ask(number: int) -> None:
+        async def ask(number: int) -> int:
             body = {"prompt": [7 + number % 900] * 40, "max_tokens": BURST_TOKENS}
             answer = await http.post("/v1/completions", json=body | {"ignore_eos": True})
-            found[answer.status_code] = found.get(answer.status_code, 0) + 1
+            return answer.status_code
 
-        await asyncio.gather(*map(ask, range(NUM_BURST)))
-    return found
+        return Counter(await asyncio.gather(*map(ask, range(NUM_BURST))))
 
 
 def pause(serve: Serve, name: str) -> None:
@@ -114,34 +109,22 @@ def pause(serve: Serve, name: str) -> None:
 
 
 def kill(serve: Serve, name: str) -> None:
-    """SIGKILL a worker, and wait for its successor."""
     row = serve.status()[name]
     os.kill(row["pid"], signal.SIGKILL)
     serve.wait_status(name, TIMEOUT_S, restarts=row["restarts"] + 1, state="ready")
 
 
 def disturb(serve: Serve) -> None:
-    """All of it, one after the other; prints what it does."""
-
-    def told(what: str) -> None:
-        print(f"{time.strftime('%X')} {what}", flush=True)
-
-    told("load")
-    time.sleep(30)
-    told("mistakes, clients that go away")
-    asyncio.run(mistakes(serve.url))
-    told("prefill-0 is silent for a while")
-    pause(serve, "prefill-0")
-    time.sleep(8)
-    told("prefill-1 is killed")
-    kill(serve, "prefill-1")
-    time.sleep(8)
-    told("decode-0 is killed")
-    kill(serve, "decode-0")
-    time.sleep(8)
-    told("decode-1 is silent for a while")
-    pause(serve, "decode-1")
-    time.sleep(8)
-    told("a burst")
-    told(f"answered with {asyncio.run(burst(serve.url))}")
-    time.sleep(20)
+    deeds: tuple[tuple[str, Callable[[], object], float], ...] = (  # the latter: seconds after it
+        ("load", lambda: None, 30),
+        ("mistakes, clients that go away", lambda: asyncio.run(mistakes(serve.url)), 0),
+        ("prefill-0 is silent for a while", lambda: pause(serve, "prefill-0"), 8),
+        ("prefill-1 is killed", lambda: kill(serve, "prefill-1"), 8),
+        ("decode-0 is killed", lambda: kill(serve, "decode-0"), 8),
+        ("decode-1 is silent for a while", lambda: pause(serve, "decode-1"), 8),
+        ("a burst", lambda: print("answered with", asyncio.run(burst(serve.url))), 20),
+    )
+    for text, act, rest_s in deeds:
+        print(f"{time.strftime('%X')} {text}", flush=True)
+        act()
+        time.sleep(rest_s)

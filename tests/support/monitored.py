@@ -67,6 +67,10 @@ class ProcessDouble(Process):
         if not self.deaf:
             self.over.set()
 
+    async def kill(self) -> None:
+        await asyncio.sleep(0.01)
+        self.log.append(f"kill {self.name}")
+
     def die(self) -> None:
         self.dead = True
         self.over.set()
@@ -86,11 +90,6 @@ class SiteDouble(Site):
         self.made.setdefault(name, []).append(process)
         self.log.append(f"create {name}")
         return process
-
-    async def kill(self, process: Process) -> None:
-        assert isinstance(process, ProcessDouble)
-        await asyncio.sleep(0.01)
-        self.log.append(f"kill {process.name}")
 
     async def release(self, name: str) -> None:
         self.log.append(f"release {name}")

@@ -77,11 +77,3 @@ def check_worker(spans: Sequence[Span], parent: Span) -> list[Span]:
         assert {span.name for span in inner} <= set(WITHIN)
         assert len({span.instance for span in inner}) <= 1
     return stages
-
-
-def told_share(spans: Sequence[Span], root: Span) -> float:
-    """Which part of a request's time its stages account for; what a `dispatch` is is not told by
-    itself, but by the stages of its worker."""
-    outer = [span for span in children(spans, root) if span.name != "dispatch"]
-    inner = [span for each in named(spans, "dispatch") for span in children(spans, each)]
-    return sum(span.seconds for span in (*outer, *inner)) / root.seconds

@@ -15,11 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cluster.config import Config, load
-from cluster.diagnose.checks import of_start, refuse
-from cluster.diagnose.driver import count_gpus
-from cluster.diagnose.facts import read_facts
-from cluster.diagnose.model import check_model
-from cluster.diagnose.settings import check_port
+from cluster.diagnose.checks import check_model, check_port, of_start, refuse
+from cluster.diagnose.facts import count_gpus, read_facts
 from tests.support.commands import REPOSITORY
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError

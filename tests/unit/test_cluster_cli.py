@@ -16,7 +16,7 @@ from benchmarks.load.stub import StubOptions
 from cluster.clients.chat import TIMEOUT, converse
 from cluster.clients.server import Server
 from cluster.config import Config, fields, leaves, load, origins
-from cluster.explain import explain
+from cluster.resolve import explain
 from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
 from worker.errors import WorldError

@@ -24,7 +24,7 @@ NAME = "some-org/Tiny-0.1B"
 FETCH = """
 import sys
 from cluster import download
-from cluster.diagnose.model import check_model
+from cluster.diagnose.checks import check_model
 from cluster.config import load
 from cluster.cli import main
 offline = "--offline" in sys.argv

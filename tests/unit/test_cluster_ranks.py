@@ -10,9 +10,8 @@ import pytest
 
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
-from cluster.sites.handles import RayProcess
-from cluster.sites.kill import Identity, Rank
-from cluster.sites.process import Process, Report, Site
+from cluster.sites.handles import Identity, Rank, RayProcess
+from cluster.sites.process import Report, Site
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import CONFIG, LinksDouble
 from worker.api import Member
@@ -203,10 +202,6 @@ class RankedSite(Site):
         self.log.append("create")
         self.made.append(worker(3, self.log, self.fails))
         return self.made[-1]
-
-    async def kill(self, process: Process) -> None:
-        assert isinstance(process, RayProcess)
-        await process.kill()
 
     async def release(self, name: str) -> None:
         self.log.append("release")

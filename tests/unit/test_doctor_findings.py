@@ -19,13 +19,11 @@ import pytest
 
 from cluster.config import load
 from cluster.diagnose import running
-from cluster.diagnose.checks import of_start, refuse
-from cluster.diagnose.driver import Driver
-from cluster.diagnose.facts import MOONCAKE, Facts, Port, read_facts, requirements
+from cluster.diagnose.checks import Settings, of_start, refuse
+from cluster.diagnose.facts import MOONCAKE, Driver, Facts, Port, read_facts, requirements
 from cluster.diagnose.finding import Finding, Level, has_failure
 from cluster.diagnose.machine import examine
 from cluster.diagnose.running import ClusterExamination, Examination, WorkerAnswer
-from cluster.diagnose.settings import Settings
 from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
 from worker.api import PullPath
