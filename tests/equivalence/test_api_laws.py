@@ -221,12 +221,7 @@ def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
     transport=("shm/shm", *pairwise.more("mooncake/tcp")),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place: str,
-    max_prefill_tokens: int | None,
-    pages: str,
-    penalty_rows: int | None,
-    transport: str,
-    expected: list[Answer],
+    place, max_prefill_tokens, pages, penalty_rows, transport, expected: list[Answer]
 ) -> None:
     """With one row for penalties, requests wait for it."""
     changes = {"max_prefill_tokens": max_prefill_tokens, "penalty_rows": penalty_rows}

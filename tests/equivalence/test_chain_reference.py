@@ -107,9 +107,7 @@ def judged(served: Served, table: dict[int, Tensor], *, overlap: bool = True) ->
 
 
 @pytest.mark.parametrize("overlap", [True, *more(False)])
-def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
-    overlap: bool, served: Served
-) -> None:
+def test_traces_of_an_engine_that_is_told_its_drafts_are_right(overlap, served: Served) -> None:
     made = judged(served, table_of(served), overlap=overlap)
     assert value(made.engines[DECODE].metrics.preemptions) > 0
     windows = [window for each in made.windows.values() for window in each]

@@ -219,9 +219,7 @@ def test_the_laws_hold(form: str, known: Known) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_laws_fail_for_a_mutant(
-    name: str, known: Known, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     form, target, wrong = MUTANTS[name]
     known.directory(form)  # fitted before anything is wrong
     owner, _, attribute = target.rpartition(".")

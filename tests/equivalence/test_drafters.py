@@ -98,17 +98,7 @@ def only_trace(
 
 @pytest.mark.parametrize(tuple(FACTORS), CASES)
 def test_whatever_serves_a_request_its_trace_is_the_right_one(
-    form: str,
-    graph: bool,
-    chunks: str,
-    overlap: bool,
-    page_size: int,
-    hit: bool,
-    chunk: int,
-    place: str,
-    company: str,
-    drawn: str,
-    known: Known,
+    form, graph, chunks, overlap, page_size, hit, chunk, place, company, drawn, known: Known
 ) -> None:
     asked, wanted, texts = known.asked[drawn], known.answers[drawn], known.texts(drawn)
     reference = reference_of(known.directory(form))
@@ -166,9 +156,7 @@ def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
 @pytest.mark.parametrize(
     ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
 )
-def test_requests_of_every_kind_with_widths_that_change(
-    form: str, num_prefill: int, known: Known
-) -> None:
+def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known: Known) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
     asked, wanted = of_every_kind(num_prefill)
     directory, widths = known.directory(form), (1, 2, 4, 8)
@@ -198,9 +186,7 @@ def check_against(
 
 
 @pytest.mark.product(form=ONE_OF_EACH, num_prefill=(0, 1), page_size=(1, 16))
-def test_a_hit_of_every_number_of_pages(
-    form: str, num_prefill: int, page_size: int, known: Known
-) -> None:
+def test_a_hit_of_every_number_of_pages(form, num_prefill, page_size, known: Known) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
     made = workers(num_prefill=num_prefill, page_size=page_size, spec=speculation(directory, WIDTH))
     made.serve([first])

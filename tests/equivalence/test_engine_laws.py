@@ -102,14 +102,14 @@ def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_id
     first_token=("prefill", "decode"),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place: str,
-    page_size: int,
-    max_prefill_tokens: int | None,
-    num_groups: int,
-    pages: str,
-    transport: str,
-    num_each: int,
-    first_token: str,
+    place,
+    page_size,
+    max_prefill_tokens,
+    num_groups,
+    pages,
+    transport,
+    num_each,
+    first_token,
     greedy_ids: list,
     seeded_ids: list,
 ) -> None:

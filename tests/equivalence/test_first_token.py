@@ -138,7 +138,7 @@ def num_observed(cluster: Running, name: str) -> float | None:
 
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
-    first_token: str, max_prefill_tokens: int, num_groups: int, asked: list[Asked], expected: list
+    first_token, max_prefill_tokens, num_groups, asked: list[Asked], expected: list
 ) -> None:
     """Cold, then with what the prefix trees kept."""
     config = sections("always", PAGE_SIZE, first_token, max_prefill_tokens=max_prefill_tokens)
@@ -172,9 +172,7 @@ def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max_tokens", "stop id", "end of text"])
-def test_a_request_that_ends_with_it_holds_nothing(
-    kind: str, alone: Running, firsts: list[int]
-) -> None:
+def test_a_request_that_ends_with_it_holds_nothing(kind, alone: Running, firsts: list[int]) -> None:
     """With one token to come nothing is pulled at all; else what was announced before it may be."""
     end_of_text = resumed(alone)[0]
     with running(sections("always", prefix_cache=False)) as cluster:
@@ -305,7 +303,7 @@ SAMPLED = runner._sampled_chunks
     [(runner, "_sampled_chunks", one_later), (prefill_schedule, "RowStart", without_minimum)],
 )
 def test_the_same_check_fails_when_it_is_drawn_otherwise(
-    owner: Any, name: str, wrong: Callable[..., Any], asked: list[Asked], expected: list
+    owner, name, wrong, asked: list[Asked], expected: list
 ) -> None:
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
         assert outcomes(answers_of(cluster, asked)) != expected

@@ -94,11 +94,7 @@ def check_trace(windows: Sequence[Window], text: Sequence[int], max_len: int) ->
 
 @pytest.mark.parametrize(tuple(FACTORS), CASES)
 def test_lookup_changes_no_token_and_finds_what_is_there(
-    widths: tuple[int, ...],
-    page_size: int,
-    num_prefill: int,
-    overlap: bool,
-    plain: tuple[list[Ask], list[Answer]],
+    widths, page_size, num_prefill, overlap, plain: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = plain
     made = workers(widths, page_size, num_prefill, overlap=overlap, drafter="ngram")

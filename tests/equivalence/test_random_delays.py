@@ -88,7 +88,7 @@ def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]
     ],
 )
 def test_delays_messages_and_pulls_change_no_token(
-    seed: int | None, num_groups: int, first_token: str, mixed: tuple[list[Ask], list[Answer]]
+    seed, num_groups, first_token, mixed: tuple[list[Ask], list[Answer]]
 ) -> None:
     """Some router has found a stop string in the first token, and its KV is still on its way."""
     asked, wanted = mixed
@@ -103,7 +103,7 @@ def test_delays_messages_and_pulls_change_no_token(
 
 @pytest.mark.parametrize("schedule", [6, *in_whole((None,))])
 def test_a_client_that_leaves_in_a_chunk_spoils_no_pull(
-    schedule: int | None, left: tuple[list[Ask], list[Answer]]
+    schedule, left: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = left
     found, _ = served(asked, delays=6, schedule=schedule, longest_s=LONG_S)
@@ -160,7 +160,7 @@ def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]
 
 @pytest.mark.parametrize("kind", ["left", *in_whole(("mixed",))])
 def test_layer_groups_pulled_during_a_step_change_no_token(
-    kind: str, request: pytest.FixtureRequest
+    kind, request: pytest.FixtureRequest
 ) -> None:
     asked, answers = request.getfixturevalue(kind)
     assert threaded(asked, 8) == whole_of(asked, answers)
@@ -182,12 +182,7 @@ def test_the_same_check_fails_when_layer_groups_are_told_early(
     ],
 )
 def test_the_same_check_fails_without_the_fence(
-    owner: type,
-    name: str,
-    wrong: object,
-    slowest: str,
-    num_groups: int,
-    left: tuple[list[Ask], list[Answer]],
+    owner, name, wrong, slowest, num_groups, left: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = left
     with mock.patch.object(owner, name, wrong):

@@ -108,7 +108,7 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
     ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
 )
 def test_only_what_looks_at_all_tokens_gathers_logits(
-    drafter: str, tp: int, monkeypatch: pytest.MonkeyPatch
+    drafter, tp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else 8 bytes a row of each rank, in drafts too."""
     gathered: list[tuple[torch.dtype, int, int]] = []
@@ -147,7 +147,7 @@ def buffers_that_are_reused(after: int) -> Any:
 
 @pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
 def test_nothing_outlives_the_buffers_that_are_summed_in(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
+    drafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
     with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
@@ -167,9 +167,7 @@ def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decode=(1, 2, 4),
     num_groups=(1, 2),
 )
-def test_kv_is_pulled_between_any_numbers_of_ranks(
-    drafter: str, prefill: int, decode: int, num_groups: int
-) -> None:
+def test_kv_is_pulled_between_any_numbers_of_ranks(drafter, prefill, decode, num_groups) -> None:
     wanted = sections(drafter, "always", num_groups=num_groups)
     with running(wanted, prefill_tp=prefill, decode_tp=decode) as cluster:
         found = asked(cluster)

@@ -59,9 +59,7 @@ def test_all_regions_of_a_page_travel_with_it(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("region", ["draft", "tail", None])
 @torch.inference_mode()
-def test_the_start_up_check_compares_all_regions(
-    monkeypatch: pytest.MonkeyPatch, region: str | None
-) -> None:
+def test_the_start_up_check_compares_all_regions(monkeypatch: pytest.MonkeyPatch, region) -> None:
     add_regions(monkeypatch)
     engine = build_engine(worker_config("prefill", SECTIONS), name="prefill-0", host="127.0.0.1")
     loaded, launch = engine.runner.loaded, EagerChunks(engine.runner.loaded).launch

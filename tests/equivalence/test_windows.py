@@ -97,11 +97,7 @@ def plain() -> tuple[list[Ask], list[Answer]]:
 
 @pytest.mark.parametrize(("widths", "page_size", "num_prefill", "overlap"), CASES)
 def test_windows_change_no_token(
-    widths: tuple[int, ...],
-    page_size: int,
-    num_prefill: int,
-    overlap: bool,
-    plain: tuple[list[Ask], list[Answer]],
+    widths, page_size, num_prefill, overlap, plain: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = plain
     made, known = workers(num_prefill, page_size, widths, overlap=overlap), scripts(*plain)
@@ -118,7 +114,7 @@ def test_windows_change_no_token(
 
 @pytest.mark.parametrize("num_prefill", [1, *in_whole((0,))])
 def test_delays_change_no_token_of_windows_that_change(
-    num_prefill: int, plain: tuple[list[Ask], list[Answer]]
+    num_prefill, plain: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = plain
     made = workers(num_prefill, 16, (1, 2, 4, 8))
@@ -315,7 +311,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 @pytest.mark.parametrize("name", [*MUTANTS, "commit", "masks"])
 def test_the_laws_fail_for_a_mutant(
-    name: str, plain: tuple[list[Ask], list[Answer]], monkeypatch: pytest.MonkeyPatch
+    name, plain: tuple[list[Ask], list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, wanted = plain
     known = scripts(*plain)

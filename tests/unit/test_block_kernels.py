@@ -81,9 +81,7 @@ else:
     @pytest.mark.parametrize("shape", [(2, 128, 16), (8, 64, 4), (3, 32, 64)])
     @pytest.mark.parametrize("normed", [False, True])
     @pytest.mark.parametrize("num_layers", [1, 3])
-    def test_layers_rope_store_matches_its_twin(
-        shape: tuple[int, int, int], normed: bool, num_layers: int
-    ) -> None:
+    def test_layers_rope_store_matches_its_twin(shape, normed, num_layers) -> None:
         """Of a pool's memory; two padded rows meet on page 0."""
         num_heads, head_dim, page_size = shape
         width = num_layers * 2 * num_heads * head_dim

@@ -100,7 +100,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
-    case: str, tmp_path: Path, target: Decoder
+    case, tmp_path: Path, target: Decoder
 ) -> None:
     tensors = write_case(tmp_path, case)
     drafter = load(tmp_path, target)
@@ -163,9 +163,7 @@ def test_ids_are_the_target_s(tmp_path: Path, target: Decoder) -> None:
         (lambda tensors: tensors["t2d"].logical_not_(), "t2d and d2t name different ids"),
     ],
 )
-def test_ids_that_cannot_be_are_refused(
-    change: Any, message: str, tmp_path: Path, target: Decoder
-) -> None:
+def test_ids_that_cannot_be_are_refused(change, message, tmp_path: Path, target: Decoder) -> None:
     write_chain(tmp_path, "specforge", TARGET, own=("t2d",), **REDUCED)
     rewrite(tmp_path, change)
     with pytest.raises(UserError, match=message):
@@ -174,7 +172,7 @@ def test_ids_that_cannot_be_are_refused(
 
 @pytest.mark.parametrize("case", CASES)
 def test_noise_needs_no_weights_and_has_norms_near_one(
-    case: str, tmp_path: Path, target: Decoder
+    case, tmp_path: Path, target: Decoder
 ) -> None:
     write_case(tmp_path, case)
     weights(tmp_path).unlink()
@@ -270,7 +268,7 @@ def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target:
     ],
 )
 def test_all_ways_to_name_the_tapped_layers_mean_the_same(
-    form: str, fields: dict[str, Any], taps: tuple[int, ...], tmp_path: Path
+    form, fields, taps, tmp_path: Path
 ) -> None:
     write_chain(tmp_path, form, TARGET, **fields)
     spec = read_chain_shape(tmp_path, TARGET)
@@ -386,7 +384,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("form", "fields", "message"), REFUSALS)
 def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
-    form: str, fields: dict[str, Any], message: str, tmp_path: Path
+    form, fields, message, tmp_path: Path
 ) -> None:
     write_chain(tmp_path, form, TARGET)
     check_refused(tmp_path, lambda path: read_chain_shape(path, TARGET), fields, message)

@@ -105,7 +105,7 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1), (torch.float32, 4)])
     def test_changed_draws_compile_for_hopper_without_one(
-        dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
+        dtype, width, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Of small blocks a compiler is done much sooner."""
         for module, name in (
@@ -178,9 +178,7 @@ else:
         ("dtype", "tail"),
         [(BF16, "filtered"), (F32, "random"), *in_whole((BF16, "random"), (F32, "filtered"))],
     )
-    def test_rows_without_changes_draw_the_same_beside_changed_ones(
-        dtype: torch.dtype, tail: Any
-    ) -> None:
+    def test_rows_without_changes_draw_the_same_beside_changed_ones(dtype, tail) -> None:
         """In bf16, too, where a batch without penalties searches for 16 bits only."""
         rows, changes = changed_rows(10, 250, **FILTERS if tail == "filtered" else {})
         made = made_of(changes, 10, 250, 3, dtype) * torch.tensor([0.3, 1.0] * 5)[:, None]

@@ -196,9 +196,7 @@ else:
             ([1, 3, 125, 9, 40], 190, 5, 13), ([2] * 9, 18, 9, 4),
         ],
     )  # fmt: skip
-    def test_the_kernel_matches_its_twin(
-        counts: list[int], num_rows: int, num_tables: int, num_pages: int, new: bool
-    ) -> None:
+    def test_the_kernel_matches_its_twin(counts, num_rows, num_tables, num_pages, new) -> None:
         sent, table = inputs(counts, num_tables, new=new)
         found, wanted = [
             (torch.full((3, 256), -5), table.clone(), torch.full((num_tables, num_pages), -5).int())
@@ -262,7 +260,7 @@ else:
 
     @pytest.mark.parametrize("order", ["twin", "forwards", "backwards"])
     def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
-        order: str, monkeypatch: pytest.MonkeyPatch
+        order, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Whichever of the kernel's programs is first, and whatever was uploaded before."""
         on_twin, seen = order == "twin", Counter[str]()

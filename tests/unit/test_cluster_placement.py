@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from cluster.sites.placement import SPANS, Ask, Node, Span, explain, shortage, strategy, too_much
+from cluster.sites.placement import SPANS, Ask, Node, explain, shortage, strategy, too_much
 from worker.config import EngineConfig
 
 NODES = [
@@ -63,9 +63,7 @@ RANK = {"CPU": 1, "GPU": 1}
         (8, "at_will", "PACK", "all nodes together can hold 6"),
     ],
 )
-def test_ranks_span_nodes_only_where_no_node_is_large_enough(
-    num: int, span: Span, strategy_: str, reason: str
-) -> None:
+def test_ranks_span_nodes_only_where_no_node_is_large_enough(num, span, strategy_, reason) -> None:
     ask = Ask("decode-0", RANK, num, span)
     assert (strategy(ask, GPUS), shortage(ask, GPUS)) == (strategy_, reason)
     assert too_much([ask], GPUS) is bool(reason)

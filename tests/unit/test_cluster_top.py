@@ -106,7 +106,7 @@ def test_it_says_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_mistakes_are_told_before_anybody_is_asked(
-    more: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    more, says, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)

@@ -115,7 +115,7 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 17, 32, MAX_TOKENS])
 def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
-    bench: Bench, num_tokens: int
+    bench: Bench, num_tokens
 ) -> None:
     from torch._dynamo.utils import counters
 
@@ -136,7 +136,7 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
 
 @pytest.mark.parametrize(("num_reqs", "fixed_shape"), [(3, False), (12, False), (4, True)])
 def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
-    bench: Bench, num_reqs: int, fixed_shape: bool
+    bench: Bench, num_reqs, fixed_shape
 ) -> None:
     """With plain pieces that is eager itself."""
     check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix=21, fixed_shape=fixed_shape)

@@ -89,9 +89,7 @@ def test_the_tree_is_frozen() -> None:
 
 @pytest.mark.parametrize("machine", [CPU, CUDA])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(
-    machine: Machine, role: str
-) -> None:
+def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(machine, role) -> None:
     tree = WorkerConfig.model_validate({"role": role})
     before = tree.model_dump()
     done = resolved(tree, machine)
@@ -204,9 +202,7 @@ def test_the_worker_has_few_leaves() -> None:
     ("sent", "travel", "pulled"),
     list(itertools.product((0.0, 3.0), (0.0, 0.5, 30.0), (0.1, 8.5, 9.5))),
 )
-def test_a_trusted_pull_ended_while_prefill_still_held_the_pages(
-    sent: float, travel: float, pulled: float
-) -> None:
+def test_a_trusted_pull_ended_while_prefill_still_held_the_pages(sent, travel, pulled) -> None:
     """Whatever the delays: covers() implies not expired()."""
     lease = config().lease
     window = Lease(lease.decode_window_s, sent - 5)

@@ -71,9 +71,7 @@ def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
         ({"own": ("mask_embedding",)}, "mask_token_id", None),
     ],
 )
-def test_what_varies_is_read(
-    flags: dict[str, Any], field: str, expected: object, form: str, tmp_path: Path
-) -> None:
+def test_what_varies_is_read(flags, field, expected, form, tmp_path: Path) -> None:
     assert getattr(read(tmp_path, form, **flags), field) == expected
 
 
@@ -138,7 +136,7 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
     ],
 )
 def test_taps_are_spread_evenly_unless_said(
-    num_layers: int, target_layers: int, taps: tuple[int, ...], tmp_path: Path
+    num_layers, target_layers, taps, tmp_path: Path
 ) -> None:
     target = replace(TARGET, num_layers=target_layers)
     for ids in ({}, {"target_layer_ids": []}):
@@ -182,9 +180,7 @@ SWA = {**ZLAB, "use_swa": True}
         ({"dflash_config": {**ZLAB, "use_swa": False, "swa_window_size": 7}}, (BLOCK, BLOCK)),
     ],
 )
-def test_masks_by_layer(
-    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
-) -> None:
+def test_masks_by_layer(flags, expected, tmp_path: Path) -> None:
     assert read(tmp_path, **flags).masks == expected
 
 
@@ -197,9 +193,7 @@ def test_masks_by_layer(
         ({"sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
     ],
 )
-def test_masks_by_layer_of_speculators(
-    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
-) -> None:
+def test_masks_by_layer_of_speculators(flags, expected, tmp_path: Path) -> None:
     assert read(tmp_path, "speculators", **flags).masks == expected
 
 

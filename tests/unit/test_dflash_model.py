@@ -76,9 +76,7 @@ def batch_of(first: int, num: int, query_start: Tensor) -> Batch:
 
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
-def test_a_block_of_every_published_form_is_what_plain_torch_says(
-    form: str, tmp_path: Path
-) -> None:
+def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path: Path) -> None:
     drafter, written = load(tmp_path, FORMS[form])
     spec, reference = drafter.spec, DFlashReference(TARGET, tmp_path)
     held = {name: shard.dest for name, shard in drafter.shards().items()}

@@ -128,7 +128,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("form", "fields", "message"), REFUSALS)
 def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
-    form: str, fields: dict[str, Any], message: str, tmp_path: Path
+    form, fields, message, tmp_path: Path
 ) -> None:
     write_dflash(tmp_path, form=form)
     check_refused(tmp_path, lambda path: read_dflash_shape(path, TARGET), fields, message)

@@ -178,9 +178,7 @@ def test_serve_refuses_a_transport_whose_library_is_missing(facts: Facts) -> Non
 
 
 @pytest.mark.parametrize(("name", "version"), [("ray", "2.59.0"), ("msgspec", "0.18.6")])
-def test_another_version_than_is_wanted_is_a_failure(
-    name: str, version: str, tmp_path: Path
-) -> None:
+def test_another_version_than_is_wanted_is_a_failure(name, version, tmp_path: Path) -> None:
     info = tmp_path / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -266,7 +264,7 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_gpu_host_is_named(
-    gpu_host: Facts, change: dict[str, Any], sets: Sequence[str], subject: str, level: Level
+    gpu_host: Facts, change, sets, subject, level
 ) -> None:
     if "versions" in change:
         change = change | {"needed": (), "optional": ()}

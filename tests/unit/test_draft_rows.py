@@ -80,7 +80,7 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(("num", "num_ids"), [(1, 1), (1, 97), (1, 2500), (3, 97)])
 def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
-    num: int, num_ids: int, mapped: bool
+    num, num_ids, mapped
 ) -> None:
     logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
     op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref

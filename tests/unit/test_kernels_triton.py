@@ -230,7 +230,7 @@ if not INTERPRETED:
 
     @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
     def test_the_draw_compiles_for_hopper_without_one(
-        dtype: torch.dtype, block: int | None, monkeypatch: pytest.MonkeyPatch
+        dtype, block, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
@@ -286,9 +286,7 @@ else:
         ("gathers", "normed", "hidden_first"),
         [(True, True, False), (True, True, True), (False, True, True), (True, False, False)],
     )
-    def test_a_pair_of_norms_matches_its_twin(
-        gathers: bool, normed: bool, hidden_first: bool, dtype: torch.dtype
-    ) -> None:
+    def test_a_pair_of_norms_matches_its_twin(gathers, normed, hidden_first, dtype) -> None:
         """Rows of 40 within wider ones; the same token and padded rows, of token 0, among them."""
         tokens = noise(9, 48, dtype=dtype)[:, :40]
         hidden = noise(5, 100, dtype=dtype, seed=1)[:, :40]
@@ -329,9 +327,7 @@ else:
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
-    def test_qk_rope_store_matches_its_twin(
-        shape: tuple[int, ...], dtype: torch.dtype, normed: bool
-    ) -> None:
+    def test_qk_rope_store_matches_its_twin(shape, dtype, normed) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0."""
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim

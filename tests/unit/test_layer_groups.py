@@ -108,9 +108,7 @@ def worker() -> Iterator[PrefillAlone]:
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(9, temperature=0.8, seed=3)])
-def test_each_group_is_announced_once_and_is_final_then(
-    sampling: Sampling | None, worker: PrefillAlone
-) -> None:
+def test_each_group_is_announced_once_and_is_final_then(sampling, worker: PrefillAlone) -> None:
     """With a token: it follows all KV, which does not wait for it."""
     prompts = [prompt * 2 for prompt in problem_ids(20)[12 * (sampling is not None) :][:8]]
     seen: Counter[tuple[str, int, int]] = Counter()

@@ -107,7 +107,7 @@ def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
     [("auto", False, 16), ("auto", True, 200), (3, True, 3), (3, False, 3)],
 )
 def test_where_each_request_has_a_penalty_none_waits_for_a_slot(
-    asked: int | str, all_requests: bool, num_rows: int
+    asked, all_requests, num_rows
 ) -> None:
     config = on_cuda(max_num_reqs=200, penalty_rows=asked)
     config = with_penalty_rows(config, all_requests=all_requests)

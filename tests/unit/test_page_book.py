@@ -147,9 +147,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("seed", "num_pages", "page_size", "prefix_cache"), CASES)
-def test_pages_balance_and_promises_are_kept(
-    seed: int, num_pages: int, page_size: int, prefix_cache: bool
-) -> None:
+def test_pages_balance_and_promises_are_kept(seed, num_pages, page_size, prefix_cache) -> None:
     requests = Requests(seed, num_pages=num_pages, page_size=page_size, prefix_cache=prefix_cache)
     for _ in range(10_000):
         requests.turn()

@@ -68,9 +68,7 @@ class Model:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_no_page_is_in_two_places_and_none_is_pulled_to_while_it_cools(
-    seed: int, depth: int
-) -> None:
+def test_no_page_is_in_two_places_and_none_is_pulled_to_while_it_cools(seed, depth) -> None:
     rnd = random.Random(f"{seed} {depth}")
     num_pages = rnd.choice((8, 33, 64))
     pages, model = PageAllocator(num_pages), Model(num_pages)

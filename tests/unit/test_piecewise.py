@@ -131,7 +131,7 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
     ],
 )
 def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Bench, num_reqs: int, prefix: int, fixed_shape: bool
+    bench: Bench, num_reqs, prefix, fixed_shape
 ) -> None:
     check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed_shape=fixed_shape)
 

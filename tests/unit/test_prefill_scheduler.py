@@ -227,7 +227,7 @@ CASES = [(0, 40, 4, 16, 4), (1, 24, 4, 7, 2), (2, 200, 1, 64, 3), (3, 60, 8, 100
 
 @pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows"), CASES)
 def test_every_prompt_is_covered_once_in_order_of_arrival(
-    seed: int, num_pages: int, page_size: int, chunk: int, rows: int
+    seed, num_pages, page_size, chunk, rows
 ) -> None:
     prompts = Prompts(seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows)
     while prompts.counts["steps"] < 3_000:

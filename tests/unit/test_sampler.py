@@ -506,9 +506,7 @@ def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
 
 @pytest.mark.parametrize("tail", TAILS[1:])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(
-    tail: Tail, temperature: float
-) -> None:
+def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(tail, temperature) -> None:
     stuck = Case(temperature, 4, 0.9, 0.1, stops=(3, 5), masked=True, allowed=(3, 5))
     beside = replace(stuck, allowed=(3, 5, 8))
     number = torch.arange(400)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,9 +37,7 @@ def random_pairs(rng: random.Random) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_kv_heads", SIZES)
 @pytest.mark.parametrize("remote_tp", SIZES)
 @pytest.mark.parametrize("local_tp", SIZES)
-def test_every_rank_gets_exactly_its_bytes(
-    local_tp: int, remote_tp: int, num_kv_heads: int
-) -> None:
+def test_every_rank_gets_exactly_its_bytes(local_tp, remote_tp, num_kv_heads) -> None:
     """In any order of groups, of all three regions; no other byte of its pool changes."""
     rng = random.Random(f"{local_tp} {remote_tp} {num_kv_heads}")
     layout = model_layout(num_kv_heads, draft_heads=rng.choice((1, 2, 4)))
@@ -147,7 +145,7 @@ def prefill() -> Iterator[Ranks]:
     ],
 )
 def test_peers_that_no_rank_can_pull_from_are_not_contacted(
-    endpoints: Callable[[tuple[bytes, ...]], tuple[bytes, ...]], reason: str, prefill: Ranks
+    endpoints, reason, prefill: Ranks
 ) -> None:
     transport = Scripted()
     changed = msgspec.structs.replace(prefill.member, endpoints=endpoints(prefill.member.endpoints))

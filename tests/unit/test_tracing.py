@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
@@ -107,7 +106,7 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
 )  # fmt: skip
 @pytest.mark.parametrize("carried", ["", PARENT])
 def test_stages_add_up_to_the_time_of_the_first_token(
-    made: Made, steps: list[tuple[Any, ...]], at: float, expected: Stages, carried: str
+    made: Made, steps, at, expected, carried
 ) -> None:
     timeline = Timeline(1.0, made.tracer, carried)
     for method, *arguments in steps:
@@ -306,7 +305,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
     ],
 )
 def test_a_sampler_that_there_is_not_is_refused(
-    name: str, ratio: str, wrong: str, monkeypatch: pytest.MonkeyPatch
+    name, ratio, wrong, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the configuration leaves it to the environment."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)

@@ -66,9 +66,7 @@ def test_a_page_outside_a_pool_is_a_bug(pair: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize(("more", "pages"), [((0, 0), 8), ((1, 0), None), ((0, 60), None)])
-def test_pages_are_counted_by_the_bytes_of_every_region(
-    more: tuple[int, int], pages: int | None
-) -> None:
+def test_pages_are_counted_by_the_bytes_of_every_region(more, pages) -> None:
     one = layout(num_heads=2, num_groups=2, draft_heads=2)
     held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
     regions = tuple(RemoteRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))

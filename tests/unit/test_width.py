@@ -61,9 +61,7 @@ def best(rows: int, share: float) -> int:
 
 
 @pytest.mark.product(rows=(1, 64, 8, 32), share=(0.0, 0.1, 0.5, 0.79, 0.95), measured=(True, False))
-def test_it_finds_the_width_of_most_tokens_a_second(
-    rows: int, share: float, measured: bool
-) -> None:
+def test_it_finds_the_width_of_most_tokens_a_second(rows, share, measured) -> None:
     policy = WidthPolicy(WIDTHS, STEP_S if measured else None)
     widths = run(policy, rows, share)[1500:]
     chosen = max(set(widths), key=widths.count)
@@ -114,9 +112,7 @@ def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 4000, *more(40)])
-def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
-    length: int,
-) -> None:
+def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(length) -> None:
     """A step of width W leaves drafts for a window of W; a row's first window has none."""
     policy, rows = WidthPolicy(WIDTHS, STEP_S), 32
     rng, widths, before = random.Random(3), [], 1

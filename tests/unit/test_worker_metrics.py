@@ -41,7 +41,7 @@ def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
     ],
 )
 def test_a_step_counts_under_its_path_and_an_eager_one_under_its_reason(
-    metrics: WorkerMetrics, said: str, path: str, reason: str | None
+    metrics: WorkerMetrics, said, path, reason
 ) -> None:
     meter, plan = StepMeter(metrics), Plan(1, chunks=(Chunk(1, 0, (5, 6, 7)),))
     meter.launched(plan)
@@ -92,7 +92,7 @@ def test_windows_count_rows_and_what_they_accepted(
 
 @pytest.mark.parametrize(("reads_text", "share"), [(False, 0.75), (True, 0)])
 def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
-    metrics: WorkerMetrics, reads_text: bool, share: float
+    metrics: WorkerMetrics, reads_text, share
 ) -> None:
     meter, drafts = StepMeter(metrics), [(5,), (6,), (7,), (8,)]
     meter.verifies(2, reads_text=reads_text)
