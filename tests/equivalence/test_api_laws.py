@@ -292,7 +292,6 @@ def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
         sent = [alone.client.submit(prompts[0], sampling)]
         sent.append(alone.client.submit(prompts[0], wishes()[0]))
         cut, free = alone.client.wait(sent)
-    assert cut.error is not None
     assert (cut.error.code, cut.finish_reason) == ("invalid_value", FinishReason.ERROR)
     assert cut.num_finals == 1
     assert "<state>" not in cut.error.message
@@ -310,7 +309,6 @@ def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
     }
     for param, sampling in cases.items():
         answer = alone.client.generate([problem_ids(1)[0]], sampling)[0]
-        assert answer.error is not None
         assert (answer.error.code, answer.error.param) == ("invalid_value", param)
     alone.wait_idle()
 

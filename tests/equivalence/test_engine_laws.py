@@ -237,6 +237,5 @@ def test_impossible_requests_are_refused_with_a_reason(alone: Running) -> None:
     ]
     for tokens, sampling in cases:
         answer = alone.client.generate([tokens], sampling)[0]
-        assert answer.error is not None
         assert answer.error.code == "invalid_value"
     alone.wait_idle()

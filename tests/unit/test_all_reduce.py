@@ -237,8 +237,6 @@ else:
         """Ranks come late to a call, and are slow to read; by the kernels in a file."""
         here = Rank(rank, regions, limit_ns=10**9)
         spec = spec_from_file_location("changed_kernels", path)
-        assert spec is not None
-        assert spec.loader is not None
         kernels: Any = module_from_spec(spec)
         spec.loader.exec_module(kernels)
         if rank == 0:  # slow to read what has come

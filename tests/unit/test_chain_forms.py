@@ -147,7 +147,6 @@ def test_a_layer_is_found_by_the_name_that_either_project_gives_it(
 def test_ids_are_the_target_s(tmp_path: Path, target: Decoder) -> None:
     tensors = write_chain(tmp_path, "specforge", TARGET, own=("t2d",), **REDUCED)
     id_map = load(tmp_path, target).id_map
-    assert id_map is not None
     assert id_map.dtype == torch.int64
     assert id_map.tolist() == tensors["t2d"].nonzero().flatten().tolist()
     write_chain(tmp_path / "full", "specforge", TARGET)

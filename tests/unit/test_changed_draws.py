@@ -183,7 +183,6 @@ else:
         rows, changes = changed_rows(10, 250, **FILTERS if tail == "filtered" else {})
         made = made_of(changes, 10, 250, 3, dtype) * torch.tensor([0.3, 1.0] * 5)[:, None]
         made = made.nan_to_num(neginf=float("-inf")).to(dtype)
-        assert changes.masks is not None
         plain = ((rows.penalty_slot == 0) & (changes.masks.line == 0)).nonzero().flatten().tolist()
         assert len(plain) >= 2
         mixed = draw.draw_triton(made, rows, tail, changes=changes)
@@ -224,7 +223,6 @@ else:
     def test_a_mask_that_leaves_stop_ids_alone_goes_before_min_len() -> None:
         rows, changes = changed_rows(10, 250)
         made = made_of(changes, 10, 250, 5, torch.float32)
-        assert changes.masks is not None
         changes = replace(changes, masks=changes.masks._replace(line=torch.full((10,), 1)))
         for tail in ("random", "filtered"):
             tokens = draw.draw_triton(made, rows, tail, changes=changes)

@@ -75,7 +75,6 @@ class Supervised:
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
         assert how == "crash" or self.process.stdout.readline() == "up\n"
 
     def over(self) -> tuple[int, str]:

@@ -145,8 +145,6 @@ class Device:
     def sample(self, row: int, position: int) -> Drawn:
         """Draw at `position` of an active row and move its state on."""
         start = self.start[row]
-        assert start is not None
-        assert start.sampling is not None
         stops = stop_set(start.sampling)
         prefix = self.memory[self.slot(row, position - 1)]
         token = draw(prefix, start.sampling.seed, position, stops, start.min_len)
@@ -266,7 +264,6 @@ class Simulation:
 
     def place(self, req: Req) -> None:
         """As worker.requests.admission.Admission.place."""
-        assert req.hold is not None
         if req.num_computed_tokens == len(req.tokens) - 1:
             self.counts["cached"] += 1
             self.scheduler.commit(req)
@@ -391,7 +388,6 @@ class Simulation:
 
     def bind_pull(self, pull: Pull) -> None:
         hold = pull.req.hold
-        assert hold is not None
         end = self.random.randint(pull.num_landed + 1, pull.num_pages)
         before = list(hold.pages), set(hold.private), hold.num_reserved
         try:
@@ -417,7 +413,6 @@ class Simulation:
                 value = kv[position] if position < pull.num_stored else mix(position, page)
                 self.device.memory[page * size + offset] = value
         if not pull.running:
-            assert pull.req.hold is not None
             pull.num_landed = len(pull.req.hold.pages)
 
     # The device.
@@ -432,7 +427,6 @@ class Simulation:
         writable: Counter[int] = Counter()
         for row in rows:
             req = by_row[row]
-            assert req.hold is not None
             owners[row] = req, self.scripts[req], frozenset(req.hold.private)
             if plan.decode:
                 first = len(req.tokens) - 1
@@ -493,8 +487,7 @@ class Simulation:
 
     def _verify(self, step: Launched, row: int, pulling: set[int]) -> Drawn:
         """A window of one row: its last token, and drafts of which some are right."""
-        device, plan, start = self.device, step.plan, self.device.start[row]
-        assert start is not None
+        device, plan = self.device, step.plan
         first, text = device.seq_len[row], step.owners[row][1].text()
         assert first + plan.width <= plan.max_seq_len_ub
         drafts = [*text[first + 1 : first + plan.width]]
@@ -530,7 +523,6 @@ class Simulation:
         step = self.in_flight.pop(0)
         if step.drawn is None:
             self.execute(step)
-        assert step.drawn is not None
         seen: set[Req] = set()
         for req, drawn, _, reason in self.scheduler.settle(step.plan.step, step.drawn):
             assert req not in seen

@@ -63,7 +63,6 @@ def divided(logits: Tensor, size: int, draw_part: Draw) -> list[Tensor]:
     def told_by_all(gather: Callable[[Tensor], Tensor]) -> list[Tensor]:
         found = []
         for head in heads:
-            assert head.part is not None
             columns = logits[:, head.start : head.stop]
             found.append(draw_part(columns, replace(head.part, gather=gather)))
         return found
@@ -194,7 +193,6 @@ def test_parts_hold_each_id_once_and_begin_where_noise_does() -> None:
         assert heads[-1].stop == vocab_size
         assert len({len(head.weight) for head in heads}) == 1
         for head in heads:
-            assert head.part is not None
             assert head.part.vocab_size == vocab_size
             assert head.part.first % best_pairs.ALIGNMENT == 0
             assert head.start == min(head.part.first, vocab_size)

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 from worker.attention.qk_rope_store import rope_ref, store_kv_ref
-from worker.errors import Unsupported
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.rope import rope_inv_freq, rope_table
-from worker.ops.scaling import RopeScaling
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -64,44 +62,6 @@ def test_rope_is_a_complex_rotation_of_pairs(head_dim):
         expected = torch.cat((rotated.real, rotated.imag), -1)
         assert out.shape == x.shape
         assert (out.double() - expected).abs().max() < 5e-4  # angles up to 1023 rad in f32
-
-
-def test_rope_depends_on_distance_only():
-    q, k = noise(1, 1, 64), noise(1, 1, 64, seed=1)
-    table = rope_table(rope_inv_freq(64, 1e4, None), 256, torch.device("cpu"))
-    scores = []
-    for start in (0, 100, 200):
-        rotated_q, _ = rope_ref(q, k, torch.tensor([start + 9]), table)
-        _, rotated_k = rope_ref(q, k, torch.tensor([start]), table)
-        scores.append((rotated_q * rotated_k).sum())
-    assert torch.allclose(torch.stack(scores), scores[0].expand(3), atol=1e-4)
-
-
-def test_llama3_scaling_matches_its_three_bands():
-    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-    plain = rope_inv_freq(128, 5e5, None).double().tolist()
-    expected = []
-    for rate in plain:
-        turns = 8192 * rate / (2 * math.pi)  # full turns over the original context
-        if turns < 1.0:
-            expected.append(rate / 8.0)
-        elif turns > 4.0:
-            expected.append(rate)
-        else:
-            share = (turns - 1.0) / (4.0 - 1.0)
-            expected.append(rate * (share + (1 - share) / 8.0))
-    got = rope_inv_freq(128, 5e5, scaling).double()
-    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-5)
-
-
-def test_linear_scaling_divides_positions():
-    scaled = rope_inv_freq(64, 1e4, RopeScaling("linear", 4.0))
-    assert torch.allclose(scaled * 4, rope_inv_freq(64, 1e4, None))
-
-
-def test_an_unknown_rope_type_names_the_field():
-    with pytest.raises(Unsupported, match=r"config\.rope_scaling.*'yarn'.*llama3"):
-        RopeScaling("yarn", 4.0)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -463,15 +463,6 @@ else:
         logits[:, 100] = float("-inf")
         assert disagreements(logits, rows, "filtered") == 0
 
-    @pytest.mark.usefixtures("small_blocks")
-    def test_a_row_is_the_same_alone_in_any_batch_and_again() -> None:
-        logits = (noise(3, 500) * 1.5).to(torch.bfloat16)
-        rows = pick(rows_of(5, **CASES["all"]), [0, 3, 4])
-        together = draw.draw_triton(logits, rows, "filtered")
-        for row in (0, 0, 1):
-            alone = draw.draw_triton(logits[[row]], pick(rows, [row]), "filtered")
-            assert alone.item() == together[row]
-
     def test_rows_may_be_part_of_wider_ones() -> None:
         wide = noise(3, 1300)
         rows = rows_of(3, top_p=0.7)

@@ -121,26 +121,6 @@ def test_page_zero_is_never_handed_out() -> None:
         PageAllocator(1)
 
 
-def test_a_fresh_pool_is_one_run() -> None:
-    assert PageAllocator(100).take(99, for_pull=True) == list(range(1, 100))
-
-
-def test_a_page_freed_with_a_step_in_flight_may_be_computed_into_but_not_pulled_into() -> None:
-    pages = PageAllocator(3)
-    taken = pages.take(2, for_pull=True)
-    pages.launched(1)
-    pages.free(taken)
-    pages.launched(2)
-    with pytest.raises(OutOfPages):
-        pages.take(1, for_pull=True)
-    (again,) = pages.take(1, for_pull=False)
-    pages.free([again])  # after launch 2, whose writes it may get
-    pages.settled(1)
-    assert pages.num_pullable == 1
-    pages.settled(2)
-    assert pages.num_pullable == 2
-
-
 def test_step_numbers_only_ascend() -> None:
     pages = PageAllocator(3)
     pages.launched(2)

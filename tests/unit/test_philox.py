@@ -75,13 +75,6 @@ def test_noise_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch, word: i
     assert torch.isfinite(noise).all(), f"word {word:#x} gives {noise[0, 0]}"
 
 
-def test_noise_is_finite_where_it_was_not() -> None:
-    """Words whose upper 24 bits are all ones, found by search with seed 0."""
-    for position, token in ((1229, 2648), (5043, 2766), (6880, 2054)):
-        noise = gumbel_ref(torch.tensor([0]), torch.tensor([position]), token + 1)
-        assert torch.isfinite(noise).all()
-
-
 def test_noise_is_gumbel_and_independent_between_neighbours() -> None:
     from scipy import stats  # two seconds, where these tests run only
 

@@ -121,27 +121,6 @@ def test_tree_agrees_with_a_dictionary_of_prefixes(seed: int) -> None:
     assert num_duplicates > 100
 
 
-def test_everything_unlocked_can_be_evicted() -> None:
-    tree = PrefixTree(2)
-    tree.insert([1, 2, 3, 4, 5, 6], [10, 11, 12])
-    tree.insert([1, 2, 7, 8], [10, 13])
-    node = tree.match([1, 2, 3, 4], 4)
-    tree.lock(node)
-    assert set(tree.evict(9)) == {12, 13}
-    assert tree.evict(1) == []
-    tree.unlock(node)
-    assert tree.evict(9) == [11, 10]
-    assert (tree.num_pages, tree.num_evictable) == (0, 0)
-
-
-def test_match_stops_at_max_tokens_and_at_whole_pages() -> None:
-    tree = PrefixTree(2)
-    tree.insert([1, 2, 3, 4], [5, 6])
-    for max_tokens, num_pages in ((0, 0), (1, 0), (2, 1), (3, 1), (4, 2)):
-        assert len(tree.match([1, 2, 3, 4], max_tokens).path()) == num_pages
-    assert tree.match([1, 3, 3, 4], 4) is tree.root
-
-
 def test_a_hot_prefix_does_not_make_the_eviction_queue_grow() -> None:
     tree = PrefixTree(1)
     tree.insert([1, 2, 3], [1, 2, 3])

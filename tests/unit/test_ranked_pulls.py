@@ -271,17 +271,6 @@ def test_a_link_is_as_fast_as_its_slowest_rank(
     assert team.link().bytes_per_s == 2.0
 
 
-@pytest.mark.parametrize("late", range(4))
-def test_a_pull_is_ok_when_it_is_at_all_ranks(late: int, make: Make) -> None:
-    team = make()
-    _, pull = team.held(late)
-    team.runs_on(pull)
-    assert sum(each.poll_after_s(0.0) < math.inf for each in team.others) == (late > 0)
-    team.gates[late].holds = False
-    assert team.ended(pull) is OK
-    assert team.landed(PAIRS)
-
-
 @pytest.mark.parametrize("broken", range(4))
 @pytest.mark.parametrize("late", range(4))
 def test_a_pull_that_fails_at_a_rank_runs_until_all_have_ended(broken, late, make: Make) -> None:

@@ -356,17 +356,6 @@ def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
     return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
 
 
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    logits, rows, _ = mixed_batch()
-    together = sample(logits.clone(), rows, "filtered")
-    shuffled = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0)).tolist()
-    again = sample(logits[shuffled].clone(), pick(rows, shuffled), "filtered")
-    assert torch.equal(again, together[shuffled])
-    for index in range(0, len(logits), 5):
-        alone = sample(logits[[index]].clone(), pick(rows, [index]), "filtered")
-        assert alone.item() == together[index]
-
-
 def test_every_tail_that_serves_a_row_draws_the_same() -> None:
     logits, rows, cases = mixed_batch()
     together = sample(logits.clone(), rows, "filtered")
@@ -376,25 +365,6 @@ def test_every_tail_that_serves_a_row_draws_the_same() -> None:
         for tail in TAILS[least:]:
             token = sample(logits[[index]].clone(), pick(rows, [index]), tail)
             assert token.item() == together[index], (case, tail)
-
-
-def test_a_greedy_row_takes_the_likeliest_beside_sampled_ones() -> None:
-    logits, rows, cases = mixed_batch()
-    tokens = sample(logits.clone(), rows, "filtered")
-    greedy = [i for i, case in enumerate(cases) if case.temperature == 0]
-    assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
-    assert not torch.equal(tokens, logits.argmax(-1))
-
-
-def test_a_greedy_row_draws_no_stop_token_too_early() -> None:
-    logits = torch.zeros(1, 8)
-    logits[0, 5], logits[0, 6] = 9.0, 8.0
-    case = Case(temperature=0.0, stops=(5,), masked=True)
-    at = torch.tensor([4])
-    for tail in TAILS[1:]:
-        assert sample(logits.clone(), rows_of([case], at, at), tail).item() == 6
-        allowed = replace(case, masked=False)
-        assert sample(logits.clone(), rows_of([allowed], at, at), tail).item() == 5
 
 
 @pytest.mark.parametrize("case", [Case(top_k=1), Case(top_p=1e-9), Case(min_p=0.999999)])
@@ -411,16 +381,6 @@ def test_equal_logits_survive_top_k_as_exactly_k_tokens() -> None:
     assert len(sample(torch.zeros(2_000, 10), rows, "filtered").unique()) == 3
 
 
-def test_the_position_changes_the_draw_and_a_replay_does_not() -> None:
-    case = [Case()] * 400
-    logits = logits_of(3).repeat(400, 1)
-    seed, position = torch.full((400,), 5), torch.arange(400)
-    first = sample(logits.clone(), rows_of(case, seed, position), "random")
-    again = sample(logits.clone(), rows_of(case, seed, position), "random")
-    assert torch.equal(first, again)
-    assert len(first.unique()) > 5
-
-
 def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
@@ -433,7 +393,6 @@ def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
 
 def of_row(changes: Changes, row: int) -> Changes:
     """`changes` for a batch of this row alone."""
-    assert changes.masks is not None
     line = changes.masks.line[[row]]
     return replace(changes, masks=changes.masks._replace(line=line))
 
@@ -484,7 +443,6 @@ def test_a_row_of_a_window_counts_the_drafts_before_it(width: int) -> None:
     rows = replace(rows, penalty_slot=slot.repeat_interleave(width))
     changes = replace(changes_of(cases), drafts=drafts)
     masks = changes.masks
-    assert masks is not None
     masks = masks._replace(line=masks.line.repeat_interleave(width))
     logits = torch.stack([logits_of(i) for i in range(len(windows))])
     tokens = sample(logits, rows, "filtered", replace(changes, masks=masks))

@@ -163,7 +163,6 @@ def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) 
     answer: queue.SimpleQueue[Link | DialFailed] = queue.SimpleQueue()
     local(transport, prefill).dial(prefill.member, answer.put)
     event = answer.get(timeout=HANG_S)  # all ranks are reached, and the first read fails
-    assert isinstance(event, DialFailed)
     assert "a first read failed: gone" in str(event.error)
     assert not transport.open
 

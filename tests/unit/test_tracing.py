@@ -58,7 +58,6 @@ def test_stages_within_a_stage_end_with_it(made: Made) -> None:
         ("prefill_queue", 1500, 2000), ("prefill", 0, 2000),
     ]  # fmt: skip
     *inner, outer = made.raw()
-    assert outer.context is not None
     assert {span.parent and span.parent.span_id for span in inner} == {outer.context.span_id}
 
 
@@ -198,10 +197,7 @@ def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) ->
     other.leave(2.0)
     trace.leave(3.0)
     decode, dispatch = made.raw()
-    assert decode.parent is not None
-    assert dispatch.context is not None
     assert decode.parent.span_id == dispatch.context.span_id
-    assert decode.context is not None
     assert f"{decode.context.trace_id:032x}" in PARENT
     assert decode.context.trace_state.to_header() == "a=b,c=d"
 
@@ -244,7 +240,6 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         port = silent.getsockname()[1]
         config = TracingConfig(endpoint=f"http://127.0.0.1:{port}", sample_ratio=1.0)
         tracer = tracer_of(config, "router", "router-0")
-        assert tracer is not None
         trace = tracer.of_headers({}, 0.0)
         trace.add("stage", 0.0, 1.0, {})
         assert asked.wait(HANG_S)
@@ -264,7 +259,6 @@ def test_a_dead_collector_is_one_line(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
-    assert tracer is not None
     for number in range(3):
         sdk = logging.getLogger(f"opentelemetry.exporter.some.{number}")
         sdk.error("failed\nto export", exc_info=ValueError())
@@ -283,7 +277,6 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
     monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
-    assert tracer is not None
     for _ in range(2):
         tracer.of_headers({"traceparent": PARENT, "tracestate": "no pair"}, 0.0)
         logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
@@ -331,7 +324,6 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         wanted = endpoint if endpoint == "auto" else collector.url + endpoint
         tracer = tracer_of(TracingConfig(endpoint=wanted), "decode", "decode-0")
-        assert tracer is not None
         tracer.of_headers({}, 0.0).add("stage", 0.0, 1.0, {})
         tracer.close()
     assert collector.paths == {"/otlp/v1/traces" if "otlp" in endpoint else "/v1/traces"}
