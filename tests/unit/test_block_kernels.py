@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
 from worker.drafts import kept_rows, kept_rows_triton
@@ -37,24 +37,16 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_hopper_without_one() -> None:
-        types = dict.fromkeys(("rows", "position", "drawn", "out"), "*i64")
-        types |= {"valid": "*u8", "page_table": "*i32", "stride": "i32", "stride_table": "i32"}
-        constants = dict(WIDTH=4, WIDTH_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        kernel = kept_rows_triton._kept_rows_kernel
-        assert "griddepcontrol.wait" in ptx_of(
-            kernel, types, constants, num_warps=1, launch_pdl=True
-        )
-        names = "kv", "k_cache", "v_cache", "k_weights"
-        types = dict.fromkeys(names, "*bf16") | {"table": "*fp32", "eps": "fp32"}
-        types |= dict.fromkeys(("positions", "slot_mapping"), "*i64")
-        strides = "kv", "layer", "page", "head", "token"
-        types |= {f"stride_{name}": "i32" for name in strides}
-        constants = dict(
-            NUM_KV_HEADS=8, HEAD_DIM=128, PAGE_SIZE=64, HEADS=8, BLOCK=64, NORM=True, PDL=True
-        )
-        kernel = layers_rope_store_triton._layers_rope_store_kernel
-        ptx = ptx_of(kernel, types, constants, num_warps=4, launch_pdl=True)
-        assert "st.global.v2.b32" in ptx
+        columns = columns_of(torch.Generator().manual_seed(0))
+        with compiling(kept_rows_triton):
+            kept_rows_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
+        kv, table = torch.empty(2, 2048).bfloat16(), torch.empty(64, 128)
+        cache, at = torch.empty(2, 8, 64, 128).bfloat16(), torch.zeros(2, dtype=torch.int64)
+        with compiling(layers_rope_store_triton) as found:
+            layers_rope_store_triton.layers_rope_store_triton(
+                kv, at, table, [(cache, cache)], at, kv[:1, :128].contiguous(), 1e-6
+            )
+        assert "st.global.v2.b32" in found["_layers_rope_store_kernel"]
 
     @pytest.mark.parametrize("normed", [False, True])
     def test_layers_are_stored_as_each_by_itself(normed: bool) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole, whole
 from tests.unit.test_kernels_triton import pick, rows_of
 from worker.api import MAX_STOP_IDS
@@ -101,7 +101,6 @@ def made_of(changes: Changes, m: int, vocab: int, seed: int, dtype: torch.dtype)
 
 
 if not INTERPRETED:
-    from tests.unit.test_kernels_triton import compiling
 
     @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1), (torch.float32, 4)])
     def test_changed_draws_compile_for_hopper_without_one(

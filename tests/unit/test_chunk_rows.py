@@ -11,7 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from tests.support import pairwise as products
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from worker.api import Sampling
 from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
@@ -68,17 +68,11 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_compiles_for_hopper_without_one() -> None:
-        types = {"words": "*i32", "page_table": "*i32", "out": "*i64", "tables": "*i32"}
-        constants = {
-            "NUM_LINES": chunk_rows.NUM_LINES, "PAGE_SIZE": 64, "BLOCK": chunk_rows_triton.BLOCK,
-            "PDL": True,
-        }  # fmt: skip
-        names = chunk_rows_triton._chunk_rows_kernel.arg_names
-        types |= {name: "i32" for name in names if name not in types and name not in constants}
-        ptx = ptx_of(
-            chunk_rows_triton._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True
-        )
-        assert "griddepcontrol.wait" in ptx
+        sent, table = inputs([5], 4, new=True)
+        with compiling(chunk_rows_triton):
+            chunk_rows_triton.chunk_rows_triton(
+                sent, table, PAGE_SIZE, torch.zeros(3, 256).long(), 16, torch.zeros(4, 8).int()
+            )
 
     def test_a_batch_of_chunks_lies_where_its_plan_says() -> None:
         state = state_of(5)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
 from tests.unit.test_draft_rows import draws_case
 from tests.unit.test_kernels_triton import rows_of
@@ -200,7 +200,6 @@ def test_parts_hold_each_id_once_and_begin_where_noise_does() -> None:
 
 
 if not INTERPRETED:
-    from tests.unit.test_kernels_triton import compiling
 
     def test_the_kernels_compile_for_hopper_without_one() -> None:
         with compiling(best_pairs_triton):

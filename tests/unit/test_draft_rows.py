@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
 from worker.ops.jit import HAS_TRITON
@@ -124,23 +124,12 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_hopper_without_one() -> None:
-        i64 = dict.fromkeys(
-            ("rows", "position", "drawn", "seq_len", "max_len", "kept", "last", "ahead"), "*i64"
-        )
-        types = i64 | {"valid": "*u8", "active": "*u8", "page_table": "*i32", "lens": "*i32"}
-        types |= dict.fromkeys(("stride", "stride_rows", "stride_table"), "i32")
-        constants = dict(WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        ptx = ptx_of(
-            draft_rows_triton._draft_rows_kernel, types, constants, num_warps=1, launch_pdl=True
-        )
-        assert "griddepcontrol.wait" in ptx
-        types = dict.fromkeys(("rows", "position", "seed", "ids", "tokens"), "*i64")
-        types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
-        types |= {"first": "i32", "num_ids": "i32", "stride": "i32"}
+        columns = columns_of(torch.Generator().manual_seed(0))
+        with compiling(draft_rows_triton):
+            draft_rows_triton.draft_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
         for mapped in (False, True):
-            constants = dict(NUM=3, BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
-            constants |= {"PDL": True}
-            kernel = draft_draws_triton._best_draft_kernel
-            assert "griddepcontrol" in ptx_of(
-                kernel, types, constants, num_warps=4, launch_pdl=True
-            )
+            logits, *rest = draws_case(97, mapped, 3)
+            with compiling(draft_draws_triton):
+                draft_draws_triton.draw_drafts_triton(
+                    logits.bfloat16(), *rest, torch.full((6, 3), 5)
+                )

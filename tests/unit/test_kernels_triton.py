@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 from unittest import mock
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
 from worker.attention import qk_rope_store, qk_rope_store_triton
@@ -149,54 +147,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 if not INTERPRETED:
-
-    @contextmanager
-    def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
-        """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""
-        found: dict[str, str] = {}
-
-        class Compiled:
-            def __init__(self, kernel: Any) -> None:
-                self.kernel = kernel
-
-            def __getitem__(self, grid: tuple[int, ...]) -> Any:
-                return self.compile
-
-            def compile(self, *args: Any, **given: Any) -> None:
-                names, name = self.kernel.arg_names, self.kernel.__name__
-                name += "_top_p" if given.get("PROBABLE") else ""
-                name += "_try" if given.get("TRY") else ""
-                name += "_checked" if given.get("CHECKED") else ""
-                if name in found:
-                    return
-                types = dict(zip(names, map(type_of, args), strict=False))
-                given |= {"PDL": True, "launch_pdl": True}
-                if "EXACT" in names:
-                    given["EXACT"] = True
-                constants = {each: given.pop(each) for each in names if each in given}
-                ptx = ptx_of(self.kernel, types, constants, **given)
-                found[name] = ptx
-
-        kernels = only or [name for name in vars(module) if name.endswith("_kernel")]
-        with mock.patch.multiple(
-            module, **{name: Compiled(getattr(module, name)) for name in kernels}
-        ):
-            yield found
-        assert set(kernels) <= set(found)
-        for ptx in found.values():
-            assert ptx.index("griddepcontrol.wait") < ptx.index("st.global")
-            assert "griddepcontrol.launch_dependents" in ptx
-            assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
-
-    def type_of(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return type(value)(*map(type_of, value))
-        if value is None:
-            return "constexpr"
-        if isinstance(value, Tensor):
-            names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-            return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
-        return "fp32" if isinstance(value, float) else "i32"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_the_layer_kernels_compile_for_hopper_without_one(dtype: torch.dtype) -> None:
