@@ -58,7 +58,7 @@ def ends_with_a_page(ask: Ask) -> Ask:
     """Its last KV fills a page, so the tree gets what its last step has written."""
     most = ask.sampling.max_tokens
     most -= (len(ask.prompt) + most - 1) % 16
-    return replace(ask, sampling=msgspec.structs.replace(ask.sampling, max_tokens=most))
+    return ask.with_sampling(max_tokens=most)
 
 
 def check(made: Any, asked: list[Ask], directory: Path) -> None:

@@ -13,14 +13,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
 from tests.support.counted import value
-from tests.support.delay_mix import differing, mix
+from tests.support.delay_mix import differing, mix, own_seeds
 from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
 from tests.support.drafter_workers import MAX_LEN, workers
 from tests.support.engines import Answer
@@ -143,14 +142,8 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
 @cache
 def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
     """Requests, and what they are answered without speculation where pages are few."""
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
-    base = workers(num_prefill=num_prefill, num_tokens=800)
-    wanted = base.serve(asked)
-    base.close()
-    return asked, wanted
+    asked = own_seeds(mix())
+    return asked, plain(asked, num_prefill=num_prefill, num_tokens=800)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +161,9 @@ def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known
     made.close()
 
 
-def plain(asked: Sequence[Ask]) -> list[Answer]:
+def plain(asked: Sequence[Ask], **options: int) -> list[Answer]:
     """What they are answered without speculation."""
-    base = workers()
+    base = workers(**options)
     found = base.serve(asked)
     base.close()
     return found
@@ -231,8 +224,7 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
     made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
     rest = MAX_LEN - len(asked[0].prompt)
-    longest = msgspec.structs.replace(asked[0].sampling, max_tokens=rest)
-    last = replace(asked[0], sampling=longest, at=NUM + 1)
+    last = replace(asked[0], at=NUM + 1).with_sampling(max_tokens=rest)
     asked = [*asked, last]
     answers, reference = made.serve(asked), reference_of(directory)
     wanted = known.answers["seeded"]

@@ -3,20 +3,17 @@
 Requests of every kind wait for, preempt and share few rows and pages.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
+from tests.support.delay_mix import differing, mix, own_seeds, workers
 from tests.support.engines import Answer
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.lockstep import DECODE, Ask, Window
 from tests.support.ngram_reference import ngram_reference
 from tests.support.pairwise import every, more, pairwise, whole
 from worker.drafts.ngram import Ngram
@@ -33,40 +30,20 @@ CASES = every(FACTORS) if whole else pairwise(FACTORS)
 
 def requests() -> list[Ask]:
     """Some prompts say the same again; some grammars make the answers do so."""
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
+    asked = own_seeds(mix())
     for number in range(0, len(asked), 3):
         prompt = asked[number].prompt
         asked[number] = replace(asked[number], prompt=[*prompt[:30], *prompt[:40]])
     grammar = LLMatcher.grammar_from_regex("(7 cats, ){9}")
     for number in (9, 14, 2):
-        sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
-        asked[number] = replace(asked[number], sampling=sampling)
+        asked[number] = asked[number].with_sampling(grammar=grammar)
     return asked
-
-
-def workers(
-    widths: tuple[int, ...], page_size: int, num_prefill: int, *, overlap: bool, drafter: str
-) -> Lockstep:
-    config = sections("cpu", "always" if num_prefill else "never")
-    config["kv"]["page_size"] = page_size
-    config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
-    config["spec"] = {
-        "drafter": drafter, "widths": list(widths), "ngram_min": MIN, "ngram_max": MAX,
-    }  # fmt: skip
-    made = Lockstep(config, num_prefill=num_prefill)
-    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
-    if not overlap:
-        made.one_at_a_time()
-    return made
 
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[Ask], list[Answer]]:
     """The requests, and their answers without speculation."""
-    asked, made = requests(), workers((1,), 16, 0, overlap=True, drafter="none")
+    asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     made.close()
     return asked, answers
@@ -97,7 +74,8 @@ def test_lookup_changes_no_token_and_finds_what_is_there(
     widths, page_size, num_prefill, overlap, plain: tuple[list[Ask], list[Answer]]
 ) -> None:
     asked, wanted = plain
-    made = workers(widths, page_size, num_prefill, overlap=overlap, drafter="ngram")
+    spec = {"drafter": "ngram", "ngram_min": MIN, "ngram_max": MAX}
+    made = workers(num_prefill, page_size, widths, overlap=overlap, **spec)
     assert isinstance(made.engines[DECODE].runner.loaded.drafter, Ngram)
     found = made.serve(asked)
     made.close()

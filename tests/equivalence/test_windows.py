@@ -5,6 +5,7 @@ and logprobs have to equal those of plain decode, and the accept trace what the 
 requests of every kind that wait for, preempt and share few rows and pages.
 """
 
+import itertools
 import pkgutil
 import random
 from collections.abc import Callable, Sequence
@@ -17,16 +18,15 @@ import torch
 from llguidance import LLMatcher
 from torch import Tensor
 
-from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
+from tests.support.delay_mix import differing, mix, own_seeds, sections, workers
 from tests.support.delays import Delays
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from tests.support.prompts import problem_ids
-from worker.api import Sampling
+from worker.api import Sampling, Window
 from worker.forward.draws import Masks
 from worker.step.rows import SampledRows
 
@@ -40,34 +40,14 @@ CASES = every(FACTORS) if whole else pairwise(FACTORS)
 
 
 def requests() -> list[Ask]:
-    """Each has a seed of its own, by which the oracle knows it.
-
-    Some have grammars in which every token allows others than the one before, and which end within
-    a window.
+    """Some have grammars in which every token allows others than the one before, and which end
+    within a window.
     """
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
+    asked = own_seeds(mix())
     for number, times in ((9, 4), (14, 30), (2, 7)):
         grammar = LLMatcher.grammar_from_regex(f"([0-9][a-z]){{{times}}}")
-        sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
-        asked[number] = replace(asked[number], sampling=sampling)
+        asked[number] = asked[number].with_sampling(grammar=grammar)
     return asked
-
-
-def workers(
-    num_prefill: int, page_size: int, widths: tuple[int, ...], *, overlap: bool = True
-) -> Lockstep:
-    config = sections("cpu", "always" if num_prefill else "never")
-    config["kv"]["page_size"] = page_size
-    config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
-    config["spec"] = {"widths": list(widths)}
-    made = Lockstep(config, num_prefill=num_prefill)
-    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
-    if not overlap:
-        made.one_at_a_time()
-    return made
 
 
 def scripts(asked: list[Ask], answers: list[Answer], seed: int = 1) -> dict[int, Script]:
@@ -126,6 +106,46 @@ def test_delays_change_no_token_of_windows_that_change(
     assert not differing(asked, found, wanted, exact=False)
 
 
+def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(
+    plain: tuple[list[Ask], list[Answer]],
+) -> None:
+    """`return_trace`: what it is told of its windows is what the scheduler settled.
+
+    Of requests that share rows, are preempted, cut and given up; every second one asks.
+    """
+    asked = [
+        ask if number % 2 else ask.with_sampling(return_trace=True)
+        for number, ask in enumerate(plain[0])
+    ]
+    widths = 1, 2, 4, 8
+    made = workers(1, 16, widths)
+    Oracle(made.engines[DECODE], scripts(*plain))
+    found = made.serve(asked)
+    made.close()
+    assert value(made.engines[DECODE].metrics.preemptions) > 0
+    accepted = set[int]()
+    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
+        if not ask.sampling.return_trace:
+            assert not answer.windows
+            continue
+        if ask.abort is not None or ask.abort_in_chunk or ask.cut is not None:
+            continue  # its last chunk may have come too late to be taken
+        assert answer.windows == [
+            Window(each.position, each.width, each.drafts, each.num - 1)
+            for each in made.windows[number]
+        ]
+        for before, after in itertools.pairwise(answer.windows):  # tokens of a prefill between
+            assert before.position + before.num_accepted + 1 <= after.position
+        accepted |= {each.num_accepted for each in answer.windows}
+    assert min(accepted) == 0
+    assert max(accepted) > 1
+    wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
+    windows = made.engines[DECODE].meter.windows
+    assert windows.num_windows == len(wide)
+    places = range(1, max(widths))
+    assert windows.accepted == [sum(each.num > place for each in wide) for place in places]
+
+
 def ends(ask: Ask, made: Lockstep) -> tuple[int, Any]:
     """Where a request ends: its max_len, and whether a token at a position is a stop."""
     sampling, num = ask.sampling, len(ask.prompt)
@@ -169,9 +189,8 @@ def test_a_run_ends_at_every_place_and_offset_of_a_page(width: int) -> None:
     longest = Sampling(2 * width + 4, ignore_eos=True)
     base, asked, texts, errors = workers(0, 16, (1,)), [], [], []
     before = [
-        Ask(
-            prompts[seed % 31],
-            msgspec.structs.replace(longest, temperature=temperatures[seed % 3], seed=seed),
+        Ask(prompts[seed % 31], longest).with_sampling(
+            temperature=temperatures[seed % 3], seed=seed
         )
         for seed in range(len(cases))
     ]
@@ -179,7 +198,7 @@ def test_a_run_ends_at_every_place_and_offset_of_a_page(width: int) -> None:
         text = [*first.prompt, *answer.tokens]
         sampling, wrong = ending(*cases[seed], text, len(first.prompt))
         drawn = {"temperature": first.sampling.temperature, "seed": seed}
-        asked.append(replace(first, sampling=msgspec.structs.replace(sampling, **drawn)))
+        asked.append(replace(first, sampling=sampling).with_sampling(**drawn))
         texts.append(text)
         errors.append(wrong)
     wanted = base.serve(asked)

@@ -1,12 +1,14 @@
 """Requests of every kind, over so few pages and rows that they wait for, preempt and share."""
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
-import msgspec
 from llguidance import LLMatcher
 
+from tests.support.any_width import AnyWidth
 from tests.support.engines import Answer
-from tests.support.lockstep import Ask
+from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import whole
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
@@ -63,18 +65,11 @@ def mix(*, entire: bool = whole) -> list[Ask]:
     num_of_a_kind, num_cut_short = (3, 8) if entire else (2, 5)
     prompts, asked = problem_ids(40), []
     for number, sampling in enumerate(kinds() * num_of_a_kind):
-        sampling = msgspec.structs.replace(sampling, seed=number)
-        at = 4 * (number // 3)
-        asked.append(Ask(prompts[number], sampling, at, local=number % 7 == 3))
+        ask = Ask(prompts[number], sampling, at=4 * (number // 3), local=number % 7 == 3)
+        asked.append(ask.with_sampling(seed=number))
     for number, ask in list(enumerate(asked))[1::9]:  # n = 2
-        asked.append(
-            Ask(
-                ask.prompt,
-                msgspec.structs.replace(ask.sampling, seed=50 + number),
-                ask.at,
-                after=number,
-            )
-        )
+        again = replace(ask, local=False, after=number)
+        asked.append(again.with_sampling(seed=50 + number))
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     for number in range(3):
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
@@ -85,6 +80,26 @@ def mix(*, entire: bool = whole) -> list[Ask]:
         asked.append(Ask(prompts[20 + number], long, 2 + 7 * number, abort=3 + number))
         asked.append(Ask(prompts[number], long, 7 * number, local=True, abort=5 + number))
     return asked
+
+
+def own_seeds(asked: Sequence[Ask]) -> list[Ask]:
+    """Each with a seed by which a drafter may know it."""
+    return [ask.with_sampling(seed=1000 + number) for number, ask in enumerate(asked)]
+
+
+def workers(
+    num_prefill: int, page_size: int, widths: Sequence[int], *, overlap: bool = True, **spec: object
+) -> Lockstep:
+    """Few pages and rows; windows whose widths change at random. spec: more of that section."""
+    config = sections("cpu", "always" if num_prefill else "never")
+    config["kv"]["page_size"] = page_size
+    config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
+    config["spec"] = {"widths": list(widths), **spec}
+    made = Lockstep(config, num_prefill=num_prefill)
+    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
+    if not overlap:
+        made.one_at_a_time()
+    return made
 
 
 def leaving() -> list[Ask]:

@@ -8,8 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.chain_reference import ChainReference, Reference
 from tests.support.dflash_reference import DFlashReference
@@ -38,17 +36,12 @@ class Known:
         ids, longest = problem_ids(2 * NUM), Sampling(NUM_TOKENS, temperature=0.0, ignore_eos=True)
         prompts = [ids[2 * number] + ids[2 * number + 1] for number in range(NUM)]
         greedy = [
-            Ask(prompt, msgspec.structs.replace(longest, seed=number), number)
+            Ask(prompt, longest, number).with_sampling(seed=number)
             for number, prompt in enumerate(prompts)
         ]
         filters = {}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}
         seeded = [
-            replace(
-                ask,
-                sampling=msgspec.structs.replace(
-                    longest, temperature=0.7, seed=(number + 1 << 35) + 5, **filters[number % 3]
-                ),
-            )
+            ask.with_sampling(temperature=0.7, seed=(number + 1 << 35) + 5, **filters[number % 3])
             for number, ask in enumerate(greedy)
         ]
         asked, made = {"greedy": greedy, "seeded": seeded}, workers()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole, whole
-from tests.unit.test_kernels_triton import pick, rows_of
+from tests.support.stepped_rows import pick
+from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
 from worker.draw import changes_triton, logprobs, logprobs_triton
 from worker.draw import draw_rows_triton as draw_rows

@@ -207,20 +207,6 @@ if not INTERPRETED:
                 best_pairs_triton.best_pairs_triton(torch.zeros(2, 80), ids, 1 << 30)
             best_pairs_triton.best_ids_triton(torch.zeros(4, 2).long())
 
-    def without_offset(real: Any) -> Any:
-        """Each rank takes its columns for the first ones."""
-        return lambda x, ids: real(x, ids - ids[:1])
-
-    def noise_of_the_first(real: Any) -> Any:
-        return lambda seed, position, num_ids, first: real(seed, position, num_ids)
-
-    def stops_of_the_first(real: Any) -> Any:
-        return lambda logits, rows, first: real(logits, rows)
-
-    def highest_id(real: Any) -> Any:
-        """Of a rank's equal values."""
-        return lambda values, ids: real(values.flip(1), ids.flip(0))
-
     def last_rank(real: Any) -> Any:
         """Of equal values: ids are not compared."""
 
@@ -241,19 +227,19 @@ if not INTERPRETED:
 
         return pairs
 
-    def own_best(real: Any) -> Any:
-        """No rank listens to the others."""
-        return lambda pairs: real(pairs[:1])
-
     WRONG: dict[str, tuple[str, Callable[[Any], Any]]] = {
-        "ids without the offset": ("best_pairs_ref", without_offset),
-        "noise without the offset": ("gumbel_ref", noise_of_the_first),
-        "stops without the offset": ("ban_early_stops", stops_of_the_first),
-        "the highest of equal ones": ("best_pairs_ref", highest_id),
+        "ids without the offset": (
+            "best_pairs_ref", lambda real: lambda x, ids: real(x, ids - ids[:1]),
+        ),
+        "noise without the offset": ("gumbel_ref", lambda real: lambda *args: real(*args[:3])),
+        "stops without the offset": ("ban_early_stops", lambda real: lambda *args: real(*args[:2])),
+        "the highest of equal ones": (
+            "best_pairs_ref", lambda real: lambda values, ids: real(values.flip(1), ids.flip(0)),
+        ),
         "values without ids": ("best_ids_ref", last_rank),
         "bits as integers": ("best_pairs_ref", bits_as_integers),
-        "the first rank's alone": ("best_ids_ref", own_best),
-    }
+        "the first rank's alone": ("best_ids_ref", lambda real: lambda pairs: real(pairs[:1])),
+    }  # fmt: skip
 
     def check_targets() -> None:
         for tail in TAILS:

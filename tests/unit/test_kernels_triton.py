@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 from unittest import mock
 
@@ -128,10 +128,6 @@ def columns(num_rows: int, device: str = "cpu") -> Any:
     ints = tuple(at * 2**40 + i for i in range(4))
     floats = tuple(at + i / 8 for i in range(6))
     return ints, floats, at[:, None] * 100 + torch.arange(MAX_STOP_IDS, device=device)
-
-
-def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
-    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """`sample` against the exact distribution, with every filter and penalty alone and all together."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.stepped_rows import pick
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.draw import sampler
 from worker.draw.logprobs import logprobs
@@ -188,14 +188,9 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
     number = torch.arange(DRAWS)
     seed, position = number // 200 * 7919 + 11, number % 200 + 5
     rows = rows_of([case], seed, position)
-    rows = replace(
-        rows,
-        **{
-            each.name: getattr(rows, each.name).expand(DRAWS, *getattr(rows, each.name).shape[1:])
-            for each in fields(rows)
-            if getattr(rows, each.name).shape[0] == 1
-        },
-    )
+    columns = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    wide = {k: v.expand(DRAWS, *v.shape[1:]) for k, v in columns.items() if len(v) == 1}
+    rows = replace(rows, **wide)
     changes = changes_of([case])
     changes = replace(changes, masks=Masks(changes.masks.words, changes.masks.line.expand(DRAWS)))
     any_change = case.has_penalties or case.allowed
@@ -238,18 +233,6 @@ def test_the_random_tail_follows_it_too(name: str) -> None:
     assert p_value(logits_of(2), CASES[name], "random") > REJECT
 
 
-def halves_share_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(seed, position, vocab_size // 2).repeat(1, 2)
-
-
-def noise_without_position(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(torch.zeros_like(seed), position, vocab_size, first)
-
-
-def too_small_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(seed, position, vocab_size, first) * 0.9
-
-
 def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     """`sampler.attribute(values, rows, ...)` with other parameters than those of the row."""
     original = getattr(sampler, attribute)
@@ -282,30 +265,13 @@ def divides_all(logits: Tensor, rows: SamplingRows, penalties: Changes) -> Tenso
     return torch.where(seen, logits / rows.repetition_penalty[:, None], logits)
 
 
-def counts_prompt(penalties: Changes) -> None:
-    penalties.counts.add_(penalties.in_prompt)
-
-
-def counts_once(penalties: Changes) -> None:
-    penalties.counts.clamp_(max=1)
-
-
-def forgets_prompt(penalties: Changes) -> None:
-    penalties.in_prompt.zero_()
-
-
-def neighbours(mask: Tensor, vocab_size: int) -> Tensor:
-    return unpack(mask, vocab_size).roll(1, 1)
-
-
-def half_a_mask(mask: Tensor, vocab_size: int) -> Tensor:
-    return unpack(mask, vocab_size) | (torch.arange(vocab_size) >= vocab_size // 2)
-
-
+COUNTS_PROMPT = with_tables(lambda changes: changes.counts.add_(changes.in_prompt))
 BROKEN = {
-    "halves of the vocabulary share noise": ("plain", "gumbel_ref", halves_share_noise),
-    "one seed for all": ("plain", "gumbel_ref", noise_without_position),
-    "noise too small": ("plain", "gumbel_ref", too_small_noise),
+    "halves of the vocabulary share noise": ("plain", "gumbel_ref",
+        lambda seed, position, size, first: gumbel_ref(seed, position, size // 2).repeat(1, 2)),
+    "one seed for all": ("plain", "gumbel_ref",
+        lambda seed, *rest: gumbel_ref(torch.zeros_like(seed), *rest)),
+    "noise too small": ("plain", "gumbel_ref", lambda *args: gumbel_ref(*args) * 0.9),
     "top_k one too many": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k + 1)),
     "top_k one too few": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k - 1)),
     "top_p off": ("top_p", "keep_likely", changed("keep_likely", top_p=torch.ones_like)),
@@ -313,32 +279,29 @@ BROKEN = {
     "min_p off": ("min_p", "keep_likely", changed("keep_likely", min_p=torch.zeros_like)),
     "min_p squared": ("min_p", "keep_likely", changed("keep_likely", min_p=lambda p: p * p)),
     "stops not masked": ("stops masked", "ban_early_stops", lambda logits, *_: logits),
-    "presence for the prompt too": ("presence", "penalize", with_tables(counts_prompt)),
+    "presence for the prompt too": ("presence", "penalize", COUNTS_PROMPT),
     "presence off": ("presence", "penalize", changed("penalize", presence_penalty=lambda p: p * 0)),
-    "frequency once": ("frequency", "penalize", with_tables(counts_once)),
-    "frequency for the prompt too": ("frequency", "penalize", with_tables(counts_prompt)),
-    "repetition over output alone": ("repetition", "penalize", with_tables(forgets_prompt)),
+    "frequency once": ("frequency", "penalize", with_tables(lambda c: c.counts.clamp_(max=1))),
+    "frequency for the prompt too": ("frequency", "penalize", COUNTS_PROMPT),
+    "repetition over output alone": (
+        "repetition", "penalize", with_tables(lambda c: c.in_prompt.zero_()),
+    ),
     "repetition divides negative logits": ("repetition", "penalize", divides_all),
     "bias after repetition": ("bias and repetition", "penalize", bias_last),
-    "bias off": ("bias", "penalize", with_tables(lambda penalties: penalties.bias.zero_())),
+    "bias off": ("bias", "penalize", with_tables(lambda c: c.bias.zero_())),
     "everything but the frequency": (
         "everything", "penalize", changed("penalize", frequency_penalty=lambda p: p * 0),
     ),
-    "grammar of the neighbour": ("grammar", "unpack", neighbours),
-    "half a grammar": ("grammar", "unpack", half_a_mask),
+    "grammar of the neighbour": ("grammar", "unpack", lambda *args: unpack(*args).roll(1, 1)),
+    "half a grammar": ("grammar", "unpack",
+        lambda mask, size: unpack(mask, size) | (torch.arange(size) >= size // 2)),
 }  # fmt: skip
-
-
-@contextmanager
-def broken(name: str) -> Iterator[str]:
-    case, attribute, replacement = BROKEN[name]
-    with mock.patch.object(sampler, attribute, replacement):
-        yield case
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
-    with broken(name) as case:
+    case, attribute, replacement = BROKEN[name]
+    with mock.patch.object(sampler, attribute, replacement):
         assert p_value(logits_of(1), CASES[case]) < REJECT
 
 
@@ -350,10 +313,6 @@ def mixed_batch() -> tuple[Tensor, SamplingRows, list[Case]]:
     logits = torch.stack([logits_of(i, 96) for i in range(len(cases))])
     number = torch.arange(len(cases))
     return logits, rows_of(cases, number * 31, number * 7 + 3), cases
-
-
-def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
-    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
 
 
 def test_every_tail_that_serves_a_row_draws_the_same() -> None:
