@@ -350,7 +350,6 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(monkeypatch):
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The calls of prompt_attention from now on, which is still carried out."""
     calls: list[object] = []
 
     def run(*args: Any) -> torch.Tensor:

@@ -98,7 +98,6 @@ def same(found: Sequence[Answer], expected: Sequence[Answer]) -> None:
 
 @pytest.fixture(scope="module")
 def expected(alone: Running) -> list[Answer]:
-    """Every wish, one request at a time."""
     return [
         ended(alone.client.generate([prompt], sampling))[0]
         for prompt, sampling in zip(problem_ids(NUM), wishes(), strict=True)

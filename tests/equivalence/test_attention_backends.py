@@ -13,10 +13,10 @@ import torch
 
 from tests.support.counted import value
 from tests.support.engines import Running, running
+from tests.support.laws import sections
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
-from tests.support.shallow import shallow
 from worker.api import Sampling
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape, build_attentions
@@ -28,17 +28,6 @@ from worker.run.full import FullDecode
 NUM, MAX_TOKENS = 12, 40
 CPU = torch.device("cpu")
 DOUBLE = "tests.support.flashinfer_double:FlashInferDouble"
-
-
-def sections(attention: object, mode: str, **engine: object) -> dict[str, dict[str, object]]:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": {
-            "device": "cpu", "threads": 1, "cpu_pool_bytes": 32 << 20, "attention": attention,
-            "max_prefill_tokens": 23, **engine,
-        },
-        "disaggregation": {"mode": mode},
-    }  # fmt: skip
 
 
 def samplings() -> list[Sampling]:
@@ -58,7 +47,7 @@ def ask(cluster: Running) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with running(sections("reference", "never"), num_prefill=0) as cluster:
+    with running(sections("never", attention="reference"), num_prefill=0) as cluster:
         return ask(cluster)
 
 
@@ -77,7 +66,7 @@ def expected() -> list[list[int]]:
 )
 def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, expected):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
-    with running(sections(attention, mode)) as cluster:
+    with running(sections(mode, attention=attention, max_prefill_tokens=23)) as cluster:
         assert ask(cluster) == expected
         built = [worker.engine.config.engine.attention for worker in cluster.workers.values()]
         names = {"prefill": "reference", "decode": "reference", "spec": "reference"}
@@ -88,9 +77,8 @@ def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, ex
 
 def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
-    with running(
-        sections("flashinfer", "never", num_pages=40, growth_tokens=1), num_prefill=0
-    ) as cluster:
+    few = {"num_pages": 40, "growth_tokens": 1, "max_prefill_tokens": 23}
+    with running(sections("never", attention="flashinfer", **few), num_prefill=0) as cluster:
         assert ask(cluster) == expected
         metrics = cluster.workers["decode-0"].engine.metrics
         assert value(metrics.preemptions) > 0

@@ -162,7 +162,6 @@ def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known
 
 
 def plain(asked: Sequence[Ask], **options: int) -> list[Answer]:
-    """What they are answered without speculation."""
     base = workers(**options)
     found = base.serve(asked)
     base.close()

@@ -63,7 +63,6 @@ def greedy_ids() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def seeded_ids(alone: Running) -> list[list[int]]:
-    """Seeded continuation, one request at a time."""
     out = []
     for prompt, sampling in zip(problem_ids(NUM), seeded(NUM), strict=True):
         out += ids(alone.client.generate([prompt], sampling))

@@ -69,7 +69,6 @@ def path_of(decode: Worker) -> PullPath:
 
 
 def check_pulled(decode: Worker, client: Client) -> None:
-    """KV goes from one to the other."""
     assert not path_of(decode).error
     until(lambda: decode.num_peers() == 1)
     (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))

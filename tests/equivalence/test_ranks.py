@@ -89,7 +89,6 @@ def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) 
 
 @cache
 def of_one_rank(drafter: str, *, plain: bool = False) -> list[Answer]:
-    """What one process of one rank answers."""
     with running(sections(drafter, "never"), num_prefill=0) as cluster:
         return asked(cluster, PLAIN if plain else WISHES)
 

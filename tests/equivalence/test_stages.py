@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from tests.support.engines import Answer, running
+from tests.support.laws import sections
 from tests.support.prompts import problem_ids
-from tests.support.shallow import shallow
 from worker.api import Sampling, Stages
 
 
@@ -18,12 +18,7 @@ def ask(
     **engine: object,
 ) -> list[list[Answer]]:
     """The same prompts twice: computed, then found in the prefix trees."""
-    sections = {
-        "model": {"path": str(shallow())},
-        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, **engine},
-        "disaggregation": {"mode": mode, "first_token": first_token},
-    }
-    with running(sections, num_prefill=num_prefill) as cluster:
+    with running(sections(mode, 16, first_token, **engine), num_prefill=num_prefill) as cluster:
         wanted = Sampling(12, temperature=0)
         found = [cluster.client.generate(problem_ids(num), wanted) for _ in range(rounds)]
         cluster.wait_idle()
@@ -31,7 +26,6 @@ def ask(
 
 
 def durations(stages: Stages) -> tuple[float, ...]:
-    """Of all five stages."""
     return msgspec.structs.astuple(stages)[:5]
 
 

@@ -90,8 +90,6 @@ WRITTEN: list[Schema] = [
 
 @dataclass
 class Maker:
-    """Makes bounded schemas; the same ones for the same seed."""
-
     rng: random.Random
     names: tuple[str, ...] = ()  # of $defs that may be mentioned
 

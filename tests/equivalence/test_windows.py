@@ -67,7 +67,6 @@ def scripts(asked: list[Ask], answers: list[Answer], seed: int = 1) -> dict[int,
 
 @pytest.fixture(scope="module")
 def plain() -> tuple[list[Ask], list[Answer]]:
-    """The requests, and their answers without windows."""
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     assert value(made.engines[DECODE].metrics.preemptions) > 5, "pages were not short"
@@ -356,7 +355,6 @@ def test_the_laws_fail_for_a_mutant(
 
 
 def obeys(made: Lockstep, asked: list[Ask], wanted: list[Answer], known: dict[int, Script]) -> None:
-    """Serve `asked`: text and traces are as they have to be."""
     found = made.serve(asked)
     made.close()
     assert not differing(asked, found, wanted, exact=False)

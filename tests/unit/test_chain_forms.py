@@ -13,11 +13,9 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from tests.support.chain_checkpoints import (
-    ABSENT,
     FORMS,
     TARGET,
     change_config,
-    check_refused,
     write_chain,
 )
 from tests.support.chain_reference import Layer
@@ -293,100 +291,6 @@ def test_what_is_fed_back_follows_the_field_of_one_meaning(tmp_path: Path) -> No
             fed_back(norm_output=value)
     with pytest.raises(UserError, match="norm_output: false, but"):
         fed_back(norm_output=False, **said[True])
-
-
-REFUSALS: list[tuple[str, dict[str, Any], str]] = [
-    ("specforge", {"architectures": ["PEagleDraftModel"]}, "architectures: .*in parallel"),
-    ("specforge", {"architectures": ["DFlashDraftModel"]}, "architectures: .*by blocks"),
-    ("specforge", {"architectures": ["Qwen3NextForCausalLM"]}, "architectures: .*zero-centred"),
-    ("specforge", {"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: .*MLA.*experts"),
-    (
-        "specforge",
-        {"architectures": ["LlamaForCausalLM"]},
-        "architectures: .*LlamaForCausalLMEagle",
-    ),
-    ("specforge", {"architectures": None}, "architectures: must be a list of one name"),
-    ("speculators", {"speculators_model_type": "dflash"}, "speculators_model_type: 'dflash'"),
-    ("speculators", {"speculators_config": {"algorithm": "mtp"}}, r"speculators_config\.algorithm"),
-    ("speculators", {"norm_before_residual": ABSENT}, "norm_before_residual: .*vLLM .*true"),
-    ("speculators", {"eagle_config": {}}, "eagle_config: an unknown field"),
-    ("speculators", {"layer": {"model_type": "gpt_oss"}}, r"layer_config\.model_type: 'gpt_oss'"),
-    ("speculators", {"layer": {"num_hidden_layers": 2}}, r"layer_config\.num_hidden_layers: 2"),
-    ("speculators", {"layer": {"swiglu": 1}}, r"transformer_layer_config\.swiglu: an unknown"),
-    ("speculators", {IDS: [0, 5, 7]}, f"{IDS}: outputs of the layers .-1, 4, 6.; .* 0 to 9"),
-    ("speculators", {IDS: [2, 5, 10]}, f"{IDS}: the output of the last layer .* final norm"),
-    ("speculators", {IDS: [5, 2, 7]}, f"{IDS}: must be ascending, each layer once"),
-    ("speculators", {IDS: [2, 5, 5]}, f"{IDS}: must be ascending, each layer once"),
-    ("specforge", {"num_hidden_layers": 2}, "num_hidden_layers: 2; supported: 1"),
-    ("specforge", {"num_hidden_layers": ABSENT}, "num_hidden_layers: missing"),
-    ("specforge", {"model_type": "qwen3"}, "model_type: 'qwen3'; supported: llama"),
-    ("specforge", {"sparkle": 3}, "sparkle: an unknown field, of value 3"),
-    ("specforge", {"eagle_config": {"sparkle": 3}}, r"eagle_config\.sparkle: an unknown field"),
-    ("specforge", {"eagle_config": {"parallel_draft_step": 2}}, "parallel_draft_step: 2"),
-    ("specforge", {"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm: False"),
-    ("specforge", {"eagle_config": 3}, "eagle_config: must be an object"),
-    ("specforge", {"eagle_config": {IDS: [1, "x"]}}, f"{IDS}: must be a list of integers"),
-    ("specforge", {"eagle_config": {IDS: [1, 4, 10]}}, f"eagle_config.{IDS}: outputs of the"),
-    ("specforge", {"eagle_config": {IDS: [2, 5, 7]}, IDS: [2, 5, 7]}, f"{IDS}: .*not the same"),
-    (
-        "specforge",
-        {"eagle_config": {"use_aux_hidden_state": False, IDS: [1]}},
-        f"{IDS}: .*use_aux_hidden_state is false",
-    ),
-    (
-        "specforge",
-        {"eagle_config": {"use_aux_hidden_state": False}, "norm_before_fc": True},
-        "norm_before_fc: .*use_aux_hidden_state is false",
-    ),
-    ("specforge", {"num_aux_hidden_states": 4}, "num_aux_hidden_states: must be 3"),
-    ("specforge", {"fc_norm": True, "norm_before_fc": True}, "fc_norm: excludes norm_before_fc"),
-    ("specforge", {"norm_before_residual": "yes"}, "norm_before_residual: must be true or false"),
-    ("specforge", {"bias": True}, "bias: True; supported: False"),
-    ("specforge", {"parallel_drafting": True}, "parallel_drafting: True"),
-    ("specforge", {"is_causal": False}, "is_causal: False"),
-    ("specforge", {"logit_scale": 0.5}, "logit_scale: 0.5"),
-    ("specforge", {"sliding_window": 64}, "sliding_window: sliding-window attention"),
-    ("specforge", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
-    ("specforge", {"quantization_config": {"bits": 4}}, "quantization_config: quantized"),
-    ("specforge", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
-    ("specforge", {"rope_scaling": {"mrope_section": [1]}}, r"rope_scaling\.mrope_section"),
-    (
-        "specforge",
-        {"rope_parameters": {"rope_theta": 9.0}},
-        r"rope_theta: 5000.0, but rope_parameters\.rope_theta 9.0",
-    ),
-    ("specforge", {"tie_word_embeddings": True}, "tie_word_embeddings: a head that is"),
-    ("specforge", {"vocab_size": 96}, "vocab_size: 96, but the target's is 97"),
-    ("specforge", {"draft_vocab_size": 98}, "draft_vocab_size: 98 exceeds .* 97"),
-    ("specforge", {"layer": {"hidden_size": 24}}, "hidden_size: 24, but the target's is 32"),
-    ("specforge", {"target_hidden_size": 48}, "target_hidden_size: 48, but the target's is 32"),
-    (
-        "specforge",
-        {
-            "layer": {"hidden_size": 24},
-            "target_hidden_size": 32,
-            "eagle_config": {"use_aux_hidden_state": False},
-        },
-        "hidden_size: 24, but the target's is 32.*nothing projects",
-    ),
-    ("speculators", {"layer": {"vocab_size": 96}}, r"layer_config\.vocab_size: 96.* 97"),
-    ("speculators", {"layer": {"hidden_size": 24}}, r"layer_config\.hidden_size: 24.* 32"),
-    ("eagle", {"layer": {"hidden_size": 24}}, "hidden_size: 24, but the target's is 32"),
-    ("eagle", {"fc_norm": True}, "fc_norm: an unknown field"),
-    ("eagle", {"num_hidden_layers": 2}, "num_hidden_layers: 2; supported: 1"),
-    ("mimo", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers: 2; supported: 1"),
-    ("mimo", {"vocab_size": 96}, "vocab_size: 96, but the target's is 97"),
-    ("mimo", {"num_hidden_layers": 11}, "num_hidden_layers: 11; supported: 10"),
-    ("mimo", {"n_routed_experts": 8}, "n_routed_experts: an unknown field"),
-]
-
-
-@pytest.mark.parametrize(("form", "fields", "message"), REFUSALS)
-def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
-    form, fields, message, tmp_path: Path
-) -> None:
-    write_chain(tmp_path, form, TARGET)
-    check_refused(tmp_path, lambda path: read_chain_shape(path, TARGET), fields, message)
 
 
 def test_broken_weights_are_named(tmp_path: Path) -> None:

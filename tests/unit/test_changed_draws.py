@@ -107,7 +107,6 @@ if not INTERPRETED:
     def test_changed_draws_compile_for_hopper_without_one(
         dtype, width, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Of small blocks a compiler is done much sooner."""
         for module, name in (
             (draw, "SEARCH_BLOCK"),
             (draw, "DRAW_BLOCK"),

@@ -79,7 +79,6 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def drafter(tmp_path: Path) -> Path:
-    """A copy of the bundled one."""
     return Path(shutil.copytree(DRAFTER, tmp_path / "drafter"))
 
 

@@ -14,8 +14,6 @@ TAKEN = UserError("cannot listen", "cluster.port")
 
 
 class Routers:
-    """Who listens on a port, and how each was asked to."""
-
     def __init__(self, port: int) -> None:
         self.port, self.calls = SharedPort(port), list[tuple[int, bool]]()
 

@@ -82,8 +82,6 @@ class Actor:
 
 
 class Killed(Rank):
-    """A rank whose kill is written down."""
-
     async def kill(self) -> None:
         self.actor.log.append(f"kill {self.actor.rank}")
         self.actor.death = PeerLost("it was killed")
@@ -193,8 +191,6 @@ async def test_a_rank_that_ends_by_itself_ends_the_worker_and_a_stop_is_no_failu
 
 @dataclass
 class RankedSite(Site):
-    """Makes workers of three ranks."""
-
     log: list[str] = field(default_factory=list)
     fails: dict[int, Exception] = field(default_factory=dict)
     made: list[RayProcess] = field(default_factory=list)

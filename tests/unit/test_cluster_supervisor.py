@@ -63,8 +63,6 @@ def root() -> Iterator[Path]:
 
 
 class Supervised:
-    """The script, under way."""
-
     def __init__(self, root: Path, how: str, starting_s: float = 0.0) -> None:
         self.root = root
         self.process = subprocess.Popen(

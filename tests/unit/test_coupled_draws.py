@@ -71,7 +71,6 @@ class Rows:
         self.num_windows = 0
 
     def propose(self) -> None:
-        """Fill the drafts of the next window."""
         last, position = self.columns.last_token[1:], self.columns.seq_len[1:] + 1
         token, far = last, torch.eye(VOCAB)
         for place in range(WIDTH - 1):
@@ -89,7 +88,6 @@ class Rows:
             self.columns.drafts[1:, place] = token
 
     def step(self) -> None:
-        """Verify a window of each row."""
         self.propose()
         before = torch.cat((self.columns.last_token[1:, None], self.columns.drafts[1:]), 1)
         position = (self.columns.seq_len[1:, None] + 1 + torch.arange(WIDTH)).flatten()
@@ -112,18 +110,15 @@ class Rows:
         self.num_windows += ROWS
 
     def run(self) -> Rows:
-        """Until there are enough draws."""
         while self.counts.sum() < DRAWS:
             self.step()
         return self
 
     def p_value(self) -> float:
-        """Of the tokens that counted, against the exact distribution behind each token."""
         tables = np.stack([exact(logits, self.case) for logits in TARGET])
         return p_of(self.counts, tables * self.counts.sum(1, keepdims=True))
 
     def num_accepted(self) -> float:
-        """Tokens that a window yields."""
         return float(self.counts.sum()) / self.num_windows
 
 

@@ -157,8 +157,6 @@ class Device:
 
 @dataclass
 class Launched:
-    """A step in flight."""
-
     plan: Plan
     owners: dict[int, tuple[Req, Script, frozenset[int]]]  # row -> what its hold owned at launch
     touched: frozenset[int]  # every page in the tables of its rows
@@ -182,8 +180,6 @@ class Pull:
 
 @dataclass(frozen=True)
 class Load:
-    """One kind of load."""
-
     num_pages: int
     page_size: int
     rows: int
@@ -213,7 +209,7 @@ class Simulation:
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
         widths = AnyWidth(load.widths, self.random)
         self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
-        self.scheduler.on_preempt = self.preempted
+        self.scheduler.on_preempt = lambda _: self.counts.update(("preemptions",))
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
@@ -227,9 +223,6 @@ class Simulation:
         self.arriving = True
         self.num_chunk_steps = 0
         self.num_stuck = 0  # turns in a row
-
-    def preempted(self, _: Req) -> None:
-        self.counts["preemptions"] += 1
 
     # The load.
 
@@ -403,7 +396,6 @@ class Simulation:
         self.random.shuffle(pull.running)
 
     def write_pulled(self, pull: Pull) -> None:
-        """Some pages of a running pull arrive."""
         kv, size = self.scripts[pull.req].kv(), self.load.page_size
         for _ in range(self.random.randint(1, len(pull.running))):
             index, page = pull.running.pop()
@@ -558,9 +550,7 @@ class Simulation:
     def check(self) -> None:
         scheduler = self.scheduler
         self.book.check([req.hold for req in self.scripts if req.hold is not None])
-        where = Counter(
-            [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
-        )
+        where = Counter(held_by(scheduler))
         where.update(pull.req for pull in self.pulls)
         assert where == Counter(list(self.scripts)), "a request is in exactly one place"
         rows = [req.row for req in self.scripts if req.row]
@@ -585,10 +575,10 @@ class Simulation:
         assert self.counts["finished"] == self.ids
         assert (book.num_holds, book.num_reserved, book.num_private) == (0, 0, 0)
         assert book.num_available == book.num_pages
-        assert not scheduler_rest(self.scheduler)
+        assert not held_by(self.scheduler)
 
 
-def scheduler_rest(scheduler: DecodeScheduler) -> list[Req]:
+def held_by(scheduler: DecodeScheduler) -> list[Req]:
     return [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
 
 
@@ -615,16 +605,10 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
         simulation.turn()
     simulation.drain()
     counts = simulation.counts
-    print(name, dict(sorted(counts.items())))
-    assert counts["local"] > 20
-    assert counts["fetched"] > 20
-    assert counts["fallback"] > 0
-    assert counts["told"] > 20
-    assert counts["told the last"] > 0
-    assert counts["stop"] > 10
-    assert counts["length"] > 10
-    if name not in ("roomy", "one-row"):
-        assert counts["preemptions"] > 50
+    least = {"local": 20, "fetched": 20, "fallback": 0, "told": 20, "told the last": 0}
+    least |= {"stop": 10, "length": 10, "preemptions": -1 if name in ("roomy", "one-row") else 50}
+    for each, num in least.items():
+        assert counts[each] > num, (each, counts)
 
 
 def test_loads_reach_every_corner() -> None:
@@ -636,10 +620,7 @@ def test_loads_reach_every_corner() -> None:
             simulation.turn()
         simulation.drain()
         total += simulation.counts
-    print(dict(sorted(total.items())))
-    for each in ("FETCHING", "LOCAL", "READY", "RUNNING", "PREEMPTED"):
-        assert total[f"aborted {each}"] > 0, (each, total)
-    assert total["pull waited for cooling"] > 0
-    assert total["cached"] > 0
-    kept = [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
-    assert all(total[each] > 0 for each in kept), total
+    reached = [f"aborted {name}" for name in ("FETCHING", "LOCAL", "READY", "RUNNING", "PREEMPTED")]
+    reached += ["pull waited for cooling", "cached"]
+    reached += [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
+    assert not [each for each in reached if not total[each]], total

@@ -78,7 +78,6 @@ def divided(logits: Tensor, size: int, draw_part: Draw) -> list[Tensor]:
 
 
 def target(rows: SamplingRows, tail: Tail) -> Draw:
-    """Draws of the target."""
     if INTERPRETED:
         return lambda logits, part: draw.draw_triton(logits, rows, "random", part=part)
     return lambda logits, part: sampler.draw_ref(logits, rows, tail, None, part)

@@ -96,7 +96,6 @@ def failed(subject: str, *arguments: str, **more: Any) -> tuple[str, str]:
 
 
 def judged(facts: Facts, *sets: str) -> list[Finding]:
-    """Of a machine with these facts."""
     num_gpus = len(facts.driver.gpus)
     found = list(examine(Settings.here(load(None, sets), num_gpus).decided, facts))
     for each in found:
@@ -106,7 +105,6 @@ def judged(facts: Facts, *sets: str) -> list[Finding]:
 
 
 def only(findings: Sequence[Finding]) -> Finding:
-    """The one that is not ok."""
     (found,) = [each for each in findings if each.level is not Level.OK]
     return found
 

@@ -15,7 +15,6 @@ from worker.step.rows import RowColumns, SampledRows
 
 
 def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
-    """draft_rows, number by number."""
     rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     found: dict[str, list[Any]] = {name: [] for name in draft_rows.DraftSteps._fields}
     ahead: list[list[tuple[int, int, int]]] = []

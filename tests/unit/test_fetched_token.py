@@ -48,7 +48,6 @@ class Decode(DecodeSide):
         return self.inbound.poll(time.monotonic())
 
     def landed(self) -> Fetch:
-        """The one fetch, which has all KV now."""
         (fetch,) = self.poll()
         assert fetch.landed
         return fetch
@@ -164,7 +163,6 @@ def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -
 
 
 def test_messages_of_older_versions_are_read() -> None:
-    """Fields that one side does not know are left out by it, or not looked at."""
     decode = Decode(40)
     asked = msgspec.to_builtins(decode.asked)
     told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))

@@ -115,7 +115,6 @@ class Device:
 
     @property
     def idle_s(self) -> float:
-        """Of the device, between the first step's start and the last one's end."""
         return sum(b.starts_at - a.ends_at for a, b in pairwise(self.launched))
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support.engines import running
+from tests.support.laws import sections
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.errors import UserError
@@ -19,10 +20,7 @@ NUM, MAX_TOKENS = 6, 12
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a decode worker that has served NUM requests by itself."""
     place = tmp_path_factory.mktemp("steps")
-    config = {
-        "engine": {"device": "cpu", "threads": 1, "num_pages": 400, "step_log": str(place)},
-        "disaggregation": {"mode": "never"},
-    }
+    config = sections("never", step_log=str(place))
     with running(config, num_prefill=0) as cluster:
         found = cluster.client.generate(
             problem_ids(NUM), [sampling_of(0, MAX_TOKENS) for _ in range(NUM)]
