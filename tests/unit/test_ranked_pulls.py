@@ -152,8 +152,8 @@ class Team:
                 case DialFailed() as failed:
                     self.failures.append(failed)
 
-    def until(self, happened: Callable[[], bool], ranks: Iterable[int] | None = None) -> None:
-        until(happened, act=lambda: (self.turn(ranks), time.sleep(1e-4)))
+    def until(self, happened: Callable[[], bool]) -> None:
+        until(happened, act=lambda: (self.turn(), time.sleep(1e-4)))
 
     def link(self) -> Link:
         num_links = len(self.links)
@@ -168,10 +168,10 @@ class Team:
             self.gates[rank].holds = True
         return link, link.source.pull(PAIRS, GROUPS)
 
-    def runs_on(self, pull: Pull, ranks: Iterable[int] | None = None) -> None:
-        """The pull does not end in some turns of these ranks."""
+    def runs_on(self, pull: Pull) -> None:
+        """The pull does not end in some turns."""
         for _ in range(20):
-            self.turn(ranks)
+            self.turn()
             assert pull.poll() is RUNNING
             assert pull.error is None
 
@@ -193,9 +193,7 @@ class Team:
     @property
     def idle(self) -> bool:
         """Nothing is open or under way at any rank."""
-        return not any(gate.num_open for gate in self.gates) and not any(
-            not each.idle for each in self.others
-        )
+        return not any(gate.num_open for gate in self.gates) and all(x.idle for x in self.others)
 
     def close(self) -> None:
         """At the end nothing may be left."""

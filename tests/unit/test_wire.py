@@ -80,6 +80,9 @@ class End:
             pytest.fail(f"got {self.next(for_s)}")
 
 
+Make = Callable[..., End]
+
+
 def linked(worker: End, client: End, to: str = "") -> tuple[End, End]:
     """A worker that listens, and a client that is connected to it, or looks for `to` there."""
     client.wire.start()
@@ -95,7 +98,7 @@ def greet(client: End, worker: End) -> None:
 
 
 @pytest.fixture
-def end() -> Iterator[Callable[..., End]]:
+def end() -> Iterator[Make]:
     ends: list[End] = []
 
     def make(name: str, ping: PingConfig = FAST) -> End:
@@ -108,7 +111,7 @@ def end() -> Iterator[Callable[..., End]]:
 
 
 @pytest.fixture
-def pair(end: Callable[..., End]) -> tuple[End, End]:
+def pair(end: Make) -> tuple[End, End]:
     """A listening worker `w/1` and a client `c/1` that is connected to it."""
     return linked(end("w/1"), end("c/1"))
 
@@ -178,7 +181,7 @@ def test_a_peer_that_closes_is_lost_once(pair: tuple[End, End], closes: str) -> 
 
 
 def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
-    end: Callable[..., End], caplog: pytest.LogCaptureFixture
+    end: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = PingConfig(interval_s=60.0)
     worker, client = end("w/1", slow), end("c/1", slow)
@@ -197,7 +200,7 @@ def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
 
 
 def test_a_send_to_a_vanished_client_loses_it_at_once(
-    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+    end: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_Links, "part", _Links.forget)  # it says nothing, as if it was killed
     slow = PingConfig(interval_s=5.0)
@@ -214,7 +217,7 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(
 
 
 def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
-    end: Callable[..., End],
+    end: Make,
 ) -> None:
     patient = PingConfig(interval_s=0.05, max_misses=10)
     stalling = PingConfig(interval_s=0.05, max_misses=10, stall_s=0.8)
@@ -230,7 +233,7 @@ def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
         assert [(peer, type(event)) for peer, event in lost] == [("wFalse/1", Lost)] * (not beats)
 
 
-def test_a_client_whose_loop_stalls_is_lost_too(end: Callable[..., End]) -> None:
+def test_a_client_whose_loop_stalls_is_lost_too(end: Make) -> None:
     """To the others a hung loop and a dead process are the same, whichever side connected."""
     worker = end("w/1")
     client = end("c/1", PingConfig(interval_s=0.05, max_misses=4, stall_s=0.3))
@@ -241,7 +244,7 @@ def test_a_client_whose_loop_stalls_is_lost_too(end: Callable[..., End]) -> None
 
 
 def test_nobody_at_the_address_is_lost_after_the_grace(
-    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+    end: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
     client = end("c/1")
@@ -263,7 +266,7 @@ def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
 
 
 def test_another_incarnation_gets_no_message_and_is_not_mistaken_for_the_peer(
-    end: Callable[..., End], monkeypatch: pytest.MonkeyPatch
+    end: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """worker.api promises it; a restarted worker may get the address of the old one."""
     monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
@@ -274,7 +277,7 @@ def test_another_incarnation_gets_no_message_and_is_not_mistaken_for_the_peer(
     successor.nothing(0.5)
 
 
-def test_a_client_that_comes_back_starts_afresh(end: Callable[..., End]) -> None:
+def test_a_client_that_comes_back_starts_afresh(end: Make) -> None:
     """What its former self had asked for is lost, even if nobody had noticed that it went."""
     worker = end("w/1")
     address = worker.wire.start("127.0.0.1")
@@ -307,7 +310,7 @@ def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first:
     assert worker.next() == ("c/1", MESSAGES[3])
 
 
-def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Callable[..., End]) -> None:
+def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Make) -> None:
     """ZeroMQ connects again by itself and says nothing about what was under way."""
     worker, client = end("w/1"), end("c/1")
     port = int(worker.wire.start("127.0.0.1").rpartition(":")[2])
@@ -386,7 +389,7 @@ class Relay:
             sink.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_full_queue_loses_the_peer_and_does_not_block(end: Callable[..., End]) -> None:
+def test_a_full_queue_loses_the_peer_and_does_not_block(end: Make) -> None:
     client = end("c/1", PingConfig(interval_s=5.0))
     client.wire.start()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
@@ -418,7 +421,7 @@ def test_frames_that_are_not_ours_are_dropped(pair: tuple[End, End]) -> None:
     assert worker.next() == ("c/1", MESSAGES[2])
 
 
-def test_close_sends_what_is_queued(end: Callable[..., End]) -> None:
+def test_close_sends_what_is_queued(end: Make) -> None:
     worker, client = linked(end("w/1"), end("c/1"))
     for i in range(200):
         client.wire.send("w/1", Stop("r", 1, i))
