@@ -12,12 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from tests.support.chain_checkpoints import (
-    FORMS,
-    TARGET,
-    change_config,
-    write_chain,
-)
+from tests.support.chain_checkpoints import FORMS, TARGET, change_config, write_chain
 from tests.support.chain_reference import Layer
 from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
 from tests.support.processes import run_ranks

@@ -231,10 +231,7 @@ def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
             padded = rng.randint(num_tokens, max_tokens) if fixed_shape or seed % 2 else 0
             found = _copied(buffers.chunks(plan, padded, fixed_shape=fixed_shape))
             lines = expected(
-                plan,
-                wanted,
-                padded or num_tokens,
-                buffers.fixed_reqs if fixed_shape else num_reqs,
+                plan, wanted, padded or num_tokens, buffers.fixed_reqs if fixed_shape else num_reqs
             )
             width = len(found["page_table"][0])
             lines["page_table"] = [line[:width] for line in lines["page_table"]]

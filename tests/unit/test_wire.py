@@ -216,9 +216,7 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(
     pytest.fail("no Lost although nobody is there")
 
 
-def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(
-    end: Make,
-) -> None:
+def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(end: Make) -> None:
     patient = PingConfig(interval_s=0.05, max_misses=10)
     stalling = PingConfig(interval_s=0.05, max_misses=10, stall_s=0.8)
     for beats in (True, False):
