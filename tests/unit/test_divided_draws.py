@@ -177,14 +177,6 @@ def test_ranks_draft_as_one_does(size: int, num_ids: int, mapped: bool, greedy: 
     check_drafts(size, num_ids, mapped=mapped, greedy=greedy)
 
 
-def test_draws_that_look_at_all_tokens_refuse_a_part() -> None:
-    part = heads_of(64, 2)[0].part
-    with pytest.raises(AssertionError, match="all tokens"):
-        sampler.draw_ref(torch.zeros(2, 32), rows_of(2), "filtered", None, part)
-    with pytest.raises(AssertionError, match="all tokens"):
-        draw.draw_triton(torch.zeros(2, 32), rows_of(2), "filtered", part=part)
-
-
 def test_parts_hold_each_id_once_and_begin_where_noise_does() -> None:
     for vocab_size, size in ((151936, 8), (250, 4), (23, 8), (16, 2)):
         heads = heads_of(vocab_size, size)

@@ -20,7 +20,7 @@ from tests.support.ranks import NOBODY, NUM_GROUPS, Ranks, content, memory, mode
 from worker.api import Member
 from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible, Unreachable
-from worker.transfer.base import Endpoint, RemoteRegion, Run
+from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
 from worker.transfer.peers import PrefillPeers
 from worker.transfer.sources import NUM_READS, DialFailed, JoinedPull, Link, LocalRank
 
@@ -113,22 +113,24 @@ def local(transport: Scripted, peer: Ranks) -> LocalRank:
 
 
 class Scripted:
-    """A transport and its peers: who answers, and what has been closed."""
+    """A transport and its peers: who answers, what is read, and what has been closed."""
 
-    def __init__(self, unreachable: int = -1) -> None:
-        self.unreachable = unreachable
+    def __init__(self, unreachable: int = -1, state: PullState = OK) -> None:
+        self.unreachable, self.state = unreachable, state
         self.open: list[str] = []
+        self.runs: list[Run] = []
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> object:
         if len(self.open) == self.unreachable:
             raise Unreachable(f"{endpoint.name} is gone")
         self.open.append(endpoint.name)
-        return SimpleNamespace(
-            close=lambda: self.open.remove(endpoint.name),
-            pull=lambda _: SimpleNamespace(
-                poll=lambda: FAILED, cancel=lambda: None, error="gone", num_bytes=1
-            ),
-        )
+        return SimpleNamespace(close=lambda: self.open.remove(endpoint.name), pull=self.pull)
+
+    def pull(self, runs: Sequence[Run]) -> ScriptedPull:
+        self.runs += runs
+        made = ScriptedPull(sum(run.num_bytes for run in runs), self.state)
+        made.error = None if self.state is OK else "gone"
+        return made
 
 
 @pytest.fixture
@@ -159,7 +161,7 @@ def test_peers_that_no_rank_can_pull_from_are_not_contacted(
 
 
 def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) -> None:
-    transport = Scripted(unreachable=3)
+    transport = Scripted(unreachable=3, state=FAILED)
     with pytest.raises(Unreachable):
         local(transport, prefill).connect(prefill.member)
     assert not transport.open
@@ -218,25 +220,7 @@ WHOLE = ModelLayout(
 LAYOUT, IDENTITY = WHOLE.share(1, 0), WHOLE.identity("tiny", "d")
 
 
-class RecordingTransport:
-    """Reaches everybody; keeps what is read."""
-
-    def __init__(self) -> None:
-        self.runs: list[Run] = []
-        self.num_connected = 0
-
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> object:
-        self.num_connected += 1
-        return SimpleNamespace(endpoint=endpoint, pull=self.pull, close=lambda: None)
-
-    def pull(self, runs: Sequence[Run]) -> ScriptedPull:
-        self.runs += runs
-        return ScriptedPull(sum(run.num_bytes for run in runs), OK)
-
-
-def dialled(
-    transport: RecordingTransport, layout_hash: str = IDENTITY.layout_hash
-) -> Link | DialFailed:
+def dialled(transport: Scripted, layout_hash: str = IDENTITY.layout_hash) -> Link | DialFailed:
     """The event that a worker with THEIRS pages leads to."""
     memory = tuple(
         RemoteRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
@@ -257,7 +241,7 @@ def dialled(
 
 def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     """Page 0 in every group: where it lies depends on how many pages each side has."""
-    transport = RecordingTransport()
+    transport = Scripted()
     event = dialled(transport)
     target, draft = LAYOUT.regions
     size = target.group_bytes
@@ -271,8 +255,7 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
 
 
 def test_a_peer_with_another_layout_is_not_contacted() -> None:
-    """Sizes that do not fit: test_sources."""
-    transport = RecordingTransport()
+    transport = Scripted()
     event = dialled(transport, "another")
     assert isinstance(event.error, Incompatible)
-    assert not transport.num_connected
+    assert not transport.open
