@@ -15,13 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits
 
 from tests.support import pairwise
 from tests.support.counted import value
 from tests.support.engines import Answer, Client, Running, running
 from tests.support.laws import ended, sections
-from tests.support.prompts import TINY, problem_ids, tokenizer
+from tests.support.prompts import EOS, TINY, VOCAB, ll_tokenizer, problem_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.draw.grammar import Grammars
@@ -29,7 +29,6 @@ from worker.errors import Unsupported
 from worker.ops.philox import gumbel_ref
 
 NUM = 18 if pairwise.whole else 12
-VOCAB, EOS = 1024, 2
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -137,11 +136,6 @@ def changed(
     return logits
 
 
-@functools.cache
-def ll_tokenizer() -> LLTokenizer:
-    return LLTokenizer((TINY / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=[EOS])
-
-
 def allowed(sampling: Sampling, output: list[int]) -> set[int]:
     matcher = LLMatcher(ll_tokenizer(), sampling.grammar)
     assert matcher.consume_tokens(output), "the output breaks its grammar"
@@ -221,12 +215,7 @@ def test_the_wishes_matter(alone: Running, expected: list[Answer]) -> None:
     transport=("shm/shm", *pairwise.more("mooncake/tcp")),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place: str,
-    max_prefill_tokens: int | None,
-    pages: str,
-    penalty_rows: int | None,
-    transport: str,
-    expected: list[Answer],
+    place, max_prefill_tokens, pages, penalty_rows, transport, expected: list[Answer]
 ) -> None:
     """With one row for penalties, requests wait for it."""
     changes = {"max_prefill_tokens": max_prefill_tokens, "penalty_rows": penalty_rows}

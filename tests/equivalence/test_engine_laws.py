@@ -102,17 +102,9 @@ def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_id
     first_token=("prefill", "decode"),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place: str,
-    page_size: int,
-    max_prefill_tokens: int | None,
-    num_groups: int,
-    pages: str,
-    transport: str,
-    num_each: int,
-    first_token: str,
-    greedy_ids: list,
-    seeded_ids: list,
-) -> None:
+    place, page_size, max_prefill_tokens, num_groups, pages, transport, num_each, first_token,
+    greedy_ids, seeded_ids,
+) -> None:  # fmt: skip
     """Where prompts are computed, in what chunks; how many workers there are, and with what pages.
 
     With another number of pages, layer groups begin elsewhere than at the source.
@@ -188,7 +180,6 @@ def test_a_second_turn_finds_what_was_computed_and_no_more(mode: str, alone: Run
             (after,) = cluster.client.generate([turn], GREEDY)
             assert after.num_cached_tokens == (len(said) - 1) // page_size * page_size
             assert ids([after]) == ids(alone.client.generate([turn], GREEDY))
-        cluster.wait_idle()
 
 
 def test_finish_reasons_and_limits(alone: Running) -> None:

@@ -22,10 +22,8 @@ PROMPTS = [prompt * 2 for prompt in problem_ids(8)]
 
 
 def ask(cluster: Running) -> list[list[int]]:
-    answers = cluster.client.generate(PROMPTS, Sampling(12, 0.0))
-    assert not [each.error for each in answers if each.error]
+    answers = cluster.answers(PROMPTS, Sampling(12, 0.0))
     assert all(each.stages[0].prefilled_by == "prefill-0/i0" for each in answers)
-    cluster.wait_idle()
     return [each.tokens for each in answers]
 
 

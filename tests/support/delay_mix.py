@@ -1,8 +1,8 @@
 """Requests of every kind, over so few pages and rows that they wait for, preempt and share."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-import msgspec
 from llguidance import LLMatcher
 
 from tests.support.engines import Answer
@@ -15,6 +15,7 @@ from worker.api import FinishReason, Sampling
 ROWS = 8
 NUM_LEAVING = 20
 NUM_PAGES = 56
+Plain = tuple[list[Ask], list[Answer]]  # requests, and their answers without what is tested
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, \
 "required": ["a"], "additionalProperties": false}'
 
@@ -63,18 +64,10 @@ def mix(*, entire: bool = whole) -> list[Ask]:
     num_of_a_kind, num_cut_short = (3, 8) if entire else (2, 5)
     prompts, asked = problem_ids(40), []
     for number, sampling in enumerate(kinds() * num_of_a_kind):
-        sampling = msgspec.structs.replace(sampling, seed=number)
-        at = 4 * (number // 3)
-        asked.append(Ask(prompts[number], sampling, at, local=number % 7 == 3))
+        ask = Ask(prompts[number], sampling, 4 * (number // 3), local=number % 7 == 3)
+        asked.append(ask.but(seed=number))
     for number, ask in list(enumerate(asked))[1::9]:  # n = 2
-        asked.append(
-            Ask(
-                ask.prompt,
-                msgspec.structs.replace(ask.sampling, seed=50 + number),
-                ask.at,
-                after=number,
-            )
-        )
+        asked.append(replace(ask, after=number, local=False).but(seed=50 + number))
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA)
     for number in range(3):
         asked.append(Ask(prompts[30 + number], Sampling(24, seed=number, grammar=grammar), 60))
@@ -85,6 +78,11 @@ def mix(*, entire: bool = whole) -> list[Ask]:
         asked.append(Ask(prompts[20 + number], long, 2 + 7 * number, abort=3 + number))
         asked.append(Ask(prompts[number], long, 7 * number, local=True, abort=5 + number))
     return asked
+
+
+def seeded_mix() -> list[Ask]:
+    """`mix`, each request with a seed of its own, by which a drafter can know it."""
+    return [ask.but(seed=1000 + number) for number, ask in enumerate(mix())]
 
 
 def leaving() -> list[Ask]:

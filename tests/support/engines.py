@@ -184,6 +184,15 @@ class Running:
     members: list[Member]
     client: Client
 
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> list[Answer]:
+        """To all prompts at once, none of which fails; nothing is held for them any more."""
+        found = self.client.generate(prompts, sampling)
+        assert not [each.error for each in found if each.error]
+        self.wait_idle()
+        return found
+
     def counters(self) -> dict[str, dict[str, int]]:
         return {name: worker.counters() for name, worker in self.workers.items()}
 
@@ -212,7 +221,7 @@ def running(
     decode_sections: dict[str, dict[str, object]] | None = None,
 ) -> Iterator[Running]:
     """Serve with workers of this process, and threads of it for the other ranks of each; all peers
-    connected when the block begins."""
+    are connected when the block begins, and nothing is held for a request when it ends."""
     workers: dict[str, Worker] = {}
     members: list[Member] = []
     ranks: list[Rank] = []
@@ -236,7 +245,9 @@ def running(
             while name.startswith("decode") and worker.num_peers() < num_prefill:
                 assert time.monotonic() < limit
                 time.sleep(0.01)
-        yield Running(workers, members, client)
+        made = Running(workers, members, client)
+        yield made
+        made.wait_idle()
     finally:
         client.close()
         # Who connected goes first: a goodbye to somebody who is gone waits for half a second.

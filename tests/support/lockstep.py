@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from tests.support.engines import HANG_S, Answer, worker_config
 from worker.api import (
     Abort,
@@ -56,6 +58,10 @@ class Ask:
     cut: int | None = None  # output tokens after which the router has found a stop string
     abort: int | None = None  # rounds after which the client is gone
     abort_in_chunk: bool = False  # it leaves while a chunk of its prompt is in flight
+
+    def but(self, **sampling: Any) -> Ask:
+        """The same request with other sampling parameters."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, **sampling))
 
 
 @dataclass(frozen=True)
