@@ -4,19 +4,18 @@ On a CPU the device is the runner's stream thread, and a delay is a sleep in it.
 a kernel that spins, enqueued where the sleep would be; the host runs ahead of it.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from tests.support.lockstep import DECODE
+from tests.support.pulls import WrappedPeer, WrappedPull
 from worker.api import PeerId
-from worker.transfer.base import Peer, Pull, PullState, Run
+from worker.transfer.base import Pull, PullState
 
 SHORT_S = 0.002
 CYCLES_PER_S = 1.5e9  # of a GPU, roughly
@@ -61,9 +60,11 @@ class Delays:
                 self._wrap(graphs, "launch", device)  # between the change of rows and the forward
             self._delay_steps(runner, device)
             if peer == DECODE:
-                connect = engine.transport.connect
                 transport: Any = engine.transport
-                transport.connect = lambda *args, _real=connect: SlowPeer(_real(*args), self._pulls)
+                connect = transport.connect
+                transport.connect = lambda *args, _real=connect: WrappedPeer(
+                    _real(*args), lambda pull: SlowPull(pull, self._pulls)
+                )
 
     def _wrap(self, owner: Any, name: str, delay: Callable[[], None]) -> None:
         real = getattr(owner, name)
@@ -106,32 +107,12 @@ class Delays:
             torch.cuda._sleep(int(self._stream.random() * longest_s * CYCLES_PER_S))
 
 
-class SlowPeer:
-    """A link whose pulls now and then do nothing when they are polled."""
-
-    def __init__(self, link: Peer, rng: random.Random) -> None:
-        self._link, self._rng = link, rng
-
-    def pull(self, runs: Sequence[Run]) -> SlowPull:
-        return SlowPull(self._link.pull(runs), self._rng)
-
-    def close(self) -> None:
-        self._link.close()
-
-
-class SlowPull:
-    """One of them."""
+class SlowPull(WrappedPull):
+    """Now and then it does nothing when it is polled."""
 
     def __init__(self, pull: Pull, rng: random.Random) -> None:
-        self._pull, self._rng = pull, rng
-        self.num_bytes = pull.num_bytes
-
-    @property
-    def error(self) -> str | None:
-        return self._pull.error
+        super().__init__(pull)
+        self._rng = rng
 
     def poll(self) -> PullState:
-        return PullState.RUNNING if self._rng.random() < 0.5 else self._pull.poll()
-
-    def cancel(self) -> None:
-        self._pull.cancel()
+        return PullState.RUNNING if self._rng.random() < 0.5 else super().poll()
