@@ -31,10 +31,7 @@ def cpu_ids() -> list[list[int]]:
 
 def ask(cluster) -> list[list[int]]:
     sampling = [sampling_of(i, MAX_TOKENS) for i in range(NUM)]
-    answers = cluster.client.generate(problem_ids(NUM), sampling)
-    assert not [each.error for each in answers if each.error]
-    cluster.wait_idle()
-    return [each.tokens for each in answers]
+    return [each.tokens for each in cluster.answers(problem_ids(NUM), sampling)]
 
 
 @pytest.mark.gpu(1)
