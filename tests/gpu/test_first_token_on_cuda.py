@@ -15,6 +15,7 @@ from worker.api import Sampling
 from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu(1)
 
 PAGE_SIZE = 16
 SAMPLINGS = [
@@ -45,7 +46,6 @@ def wanted() -> list[list[int]]:
     return answers("cpu", "never")[0]
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
@@ -105,7 +105,6 @@ def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool)
     eager.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize(
     "counts",
@@ -121,7 +120,6 @@ def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -
     check_tails("cuda", "piecewise", counts, hooked=hooked)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("graph", ["eager", "piecewise"])

@@ -34,9 +34,8 @@ from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
-)  # of Dynamo and Inductor
+OF_DYNAMO = r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
+pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings(*OF_DYNAMO)]
 
 MAX_TOKENS = 600
 BUCKETS = (16, 48, 64, 256, 512, MAX_TOKENS)
@@ -91,7 +90,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.engine.close()
 
 
-@pytest.mark.gpu(1)
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     checks = [check for check in bench.checks if check.kind != "decode"]
     for kind in ("prefill", "prefill_full"):
@@ -104,7 +102,6 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     assert {each.capture.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
     ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
 )
@@ -120,7 +117,6 @@ def test_replays_equal_eager_at_the_same_padded_shape(
     check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("fixed_shape", [False, True])
 def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
     if fixed_shape and not bench.runner.full:
@@ -128,12 +124,10 @@ def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: 
     check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 
 
-@pytest.mark.gpu(1)
 def test_what_others_allocate_changes_nothing(bench: Any) -> None:
     check_memory(bench, layouts(250, 3, 20), 256)
 
 
-@pytest.mark.gpu(1)
 def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None:
     """An event of the hook is passed when that layer's KV is; later layers are under way."""
     layout, layers = layouts(500, 3, 20), range(bench.engine.spec.num_layers)
@@ -161,13 +155,11 @@ def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None
             assert torch.equal(stored, wanted)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
     check_no_wait(bench, layouts(100, 3, 20))
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("num_tokens", [2, 33, 64, 65, 500])
 def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     bench: Any, num_tokens: int
@@ -185,7 +177,6 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     assert error.max() <= bench.runner.rounding
 
 
-@pytest.mark.gpu(1)
 def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
     if bench.runner.embedded.dtype != torch.float32:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
@@ -193,7 +184,6 @@ def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
     bench.use(bench.runner)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_auto_replays_chunks_on_either_worker(role: str) -> None:
     engine = build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
