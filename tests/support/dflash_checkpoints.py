@@ -10,7 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.support import chain_checkpoints
-from tests.support.chain_checkpoints import ABSENT, layer_shapes, left, random_tensors
+from tests.support.chain_checkpoints import (
+    ABSENT,
+    layer_fields,
+    layer_shapes,
+    left,
+    random_tensors,
+)
 from worker.model.shape import ModelShape
 
 FORMS = ("zlab", "speculators")
@@ -103,22 +109,11 @@ def config_of(
         layer: other fields of the transformer's layers, which speculators nests.
         fields: other fields of config.json. ABSENT as a value leaves a field out.
     """
-    shape: dict[str, Any] = {
-        "attention_bias": bias,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": 40,
-        "max_position_embeddings": 32,
-        "model_type": "qwen3",
-        "num_attention_heads": num_heads,
-        "num_hidden_layers": num_layers,
-        "num_key_value_heads": num_kv_heads,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-        "vocab_size": target.vocab_size,
-    }
+    shape = layer_fields(
+        target, intermediate_size=40, num_attention_heads=num_heads, head_dim=head_dim,
+        num_key_value_heads=num_kv_heads, num_hidden_layers=num_layers, attention_bias=bias,
+        model_type="qwen3",
+    )  # fmt: skip
     if sliding:
         kinds = ("full_attention", "sliding_attention")
         shape["layer_types"] = [kinds[i in sliding] for i in range(num_layers)]
