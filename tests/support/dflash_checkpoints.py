@@ -9,20 +9,14 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support import chain_checkpoints
-from tests.support.chain_checkpoints import (
-    ABSENT,
-    layer_fields,
-    layer_shapes,
-    left,
-    random_tensors,
-)
+from tests.support import chain_checkpoints as chain
+from tests.support.chain_checkpoints import ABSENT, left
 from worker.model.shape import ModelShape
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target
 
-TARGET = replace(chain_checkpoints.TARGET, architecture="Qwen3ForCausalLM")
+TARGET = replace(chain.TARGET, architecture="Qwen3ForCausalLM")
 
 
 def write_dflash(
@@ -61,7 +55,7 @@ def write_dflash(
     }
     for i in range(shape["num_hidden_layers"]):
         at, normed = f"{prefix}layers.{i}", shape | {"qk_norm": True}
-        shapes |= layer_shapes(at, normed, size, qkv_bias=bias, output_bias=bias)
+        shapes |= chain.layer_shapes(at, normed, size, qkv_bias=bias, output_bias=bias)
         shapes[f"{at}.input_layernorm.weight"] = (size,)
     vocab_size = config.get("draft_vocab_size") or target.vocab_size
     of_own = {
@@ -73,7 +67,7 @@ def write_dflash(
     }
     reduced = ("lm_head", "d2t") if "draft_vocab_size" in config else ()
     shapes |= dict(of_own[name] for name in (*reduced, *own))
-    tensors = random_tensors(shapes, target.vocab_size, seed)
+    tensors = chain.random_tensors(shapes, target.vocab_size, seed)
     save_file(tensors, directory / "model.safetensors")
     return tensors
 
@@ -109,7 +103,7 @@ def config_of(
         layer: other fields of the transformer's layers, which speculators nests.
         fields: other fields of config.json. ABSENT as a value leaves a field out.
     """
-    shape = layer_fields(
+    shape = chain.layer_fields(
         target, intermediate_size=40, num_attention_heads=num_heads, head_dim=head_dim,
         num_key_value_heads=num_kv_heads, num_hidden_layers=num_layers, attention_bias=bias,
         model_type="qwen3",
