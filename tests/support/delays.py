@@ -22,15 +22,10 @@ CYCLES_PER_S = 1.5e9  # of a GPU, roughly
 
 
 class Delays:
-    """Puts delays into both workers of `served`, drawn from `seed`.
+    """Puts delays into the `loops` and `engines` of `served`, drawn from `seed`.
 
-    Args:
-        served: before it serves; its `loops` and `engines`.
-        seed: of the lengths.
-        longest_s: of a delay on the device.
-        share: of the places on the device where there is one each time.
-        slowest: whose delays are that long, so that messages and pulls overtake its steps; the
-            other one's are shorter.
+    Those on the device are up to `longest_s`, at a `share` of the places each time; of the worker
+    that is not `slowest` they are shorter, so that messages and pulls overtake the other's steps.
     """
 
     def __init__(

@@ -34,13 +34,11 @@ def write_dflash(
     """Write a drafter for `target` in one of FORMS; returns its tensors, f32.
 
     Args:
-        taps: after which of the target's layers, whatever the form calls these.
+        taps, options: see `config_of`.
         own: of "embed_tokens", "lm_head", "mask_embedding" and "t2d", what the files have although
             they could do without.
         prefix: before all names but those of the head and of the tables of ids, as "model.".
         aliases: the names of some files: encoder.fc and encoder.output_norm_enc.
-        seed: of the weights.
-        options: see `config_of`.
     """
     config = config_of(target, form, taps=taps, **options)
     directory.mkdir(parents=True, exist_ok=True)
@@ -94,7 +92,7 @@ def config_of(
     """config.json of a drafter for `target` in one of FORMS.
 
     Args:
-        mask_token_id: ABSENT leaves it out.
+        taps: after which of the target's layers, whatever the form calls these.
         draft_vocab_size: ids of the head, which is the drafter's own then; None: the target's.
         sliding: the layers that see `window` tokens, itself among them.
         causal: of all layers in "zlab", of the sliding ones in "speculators"; None: not said, or in

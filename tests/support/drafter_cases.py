@@ -42,14 +42,11 @@ def workers(
     spec: dict[str, object] | None = None,
     **engine: Any,
 ) -> Lockstep:
-    """One decode worker, maybe a prefill worker.
+    """One decode worker, maybe a prefill worker, which computes all prompts then.
 
     Args:
-        num_prefill: 0 or 1; with 1, all prompts are computed there and pulled.
-        page_size: tokens a page.
         num_tokens: that the pages of a pool hold.
         num_groups: layer groups of a pull.
-        overlap: steps are launched before the one before has settled (`spec.overlap`).
         graph: decode steps are replays, see recorded.py.
         chunks: how those of prompts are launched: "eager", or replays in "pieces" or "whole".
         spec: section of the configuration; None: no speculation.
@@ -158,16 +155,10 @@ def judge(
     traces: Sequence[Sequence[Window]] | None = None,
     block: int = 0,
 ) -> int:
-    """Assert that traces and pages are right; see trace_is_right and audit.
+    """Assert that traces and pages are right once `made` has served; see trace_is_right and audit.
 
-    Args:
-        made: has served `asked`, with `answers`.
-        reference: of the drafter.
-        traces: of each request; None: those of one call of `made.serve`.
-        block: `spec.block`.
-
-    Returns:
-        How many drafts were compared, of requests that nobody gave up.
+    traces: of each request; None: those of one call of `made.serve`. Returns how many drafts were
+    compared, of requests that nobody gave up.
     """
     num_compared = 0
     for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):

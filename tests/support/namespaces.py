@@ -48,13 +48,9 @@ def join(name: str, address: str) -> str:
 def wait(
     what: str, happens: Callable[[], bool], timeout_s: float, ended: Callable[[], str]
 ) -> None:
-    """Until it happens.
+    """Until it happens; `what`, for whoever reads along.
 
-    Args:
-        what: for whoever reads along.
-        happens: asked twice a second.
-        timeout_s: after which it is an error.
-        ended: what has ended meanwhile and should not have, with its output; else "".
+    ended: what has ended meanwhile and should not have, with its output; else "".
     """
     began = time.monotonic()
     while not happens():
