@@ -20,8 +20,7 @@ from torch import Tensor
 
 from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.delay_mix import NUM_PAGES, Plain, differing, sections, seeded_mix
-from tests.support.delays import Delays
+from tests.support.delay_mix import NUM_PAGES, Delays, Plain, differing, sections, seeded_mix
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
