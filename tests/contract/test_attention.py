@@ -40,7 +40,7 @@ SHAPE = AttentionShape(4, 2, 32, 1.0)
 TABLE = {
     **ATTENTION,
     "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
-    "by_length": "tests.support.by_length_double:ByLengthDouble",
+    "by_length": "tests.support.flashinfer_double:ByLengthDouble",
 }
 STATIC = ["triton"] if INTERPRETED else ["reference"]
 BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference", "by_length"]

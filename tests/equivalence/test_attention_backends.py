@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import laws
 from tests.support.counted import value
 from tests.support.engines import Running, running
-from tests.support.laws import sections
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
@@ -30,6 +30,10 @@ CPU = torch.device("cpu")
 DOUBLE = "tests.support.flashinfer_double:FlashInferDouble"
 
 
+def sections(attention: object, mode: str, **engine: object) -> dict[str, Any]:
+    return laws.sections(mode, attention=attention, max_prefill_tokens=23, **engine)
+
+
 def samplings() -> list[Sampling]:
     """Greedy, with every filter, and with penalties, whose tail is a launch of its own."""
     penalties = Sampling(max_tokens=MAX_TOKENS, temperature=0.0, presence_penalty=0.7)
@@ -39,15 +43,13 @@ def samplings() -> list[Sampling]:
 def ask(cluster: Running) -> list[list[int]]:
     """Twice the same: the second time prefixes are there."""
     for _ in range(2):
-        answers = cluster.client.generate(problem_ids(NUM), samplings())
-        assert not [each.error for each in answers if each.error]
-    cluster.wait_idle()
+        answers = cluster.answers(problem_ids(NUM), samplings())
     return [each.tokens for each in answers]
 
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    with running(sections("never", attention="reference"), num_prefill=0) as cluster:
+    with running(sections("reference", "never"), num_prefill=0) as cluster:
         return ask(cluster)
 
 
@@ -66,7 +68,7 @@ def expected() -> list[list[int]]:
 )
 def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, expected):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
-    with running(sections(mode, attention=attention, max_prefill_tokens=23)) as cluster:
+    with running(sections(attention, mode)) as cluster:
         assert ask(cluster) == expected
         built = [worker.engine.config.engine.attention for worker in cluster.workers.values()]
         names = {"prefill": "reference", "decode": "reference", "spec": "reference"}
@@ -77,8 +79,9 @@ def test_host_planned_attention_changes_nothing(monkeypatch, attention, mode, ex
 
 def test_preempted_rows_are_planned_with_their_own_lengths(monkeypatch, expected):
     monkeypatch.setitem(ATTENTION, "flashinfer", DOUBLE)
-    few = {"num_pages": 40, "growth_tokens": 1, "max_prefill_tokens": 23}
-    with running(sections("never", attention="flashinfer", **few), num_prefill=0) as cluster:
+    with running(
+        sections("flashinfer", "never", num_pages=40, growth_tokens=1), num_prefill=0
+    ) as cluster:
         assert ask(cluster) == expected
         metrics = cluster.workers["decode-0"].engine.metrics
         assert value(metrics.preemptions) > 0

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.drafter_cases import Known, judge, reference_of, speculation
-from tests.support.drafter_workers import workers
+from tests.support.drafter_cases import Known, judge, reference_of, speculation, workers
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
 from worker.ops.mask import KeyMask
@@ -58,7 +57,7 @@ def ends_with_a_page(ask: Ask) -> Ask:
     """Its last KV fills a page, so the tree gets what its last step has written."""
     most = ask.sampling.max_tokens
     most -= (len(ask.prompt) + most - 1) % 16
-    return ask.with_sampling(max_tokens=most)
+    return ask.but(max_tokens=most)
 
 
 def check(made: Any, asked: list[Ask], directory: Path) -> None:

@@ -8,7 +8,6 @@ plain decode. At the end draft rows and tails of all pages in the prefix trees a
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,18 @@ from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
 from tests.support.counted import value
-from tests.support.delay_mix import differing, mix, own_seeds
-from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
-from tests.support.drafter_workers import MAX_LEN, workers
+from tests.support.delay_mix import differing, seeded_mix
+from tests.support.drafter_cases import (
+    MAX_LEN,
+    NUM,
+    Known,
+    judge,
+    reference_of,
+    serve,
+    speculation,
+    warm,
+    workers,
+)
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
@@ -139,21 +147,15 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@cache
-def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
-    """Requests, and what they are answered without speculation where pages are few."""
-    asked = own_seeds(mix())
-    return asked, plain(asked, num_prefill=num_prefill, num_tokens=800)
-
-
 @pytest.mark.parametrize(
     ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
 )
 def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known: Known) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
-    asked, wanted = of_every_kind(num_prefill)
+    asked, few = seeded_mix(), {"num_prefill": num_prefill, "num_tokens": 800}
+    wanted = plain(asked, **few)
     directory, widths = known.directory(form), (1, 2, 4, 8)
-    made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
+    made = workers(**few, spec=speculation(directory, *widths))
     made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
     assert not differing(asked, found, wanted, exact=False)
@@ -161,8 +163,9 @@ def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known
     made.close()
 
 
-def plain(asked: Sequence[Ask], **options: int) -> list[Answer]:
-    base = workers(**options)
+def plain(asked: Sequence[Ask], **where: Any) -> list[Answer]:
+    """What they are answered without speculation."""
+    base = workers(**where)
     found = base.serve(asked)
     base.close()
     return found
@@ -222,8 +225,7 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
     made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
-    rest = MAX_LEN - len(asked[0].prompt)
-    last = replace(asked[0], at=NUM + 1).with_sampling(max_tokens=rest)
+    last = replace(asked[0], at=NUM + 1).but(max_tokens=MAX_LEN - len(asked[0].prompt))
     asked = [*asked, last]
     answers, reference = made.serve(asked), reference_of(directory)
     wanted = known.answers["seeded"]

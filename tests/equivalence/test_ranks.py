@@ -68,14 +68,8 @@ def sections(drafter: str, mode: str, **kv: object) -> dict[str, dict[str, Any]]
 def asked(cluster: Running, wishes: list[dict[str, Any]] = WISHES) -> list[Answer]:
     """All wishes at once; with --whole twice: cold, then with what the prefix trees kept."""
     samplings = [Sampling(NUM_TOKENS, return_trace=True, **wish) for wish in wishes]
-    answers = [
-        each
-        for _ in range(1 + pairwise.whole)
-        for each in cluster.client.generate(PROMPTS, samplings)
-    ]
-    cluster.wait_idle()
-    assert not any(each.error for each in answers)
-    return answers
+    rounds = range(1 + pairwise.whole)
+    return [each for _ in rounds for each in cluster.answers(PROMPTS, samplings)]
 
 
 def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) -> None:

@@ -39,6 +39,7 @@ class Served:
 
     @property
     def trace(self) -> list[Any]:
+        """The steps of all choices."""
         return [step for choice in self.choices for step in choice["kvlane_trace"]]
 
 
@@ -50,7 +51,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     handler.emit = lambda record: warnings.append(record.getMessage())
     logger = logging.getLogger("kvlane.decode")
     logger.addHandler(handler)
-    config = sections("always", step_log=str(place))
+    config = sections("always", num_pages=400, step_log=str(place))
     config["spec"] = {"widths": [WIDTH], "simulate_accept_len": ACCEPT_LEN}
     body: dict[str, Any] = {"prompt": problem_ids(NUM_REQS), "max_tokens": MAX_TOKENS}
     body |= {"ignore_eos": True, "return_trace": True}

@@ -40,10 +40,9 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         tracing = {"endpoint": collector.url, "sample_ratio": 0.0}
         config = sections("always", max_prefill_tokens=CHUNK, prefix_cache=False)
-        config["tracing"] = tracing
         tracer = tracer_of(TracingConfig(**tracing), "router", "router-0")
         with (
-            running(config, num_prefill=2) as made,
+            running(config | {"tracing": tracing}, num_prefill=2) as made,
             routed(shallow(), made.members, tracer=tracer) as (_, url),
         ):
             wait_until_pulled(url)

@@ -17,7 +17,6 @@ import torch
 from tests.equivalence.test_windows import scripts
 from tests.support.any_width import AnyWidth
 from tests.support.changed_asks import changed_asks, same_answers
-from tests.support.delay_mix import own_seeds
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle
 from tests.support.pairwise import more, whole
@@ -114,7 +113,7 @@ def test_a_step_without_masks_ignores_those_of_the_step_before(
 @pytest.mark.parametrize("drafter", ["oracle", "ngram"])
 def test_windows_through_graphs_change_no_token(drafter: str) -> None:
     """Widths that change, drafts; the same texts and logprobs as step by step."""
-    asked = own_seeds(asks())
+    asked = [ask.but(seed=1000 + number) for number, ask in enumerate(asks())]
     base = Lockstep(SECTIONS, num_prefill=0)
     wanted = base.serve(asked)
     base.close()
