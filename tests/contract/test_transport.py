@@ -549,9 +549,7 @@ class TestMooncakeLibrary:
             mooncake_engine.load()
 
     @pytest.mark.parametrize("kind", ["tcp", "rdma", "nvlink"])
-    def test_one_variable_selects_and_the_users_other_values_win(
-        self, monkeypatch: pytest.MonkeyPatch, kind
-    ) -> None:
+    def test_one_variable_selects_and_the_users_other_values_win(self, monkeypatch, kind) -> None:
         monkeypatch.setattr(mooncake_engine, "_chosen", None)
         monkeypatch.setattr(os, "environ", {"MC_USE_TENT": "1", "MC_TCP_SLICE_SIZE": "7"})
         for variable in mooncake_engine.SELECTION.values():
@@ -568,9 +566,7 @@ class TestMooncakeLibrary:
         with pytest.raises(Unsupported, match="carrier"):
             mooncake_engine.configure("carrier")
 
-    def test_a_start_is_silent_until_it_has_failed_once(
-        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_start_is_silent_until_it_has_failed_once(self, monkeypatch, capfd) -> None:
         monkeypatch.setattr(mooncake_engine, "_chosen", None)
         mooncake_engine.configure("tcp")
         memory = mmap.mmap(-1, mmap.PAGESIZE)

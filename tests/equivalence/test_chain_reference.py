@@ -145,7 +145,7 @@ def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(served: Serv
 
 
 def test_pages_that_differ_from_the_reference_in_one_row_are_found(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch
 ) -> None:
     asked, _, reference = served
     heads = {"num_kv_heads": fitted_drafters.KV_HEADS, "head_dim": fitted_drafters.HEAD_DIM}

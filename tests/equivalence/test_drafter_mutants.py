@@ -229,7 +229,7 @@ def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.Monk
 
 
 def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
-    known: Known, monkeypatch: pytest.MonkeyPatch
+    known: Known, monkeypatch
 ) -> None:
     """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -87,7 +86,7 @@ def tuned(
 
 
 def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path, caplog
 ) -> None:
     """Even if they are served under one name, as both halves of a rolling update are."""
     model = str(tuned(tmp_path / "tuned"))

@@ -106,9 +106,7 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
 )
-def test_only_what_looks_at_all_tokens_gathers_logits(
-    drafter, tp, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_looks_at_all_tokens_gathers_logits(drafter, tp, monkeypatch) -> None:
     """Else 8 bytes a row of each rank, in drafts too."""
     gathered: list[tuple[torch.dtype, int, int]] = []
     all_gather = GlooCollective.all_gather
@@ -145,9 +143,7 @@ def buffers_that_are_reused(after: int) -> Any:
 
 
 @pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
-def test_nothing_outlives_the_buffers_that_are_summed_in(
-    drafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outlives_the_buffers_that_are_summed_in(drafter, monkeypatch) -> None:
     monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
     with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
         alike(asked(cluster), of_one_rank(drafter), pulled=True)
@@ -174,9 +170,7 @@ def test_kv_is_pulled_between_any_numbers_of_ranks(drafter, prefill, decode, num
         assert all(each.stages[0].prefilled_by for each in found[: len(PROMPTS)])
 
 
-def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(monkeypatch) -> None:
     """The leader, which announces them, has stored its own long before."""
     store = SelfAttention.store
 

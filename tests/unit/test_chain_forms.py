@@ -95,7 +95,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
-    case, tmp_path: Path, target: Decoder
+    case, tmp_path, target: Decoder
 ) -> None:
     tensors = write_case(tmp_path, case)
     drafter = load(tmp_path, target)
@@ -121,7 +121,7 @@ def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
 
 
 def test_a_layer_is_found_by_the_name_that_either_project_gives_it(
-    tmp_path: Path, target: Decoder
+    tmp_path, target: Decoder
 ) -> None:
     expected = write_chain(tmp_path, "specforge", TARGET, **REDUCED)
 
@@ -165,9 +165,7 @@ def test_ids_that_cannot_be_are_refused(change, message, tmp_path: Path, target:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_noise_needs_no_weights_and_has_norms_near_one(
-    case, tmp_path: Path, target: Decoder
-) -> None:
+def test_noise_needs_no_weights_and_has_norms_near_one(case, tmp_path, target: Decoder) -> None:
     write_case(tmp_path, case)
     weights(tmp_path).unlink()
     drafter, again, other = (load(tmp_path, target, load_format="dummy", seed=s) for s in (1, 1, 2))
@@ -181,9 +179,7 @@ def test_noise_needs_no_weights_and_has_norms_near_one(
         assert drafter.id_map.tolist() == [i * 97 // 40 for i in range(40)]
 
 
-def test_a_target_takes_no_notice_of_the_drafter_in_its_files(
-    tmp_path: Path, target: Decoder
-) -> None:
+def test_a_target_takes_no_notice_of_the_drafter_in_its_files(tmp_path, target: Decoder) -> None:
     """MiMo's own directory, whose layers are Qwen2's."""
     (tmp_path / "config.json").write_text(
         json.dumps(
@@ -261,9 +257,7 @@ def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target:
         ("mimo", {}, (10,)),
     ],
 )
-def test_all_ways_to_name_the_tapped_layers_mean_the_same(
-    form, fields, taps, tmp_path: Path
-) -> None:
+def test_all_ways_to_name_the_tapped_layers_mean_the_same(form, fields, taps, tmp_path) -> None:
     write_chain(tmp_path, form, TARGET, **fields)
     spec = read_chain_shape(tmp_path, TARGET)
     assert spec.taps == taps

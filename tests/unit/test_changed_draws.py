@@ -103,9 +103,7 @@ def made_of(changes: Changes, m: int, vocab: int, seed: int, dtype: torch.dtype)
 if not INTERPRETED:
 
     @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1), (torch.float32, 4)])
-    def test_changed_draws_compile_for_hopper_without_one(
-        dtype, width, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_changed_draws_compile_for_hopper_without_one(dtype, width, monkeypatch) -> None:
         for module, name in (
             (draw, "SEARCH_BLOCK"),
             (draw, "DRAW_BLOCK"),

@@ -200,9 +200,7 @@ def expected(plan: Plan, table: torch.Tensor, num_rows: int, num_reqs: int) -> d
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards"] if INTERPRETED else ["twin"])
-def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
-    order, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(order, monkeypatch) -> None:
     """Whichever of the kernel's programs is first, and whatever was uploaded before."""
     on_twin, seen = order == "twin", Counter[str]()
     op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows_triton.chunk_rows_triton

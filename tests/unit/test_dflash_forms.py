@@ -148,9 +148,7 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
         (4, 12, (1, 4, 6, 9)),  # 3.67 and 6.33 are rounded, not cut
     ],
 )
-def test_taps_are_spread_evenly_unless_said(
-    num_layers, target_layers, taps, tmp_path: Path
-) -> None:
+def test_taps_are_spread_evenly_unless_said(num_layers, target_layers, taps, tmp_path) -> None:
     target = replace(TARGET, num_layers=target_layers)
     for ids in ({}, {"target_layer_ids": []}):
         config = {"mask_token_id": 1, **ids}
@@ -250,9 +248,7 @@ def test_a_tied_head_is_the_target_s_or_refused(tmp_path: Path) -> None:
     assert "head" in read(tmp_path, "speculators", tie_word_embeddings=True, own=("lm_head",)).names
 
 
-def test_a_pickled_mask_embedding_is_refused_unless_it_is_in_safetensors_too(
-    tmp_path: Path,
-) -> None:
+def test_a_pickled_mask_embedding_is_refused_unless_it_is_in_safetensors_too(tmp_path) -> None:
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(Unsupported, match=r"mask_embedding\.pt: .*into the safetensors files"):
         read(tmp_path)

@@ -1,6 +1,5 @@
 """What is refused of published drafters' configurations, each field by its name."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -192,7 +191,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
     [(form, *refusal) for form, refusals in REFUSALS.items() for refusal in refusals],
 )
 def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
-    form, fields, message, tmp_path: Path
+    form, fields, message, tmp_path
 ) -> None:
     kind, _, layout = form.rpartition(" ")
     if kind:

@@ -150,9 +150,7 @@ def test_the_start_up_check_finds_a_tail_that_reads_another_row_s_mask() -> None
     cluster.close()
 
 
-def test_kernels_are_compiled_for_every_shape_that_is_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_are_compiled_for_every_shape_that_is_captured(monkeypatch) -> None:
     cluster = Lockstep(SECTIONS, num_prefill=0)
     graphs = FullDecode(cluster.engines[DECODE].runner.loaded, RecordedMemory())
     ran: set[object] = set()

@@ -175,9 +175,7 @@ if not INTERPRETED:
             )
 
     @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
-    def test_the_draw_compiles_for_hopper_without_one(
-        dtype, block, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
         """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)

@@ -129,7 +129,7 @@ def test_each_group_is_announced_once_and_is_final_then(sampling, worker: Prefil
 
 
 def test_the_last_group_is_announced_while_its_step_computes(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+    worker: PrefillAlone, monkeypatch
 ) -> None:
     """After the last layer has stored its KV comes all its attention, which nobody waits for."""
     attention = worker.engine.runner.loaded.attention.prefill
@@ -150,9 +150,7 @@ def test_the_last_group_is_announced_while_its_step_computes(
     assert in_time == [True]
 
 
-def test_the_last_group_is_announced_when_all_regions_are_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_group_is_announced_when_all_regions_are_written(monkeypatch) -> None:
     """Draft rows and tails travel with it, and are made of what the last layers compute."""
     add_regions(monkeypatch)
     made = PrefillAlone()
@@ -185,7 +183,7 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
 
 
 def test_pages_are_announced_before_they_enter_the_prefix_tree(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+    worker: PrefillAlone, monkeypatch
 ) -> None:
     """Decode waits for the announcement, and nobody for the tree: that comes after."""
     book, num_pages, too_early = worker.engine.book, 0, list[tuple[int, int]]()
@@ -220,9 +218,7 @@ def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> Non
     made.engine.close()
 
 
-def test_a_step_that_fails_announces_nothing(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_announces_nothing(worker: PrefillAlone, monkeypatch) -> None:
     """Its events pass, so that nobody waits for ever, and the error is met.
 
     What was stored before the error is final, and may have been announced.

@@ -68,9 +68,7 @@ def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
         assert captured.capture.num_segments == 1 + sum(cut <= num_layers for cut in CUT_AFTER)
 
 
-def test_kernels_are_compiled_for_every_chunk_that_is_captured(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_are_compiled_for_every_chunk_that_is_captured(bench: Bench, monkeypatch) -> None:
     graphs, ran = PiecewiseChunks(bench.engine.runner.loaded, RecordedMemory()), set()
     forward = graphs.forward
 
@@ -224,9 +222,7 @@ def test_the_start_up_check_leaves_an_engine_as_it_was(bench: Bench) -> None:
 
 
 @torch.inference_mode()
-def test_a_bucket_that_differs_is_an_error_when_strict(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bucket_that_differs_is_an_error_when_strict(bench: Bench, monkeypatch) -> None:
     runner = bench.runner
     launch = runner.launch
     monkeypatch.setattr(

@@ -257,9 +257,7 @@ def test_there_is_no_link_before_the_last_rank_has_dialled(make: Make) -> None:
 
 
 @pytest.mark.parametrize("slowest", range(3))
-def test_a_link_is_as_fast_as_its_slowest_rank(
-    slowest, monkeypatch: pytest.MonkeyPatch, make: Make
-) -> None:
+def test_a_link_is_as_fast_as_its_slowest_rank(slowest, monkeypatch, make: Make) -> None:
     def dial(self: LocalRank, member: Member, answer: Callable[[Link], None]) -> None:
         rate = 2.0 if self.rank == slowest else 8.0
         answer(Link(member.peer, self.connect(member), rate))

@@ -224,9 +224,7 @@ def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.M
     assert later - first == pytest.approx(3_600 * 10**9, abs=2_000_000)
 
 
-def test_a_collector_that_does_not_answer_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) -> None:
     """It is asked, and never answers: whoever waited for it would wait for ever."""
     monkeypatch.setenv(DELAY, "1")
     asked, heard, before = threading.Event(), list[socket.socket](), set(threading.enumerate())
@@ -251,9 +249,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         thread.join(HANG_S)  # or it complains in the middle of another test
 
 
-def test_a_dead_collector_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
     monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -270,9 +266,7 @@ def test_a_dead_collector_is_one_line(
     assert not logging.getLogger("opentelemetry").propagate
 
 
-def test_other_complaints_keep_their_words_and_hide_no_loss(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_complaints_keep_their_words_and_hide_no_loss(monkeypatch, caplog) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
     monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
@@ -297,9 +291,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
         ("", "", ""),
     ],
 )
-def test_a_sampler_that_there_is_not_is_refused(
-    name, ratio, wrong, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_there_is_not_is_refused(name, ratio, wrong, monkeypatch) -> None:
     """Where the configuration leaves it to the environment."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)

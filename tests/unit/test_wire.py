@@ -180,9 +180,7 @@ def test_a_peer_that_closes_is_lost_once(pair: tuple[End, End], closes: str) -> 
     left.nothing(0.6)
 
 
-def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
-    end: Make, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(end: Make, caplog) -> None:
     slow = PingConfig(interval_s=60.0)
     worker, client = end("w/1", slow), end("c/1", slow)
     client.wire.start()
@@ -199,9 +197,7 @@ def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(
     assert caplog.records == []
 
 
-def test_a_send_to_a_vanished_client_loses_it_at_once(
-    end: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_send_to_a_vanished_client_loses_it_at_once(end: Make, monkeypatch) -> None:
     monkeypatch.setattr(_Links, "part", _Links.forget)  # it says nothing, as if it was killed
     slow = PingConfig(interval_s=5.0)
     worker, client = linked(end("w/1", slow), end("c/1", slow))
@@ -241,9 +237,7 @@ def test_a_client_whose_loop_stalls_is_lost_too(end: Make) -> None:
     worker.lost("c/1")
 
 
-def test_nobody_at_the_address_is_lost_after_the_grace(
-    end: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_at_the_address_is_lost_after_the_grace(end: Make, monkeypatch) -> None:
     monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
     client = end("c/1")
     client.wire.start()
@@ -264,7 +258,7 @@ def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
 
 
 def test_another_incarnation_gets_no_message_and_is_not_mistaken_for_the_peer(
-    end: Make, monkeypatch: pytest.MonkeyPatch
+    end: Make, monkeypatch
 ) -> None:
     """worker.api promises it; a restarted worker may get the address of the old one."""
     monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.4)
