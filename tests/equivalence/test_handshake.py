@@ -28,13 +28,9 @@ def pair(
     page_size: int = 16,
     drafters: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[tuple[Worker, Client]]:
-    """A prefill worker and a decode worker with a model each; yields the latter and its client.
+    """A prefill and a decode worker, each with its section `model`; yields the latter and a client.
 
-    Args:
-        prefill: section `model` of the prefill worker.
-        decode: of the decode worker.
-        page_size: of the decode worker.
-        drafters: of both, directories; "": the bundled one; None: none.
+    page_size: of the decode worker. drafters: directories; "": the bundled one; None: none.
     """
     of_role = {"prefill": (prefill, 16), "decode": (decode, page_size)}
     specs = [{} if path is None else {"drafter": "chain", "path": path} for path in drafters]

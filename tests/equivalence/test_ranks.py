@@ -120,7 +120,6 @@ def test_only_what_looks_at_all_tokens_gathers_logits(drafter, tp, monkeypatch) 
         gathered.clear()
         alike(asked(cluster, PLAIN), of_one_rank(drafter, plain=True))
         most = 8 * len(PROMPTS) * DRAFTERS[drafter].get("widths", [1])[-1]
-        print(f"{len(gathered)} gathers of {sum(each[2] for each in gathered)} bytes in all")
         assert gathered
         assert {each[:2] for each in gathered} == {(torch.int64, 1)}
         assert max(each[2] for each in gathered) <= most

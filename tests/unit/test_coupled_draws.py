@@ -129,9 +129,7 @@ class Rows:
 )
 def test_tokens_that_count_follow_the_target_exactly(name: str, how: str) -> None:
     rows = Rows(CASES[name], how=how).run()
-    value = rows.p_value()
-    print(f"{name}, {how}: p {value:.3g}, {rows.num_accepted():.2f} of {WIDTH} tokens a window")
-    assert value > REJECT
+    assert rows.p_value() > REJECT
     assert 1.3 < rows.num_accepted() < WIDTH - 0.5, "drafts were not both right and wrong"
 
 
@@ -158,6 +156,5 @@ def test_noise_at_another_position_or_id_costs_acceptance() -> None:
     coupled = Rows(CASES["hot"]).run().num_accepted()
     late = Rows(CASES["hot"], drafted_at=lambda position: position - 1).run().num_accepted()
     by_draft_id = Rows(CASES["hot"], keyed_by=torch.arange(len(IDS))).run().num_accepted()
-    print(f"{coupled:.2f} of {WIDTH}; one position late {late:.2f}; draft ids {by_draft_id:.2f}")
     assert coupled > 1.3 * late
     assert coupled > 1.3 * by_draft_id

@@ -237,23 +237,20 @@ if not INTERPRETED:
             check_target(tail, 2, 250, F32)
         check_ties(2)
 
-    @pytest.mark.parametrize("name", WRONG)
-    def test_what_is_wrong_is_found(name: str) -> None:
-        attribute, wrong = WRONG[name]
-        changed = mock.patch.object(sampler, attribute, wrong(getattr(sampler, attribute)))
-        with changed, pytest.raises(AssertionError):
-            check_targets()
-
     def check_all_drafts() -> None:
         for greedy in (False, True):
             check_drafts(2, 250, mapped=False, greedy=greedy)
         check(torch.zeros(5, 250), 2, drafter(draws_case(250, False), greedy=True))
 
+    IN_DRAFTS = ("ids without the offset", "values without ids", "the first rank's alone")
+
     @pytest.mark.parametrize(
-        "name", ["ids without the offset", "values without ids", "the first rank's alone"]
+        ("name", "owner", "law"),
+        [(name, sampler, check_targets) for name in WRONG]
+        + [(name, draft_draws, check_all_drafts) for name in IN_DRAFTS],
     )
-    def test_what_is_wrong_in_drafts_is_found(name: str) -> None:
+    def test_what_is_wrong_is_found(name, owner, law) -> None:
         attribute, wrong = WRONG[name]
-        changed = mock.patch.object(draft_draws, attribute, wrong(getattr(draft_draws, attribute)))
+        changed = mock.patch.object(owner, attribute, wrong(getattr(owner, attribute)))
         with changed, pytest.raises(AssertionError):
-            check_all_drafts()
+            law()

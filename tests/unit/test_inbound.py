@@ -7,6 +7,7 @@ Decode's side of the pull protocol alone; the test is every prefill worker, and 
 
 import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,20 +33,11 @@ class Decode(DecodeSide):
         self.req = self.request(num_tokens, sampling)
         self.start(self.req, PEERS)
 
-    def tell(
-        self,
-        first: int,
-        num_pages: int,
-        *,
-        groups: range = range(GROUPS),
-        last: bool = False,
-        token: int | None = None,
-    ) -> bool:
+    def tell(self, first: int, num_pages: int, groups: range = range(GROUPS), **more: Any) -> bool:
         """An announcement of the present attempt; whether it brought the request its token."""
         pages = tuple(range(1 + first, 1 + first + num_pages))
-        message = KVReady(
-            self.asked.xfer, first, pages, groups.start, len(groups), last, token=token
-        )
+        rest = {"last": False} | more
+        message = KVReady(self.asked.xfer, first, pages, groups.start, len(groups), **rest)
         return self.inbound.on_ready(message) is self.req
 
     def poll(self) -> list[Fetch]:

@@ -233,7 +233,6 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
     while prompts.counts["steps"] < 3_000:
         prompts.turn()
     counts = prompts.counts
-    print(dict(sorted(counts.items())))
     for each in ("done", "matched", "all cached", "refused", "dropped early", "drawn"):
         assert counts[each] > 20, each
     assert counts["drawn of many"] > 20 or chunk < 16

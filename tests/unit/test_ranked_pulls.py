@@ -169,7 +169,6 @@ class Team:
         return link, link.source.pull(PAIRS, GROUPS)
 
     def runs_on(self, pull: Pull) -> None:
-        """The pull does not end in some turns."""
         for _ in range(20):
             self.turn()
             assert pull.poll() is RUNNING
@@ -196,7 +195,6 @@ class Team:
         return not any(gate.num_open for gate in self.gates) and all(x.idle for x in self.others)
 
     def close(self) -> None:
-        """At the end nothing may be left."""
         for link in self.links:
             link.source.close()
         self.until(lambda: self.idle)

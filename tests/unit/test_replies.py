@@ -8,8 +8,6 @@ from worker.requests.replies import Replies
 
 
 class Sent:
-    """What went out, by router."""
-
     def __init__(self) -> None:
         self.frames: list[tuple[str, Chunks]] = []
 

@@ -94,8 +94,6 @@ def logits_of(seed: int, vocab: int = VOCAB) -> Tensor:
 
 
 def rows_of(cases: list[Case], seed: Tensor, position: Tensor) -> SamplingRows:
-    """One row for each case."""
-
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(case, name) for case in cases], dtype=dtype)
 
@@ -221,9 +219,7 @@ def p_of(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_follow_the_exact_distribution(name: str) -> None:
-    value = p_value(logits_of(1), CASES[name])
-    print(name, value)
-    assert value > REJECT
+    assert p_value(logits_of(1), CASES[name]) > REJECT
 
 
 @pytest.mark.parametrize(
@@ -474,19 +470,15 @@ def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
     plan = Plan(1, starts=(start,))
     state.apply(plan)
     rows = SamplingRows.gather(state, torch.tensor([2, 0]), torch.tensor([20, 1]))
-    assert rows.position.tolist() == [20, 1]
-    assert rows.seed.tolist() == [99, 0]
-    assert rows.temperature.tolist() == [0.5, 0.0]
-    assert rows.top_k.tolist() == [6, 0]
-    assert rows.top_p.tolist() == [0.25, 1.0]
-    assert rows.min_p.tolist() == [0.125, 0.0]
-    assert rows.min_len.tolist() == [12, 0]
+    expected = {
+        "position": [20, 1], "seed": [99, 0], "temperature": [0.5, 0.0], "top_k": [6, 0],
+        "top_p": [0.25, 1.0], "min_p": [0.125, 0.0], "min_len": [12, 0],
+        "presence_penalty": [0.5, 0.0], "frequency_penalty": [0.25, 0.0],
+        "repetition_penalty": [1.5, 1.0], "penalty_slot": [2, 0],
+    }  # fmt: skip
+    assert {name: getattr(rows, name).tolist() for name in expected} == expected
     assert rows.stop_ids[0].tolist() == [3, 7, *[-1] * (MAX_STOP_IDS - 2)]
     assert set(rows.stop_ids[1].tolist()) == {-1}
-    assert rows.presence_penalty.tolist() == [0.5, 0.0]
-    assert rows.frequency_penalty.tolist() == [0.25, 0.0]
-    assert rows.repetition_penalty.tolist() == [1.5, 1.0]
-    assert rows.penalty_slot.tolist() == [2, 0]
     tables = state.penalties
     assert tables.in_prompt.nonzero().tolist() == [[2, 5], [2, 6]]
     assert tables.counts.nonzero().tolist() == [[2, 6], [2, 7]]

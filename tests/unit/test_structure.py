@@ -18,7 +18,6 @@ from tests.support.structure import (
     Tree,
     imported,
     knots,
-    num_floors,
     room_of,
     tree_of,
 )
@@ -347,24 +346,6 @@ def test_the_walk_sees_what_runs_and_only_that() -> None:
     assert {"ray", "torch"} <= typed
     package = imported("worker.cache", Path("cache/__init__.py"), ast.parse("from . import pages"))
     assert "worker.cache.pages" in package
-
-
-@pytest.mark.parametrize(
-    ("graph", "expected"),
-    [
-        ({"a": "b", "b": "c", "c": ""}, []),
-        ({"a": "b", "b": "a", "c": "ab"}, [["a", "b"]]),
-        ({"a": "bc", "b": "d", "c": "d", "d": "b"}, [["b", "d"]]),
-        ({"a": "b", "b": "c", "c": "a", "d": "e", "e": "d"}, [["a", "b", "c"], ["d", "e"]]),
-    ],
-)
-def test_knots_are_found(graph: dict[str, str], expected: list[list[str]]) -> None:
-    assert sorted(knots(graph)) == expected
-
-
-def test_floors_are_the_longest_chain() -> None:
-    assert num_floors({"a": "bc", "b": "c", "c": ""}) == 3
-    assert num_floors({"a": "", "b": ""}) == 1
 
 
 def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
