@@ -6,6 +6,7 @@ tests/gpu/test_attention_on_cuda.py.
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,7 +41,7 @@ SHAPE = AttentionShape(4, 2, 32, 1.0)
 TABLE = {
     **ATTENTION,
     "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
-    "by_length": "tests.support.by_length_double:ByLengthDouble",
+    "by_length": "tests.support.flashinfer_double:ByLengthDouble",
 }
 STATIC = ["triton"] if INTERPRETED else ["reference"]
 BACKENDS = ["triton"] if INTERPRETED else ["flashinfer", "reference", "by_length"]
@@ -69,6 +70,14 @@ def make_pool(
         for cache in pool.layer(layer_id):
             cache[1:] = float("nan")
     return pool
+
+
+@pytest.fixture
+def pool() -> Iterator[KVPool]:
+    """The smallest."""
+    made = make_pool(16, 2, 32, 1, "float32", 2)
+    yield made
+    made.close()
 
 
 def make_rows(shapes: list[tuple[int, int]], page_size: int, seed: int) -> tuple[list[Row], int]:
@@ -350,7 +359,6 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(monkeypatch):
 
 
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """The calls of prompt_attention from now on, which is still carried out."""
     calls: list[object] = []
 
     def run(*args: Any) -> torch.Tensor:
@@ -472,26 +480,21 @@ def test_a_backend_serves_the_region_that_it_is_built_over(backend):
     for at in (slice(0, 21), slice(21, 24)):
         expected = dense_oracle(q[at].double(), k[at].double(), v[at].double(), 0, 0.3)
         assert (out[at].double() - expected).abs().max() < BOUNDS["float32"]
-    assert [cache.any() for cache in pool.caches()] == 2 * NUM_LAYERS * [False] + [
-        True,
-        True,
-        False,
-    ]
+    written = [bool(cache.any()) for cache in pool.caches()]
+    assert written == [False] * 2 * NUM_LAYERS + [True, True, False]
     assert all(map(torch.equal, attention.kv(0), pool.layer(0, "draft")))
     with pytest.raises(Unsupported, match="'tail' has 1 parts a page; attention needs 2 a token"):
         cls(pool, AttentionShape(1, 1, 32, 1.0, CAUSAL, "tail"))
     pool.close()
 
 
-def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch):
+def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch, pool):
     monkeypatch.setitem(ATTENTION, "flashinfer", TABLE["flashinfer"])
-    pool = make_pool(16, 2, 32, 1, "float32", 2)
     names = {"prefill": STATIC[0], "decode": "flashinfer", "spec": "flashinfer"}
     with pytest.raises(
         Unsupported, match=r"^engine.attention.spec: flashinfer.* plans on the host"
     ):
         build_attentions(names, pool, SHAPE)
-    pool.close()
 
 
 def test_the_configuration_knows_which_backends_plan_on_the_host():
@@ -508,11 +511,11 @@ def test_the_configuration_knows_which_backends_plan_on_the_host():
         (KeyMask(0, False, 7), "its causal, window"),
     ],
 )
-def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(name, mask, expected):
-    pool = make_pool(16, 2, 32, 1, "float32", 2)
+def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(
+    name, mask, expected, pool
+):
     with pytest.raises(Unsupported, match=f"cannot serve KeyMask.*{expected}$"):
         resolve("attention backend", name, TABLE)(pool, replace(SHAPE, mask=mask))
-    pool.close()
 
 
 @pytest.mark.parametrize(("field", "value"), [("first_key", 2), ("window", 0)])
@@ -539,12 +542,10 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
     pool.close()
 
 
-def test_equal_names_are_one_backend_and_all_are_over_one_pool():
-    pool = make_pool(16, 2, 32, 1, "float32", 2)
+def test_equal_names_are_one_backend_and_all_are_over_one_pool(pool):
     names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
     one = build_attentions(names, pool, SHAPE)
     assert one.prefill is one.decode is one.spec
-    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -555,25 +556,21 @@ def test_equal_names_are_one_backend_and_all_are_over_one_pool():
         ("spec", "magic", "unknown attention backend 'magic'; choose one of: by_length, "),
     ],
 )
-def test_a_refusal_names_the_field(kind, name, expected):
-    pool = make_pool(16, 2, 32, 1, "float32", 2)
+def test_a_refusal_names_the_field(kind, name, expected, pool):
     names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
     names[kind] = name
     with pytest.raises(UserError, match=f"^engine.attention.{kind}: .*{expected}") as caught:
         build_attentions(names, pool, SHAPE)
     assert caught.value.param == f"engine.attention.{kind}"
-    pool.close()
 
 
-def test_a_missing_library_is_refused_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_library_is_refused_with_the_way_to_get_it(monkeypatch, pool):
     class Anywhere(FlashInferAttention):
         caps = AttentionCaps()
 
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    pool = make_pool(16, 2, 32, 1, "float32", 2)
     with pytest.raises(Unsupported, match="pip install 'flashinfer-python"):
         Anywhere(pool, SHAPE)
-    pool.close()
 
 
 if not INTERPRETED:

@@ -1,6 +1,7 @@
 """Every collective keeps the same promises, at one rank or at two."""
 
 import os
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from worker.errors import PeerLost, UserError
 from worker.ops.norms import add_rms_norm
 from worker.peers.base import COLLECTIVES
 from worker.peers.nccl import NcclCollective
+from worker.peers.rendezvous import free_rendezvous, own_address
 from worker.registry import resolve
 
 SIZES = {"single": 1, "gloo": 2, "nccl": 2, "custom": 2}
@@ -137,3 +139,25 @@ def test_the_single_collective_refuses_two_ranks():
     single: Any = resolve("collective", "single", COLLECTIVES)
     with pytest.raises(UserError, match="one rank"):
         single(0, 2, "cpu", "")
+
+
+def test_a_free_rendezvous_can_be_bound() -> None:
+    scheme, _, port = free_rendezvous("127.0.0.1").rpartition(":")
+    assert scheme == "tcp://127.0.0.1"
+    socket.create_server(("127.0.0.1", int(port))).close()
+
+
+def test_two_of_them_differ() -> None:
+    assert len({free_rendezvous("127.0.0.1") for _ in range(8)}) > 1
+
+
+def test_a_host_that_is_not_this_machine_has_none() -> None:
+    with pytest.raises(OSError, match="assign requested address"):
+        free_rendezvous("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    "rendezvous", ["tcp://127.0.0.1:5000", "tcp://localhost:5000", "file:///x"]
+)
+def test_the_address_of_this_machine_is_that_on_the_way_there(rendezvous: str) -> None:
+    assert own_address(rendezvous) in ("127.0.0.1", "::1")

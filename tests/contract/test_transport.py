@@ -365,9 +365,7 @@ def test_a_restarted_source_is_reached_by_connecting_afresh(reader: Reader) -> N
     ("change", "reason"),
     [({"transport": "pigeon"}, "pigeon"), ({"kind": "rdma"}, "rdma"), ({"regions": ()}, "regions")],
 )
-def test_what_cannot_fit_is_incompatible_and_says_why(
-    change: dict[str, object], reason: str, reader: Reader
-) -> None:
+def test_what_cannot_fit_is_incompatible_and_says_why(change, reason, reader: Reader) -> None:
     with pytest.raises(Incompatible, match=reason):
         reader.transport.connect(REPLACE(reader.source.endpoint, **change), CONNECT_S)
 
@@ -440,7 +438,7 @@ class TestShm:
         ],
     )
     def test_only_a_memfd_of_the_announced_size_is_mapped(
-        self, change: dict[str, int], kind: type[Exception], reason: str, reader: Reader
+        self, change, kind, reason, reader: Reader
     ) -> None:
         target, draft = reader.source.endpoint.regions
         wrong = REPLACE(reader.source.endpoint, regions=(REPLACE(target, **change), draft))
@@ -551,9 +549,7 @@ class TestMooncakeLibrary:
             mooncake_engine.load()
 
     @pytest.mark.parametrize("kind", ["tcp", "rdma", "nvlink"])
-    def test_one_variable_selects_and_the_users_other_values_win(
-        self, monkeypatch: pytest.MonkeyPatch, kind: str
-    ) -> None:
+    def test_one_variable_selects_and_the_users_other_values_win(self, monkeypatch, kind) -> None:
         monkeypatch.setattr(mooncake_engine, "_chosen", None)
         monkeypatch.setattr(os, "environ", {"MC_USE_TENT": "1", "MC_TCP_SLICE_SIZE": "7"})
         for variable in mooncake_engine.SELECTION.values():
@@ -570,9 +566,7 @@ class TestMooncakeLibrary:
         with pytest.raises(Unsupported, match="carrier"):
             mooncake_engine.configure("carrier")
 
-    def test_a_start_is_silent_until_it_has_failed_once(
-        self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_start_is_silent_until_it_has_failed_once(self, monkeypatch, capfd) -> None:
         monkeypatch.setattr(mooncake_engine, "_chosen", None)
         mooncake_engine.configure("tcp")
         memory = mmap.mmap(-1, mmap.PAGESIZE)

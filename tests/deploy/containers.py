@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.deploy.blocks import REPOSITORY
-from tests.support.namespaces import run
-from tests.support.started import Started
+from tests.support.namespaces import Started, run
 
 IMAGE = "kvlane:0.1.0-cpu"
 TOOLS = REPOSITORY / ".tools" / "deploy"

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import laws
 from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
-from tests.support.shallow import shallow
 from worker.api import Sampling
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape, build_attentions
@@ -30,15 +30,8 @@ CPU = torch.device("cpu")
 DOUBLE = "tests.support.flashinfer_double:FlashInferDouble"
 
 
-def sections(attention: object, mode: str, **engine: object) -> dict[str, dict[str, object]]:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": {
-            "device": "cpu", "threads": 1, "cpu_pool_bytes": 32 << 20, "attention": attention,
-            "max_prefill_tokens": 23, **engine,
-        },
-        "disaggregation": {"mode": mode},
-    }  # fmt: skip
+def sections(attention: object, mode: str, **engine: object) -> dict[str, Any]:
+    return laws.sections(mode, attention=attention, max_prefill_tokens=23, **engine)
 
 
 def samplings() -> list[Sampling]:
@@ -50,9 +43,7 @@ def samplings() -> list[Sampling]:
 def ask(cluster: Running) -> list[list[int]]:
     """Twice the same: the second time prefixes are there."""
     for _ in range(2):
-        answers = cluster.client.generate(problem_ids(NUM), samplings())
-        assert not [each.error for each in answers if each.error]
-    cluster.wait_idle()
+        answers = cluster.answers(problem_ids(NUM), samplings())
     return [each.tokens for each in answers]
 
 

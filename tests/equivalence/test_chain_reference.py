@@ -14,11 +14,11 @@ from tests.support import fitted_drafters
 from tests.support.chain_reference import ChainReference, tapped_layers
 from tests.support.counted import value
 from tests.support.drafter_audit import audit, prefixes, trace_is_right
-from tests.support.drafter_workers import TARGET, VOCAB_SIZE, workers
+from tests.support.drafter_cases import TARGET, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import more
-from tests.support.prompts import problem_ids
+from tests.support.prompts import VOCAB, problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
 from worker.forward.batch import Batch
@@ -72,7 +72,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     made.close()
     texts = [[*ask.prompt, *answer.tokens] for ask, answer in zip(asked, answers, strict=True)]
     directory = tmp_path_factory.mktemp("drafter")
-    d2t = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
+    d2t = fitted_drafters.map_of(texts, 300, VOCAB)
     fitted_drafters.write(directory, TARGET, "eagle3", d2t=d2t)
     fitted_drafters.fit(directory, TARGET, texts)
     return asked, answers, ChainReference(TARGET, directory)
@@ -107,20 +107,17 @@ def judged(served: Served, table: dict[int, Tensor], *, overlap: bool = True) ->
 
 
 @pytest.mark.parametrize("overlap", [True, *more(False)])
-def test_traces_of_an_engine_that_is_told_its_drafts_are_right(
-    overlap: bool, served: Served
-) -> None:
+def test_traces_of_an_engine_that_is_told_its_drafts_are_right(overlap, served: Served) -> None:
     made = judged(served, table_of(served), overlap=overlap)
     assert value(made.engines[DECODE].metrics.preemptions) > 0
     windows = [window for each in made.windows.values() for window in each]
     steps = [window.num for window in windows if set(window.drafts) != {-1}]
-    print(f"{sum(steps) / len(steps):.2f} of {WIDTH} tokens a step, {len(steps)} steps")
     assert set(steps) == set(range(1, WIDTH + 1))
 
 
 Wrong: TypeAlias = Callable[[list[int]], list[int]]
 WRONG: dict[str, Wrong] = {
-    "another one": lambda drafts: [*drafts[:-1], (drafts[-1] + 1) % VOCAB_SIZE],
+    "another one": lambda drafts: [*drafts[:-1], (drafts[-1] + 1) % VOCAB],
     "none": lambda drafts: [-1] * len(drafts),
     "one less": lambda drafts: [*drafts[:-1], -1],
 }
@@ -147,7 +144,7 @@ def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(served: Serv
 
 
 def test_pages_that_differ_from_the_reference_in_one_row_are_found(
-    served: Served, monkeypatch: pytest.MonkeyPatch
+    served: Served, monkeypatch
 ) -> None:
     asked, _, reference = served
     heads = {"num_kv_heads": fitted_drafters.KV_HEADS, "head_dim": fitted_drafters.HEAD_DIM}

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.drafter_cases import Known, judge, reference_of, speculation
-from tests.support.drafter_workers import workers
+from tests.support.drafter_cases import Known, judge, reference_of, speculation, workers
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
 from worker.ops.mask import KeyMask
@@ -58,7 +57,7 @@ def ends_with_a_page(ask: Ask) -> Ask:
     """Its last KV fills a page, so the tree gets what its last step has written."""
     most = ask.sampling.max_tokens
     most -= (len(ask.prompt) + most - 1) % 16
-    return replace(ask, sampling=msgspec.structs.replace(ask.sampling, max_tokens=most))
+    return ask.but(max_tokens=most)
 
 
 def check(made: Any, asked: list[Ask], directory: Path) -> None:
@@ -222,9 +221,7 @@ def test_the_laws_hold(form: str, known: Known) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_laws_fail_for_a_mutant(
-    name: str, known: Known, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
     form, target, wrong = MUTANTS[name]
     known.directory(form)  # fitted before anything is wrong
     owner, _, attribute = target.rpartition(".")
@@ -235,7 +232,7 @@ def test_the_laws_fail_for_a_mutant(
 
 
 def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
-    known: Known, monkeypatch: pytest.MonkeyPatch
+    known: Known, monkeypatch
 ) -> None:
     """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)

@@ -8,21 +8,28 @@ plain decode. At the end draft rows and tails of all pages in the prefix trees a
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
 from tests.support.counted import value
-from tests.support.delay_mix import differing, mix
-from tests.support.drafter_cases import NUM, Known, judge, reference_of, serve, speculation, warm
-from tests.support.drafter_workers import MAX_LEN, workers
+from tests.support.delay_mix import differing, seeded_mix
+from tests.support.drafter_cases import (
+    MAX_LEN,
+    NUM,
+    Known,
+    judge,
+    reference_of,
+    serve,
+    speculation,
+    warm,
+    workers,
+)
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
@@ -98,17 +105,7 @@ def only_trace(
 
 @pytest.mark.parametrize(tuple(FACTORS), CASES)
 def test_whatever_serves_a_request_its_trace_is_the_right_one(
-    form: str,
-    graph: bool,
-    chunks: str,
-    overlap: bool,
-    page_size: int,
-    hit: bool,
-    chunk: int,
-    place: str,
-    company: str,
-    drawn: str,
-    known: Known,
+    form, graph, chunks, overlap, page_size, hit, chunk, place, company, drawn, known: Known
 ) -> None:
     asked, wanted, texts = known.asked[drawn], known.answers[drawn], known.texts(drawn)
     reference = reference_of(known.directory(form))
@@ -150,29 +147,15 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     made.close()
 
 
-@cache
-def of_every_kind(num_prefill: int) -> tuple[list[Ask], list[Answer]]:
-    """Requests, and what they are answered without speculation where pages are few."""
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
-    base = workers(num_prefill=num_prefill, num_tokens=800)
-    wanted = base.serve(asked)
-    base.close()
-    return asked, wanted
-
-
 @pytest.mark.parametrize(
     ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
 )
-def test_requests_of_every_kind_with_widths_that_change(
-    form: str, num_prefill: int, known: Known
-) -> None:
+def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known: Known) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
-    asked, wanted = of_every_kind(num_prefill)
+    asked, few = seeded_mix(), {"num_prefill": num_prefill, "num_tokens": 800}
+    wanted = plain(asked, **few)
     directory, widths = known.directory(form), (1, 2, 4, 8)
-    made = workers(num_prefill=num_prefill, num_tokens=800, spec=speculation(directory, *widths))
+    made = workers(**few, spec=speculation(directory, *widths))
     made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
     assert not differing(asked, found, wanted, exact=False)
@@ -180,9 +163,9 @@ def test_requests_of_every_kind_with_widths_that_change(
     made.close()
 
 
-def plain(asked: Sequence[Ask]) -> list[Answer]:
+def plain(asked: Sequence[Ask], **where: Any) -> list[Answer]:
     """What they are answered without speculation."""
-    base = workers()
+    base = workers(**where)
     found = base.serve(asked)
     base.close()
     return found
@@ -198,9 +181,7 @@ def check_against(
 
 
 @pytest.mark.product(form=ONE_OF_EACH, num_prefill=(0, 1), page_size=(1, 16))
-def test_a_hit_of_every_number_of_pages(
-    form: str, num_prefill: int, page_size: int, known: Known
-) -> None:
+def test_a_hit_of_every_number_of_pages(form, num_prefill, page_size, known: Known) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
     made = workers(num_prefill=num_prefill, page_size=page_size, spec=speculation(directory, WIDTH))
     made.serve([first])
@@ -244,9 +225,7 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
     made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
-    rest = MAX_LEN - len(asked[0].prompt)
-    longest = msgspec.structs.replace(asked[0].sampling, max_tokens=rest)
-    last = replace(asked[0], sampling=longest, at=NUM + 1)
+    last = replace(asked[0], at=NUM + 1).but(max_tokens=MAX_LEN - len(asked[0].prompt))
     asked = [*asked, last]
     answers, reference = made.serve(asked), reference_of(directory)
     wanted = known.answers["seeded"]

@@ -1,20 +1,18 @@
 """The same request gives the same ids, whatever serves it.
 
-The oracle of greedy ids is `transformers`; the oracle of seeded ids is one request at a time in one
-process with one page of everything. All in float32, where the laws hold exactly.
+The oracle is one request at a time in one process, which test_api_laws.py compares with
+`transformers`. All in float32, where the laws hold exactly.
 """
 
 import random
 
 import pytest
-import torch
 
 from tests.support import pairwise
 from tests.support.counted import value
 from tests.support.engines import Running, running
 from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
-from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 
 NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (4, 16)
@@ -43,39 +41,17 @@ def ids(answers: list) -> list[list[int]]:
     return [answer.tokens for answer in ended(answers)]
 
 
-@pytest.fixture(scope="module")
-def greedy_ids() -> list[list[int]]:
-    """Greedy continuation by transformers, EOS included, in float32."""
-    from transformers import Qwen3ForCausalLM  # seconds, where these tests run only
-
-    model = Qwen3ForCausalLM.from_pretrained(shallow(), dtype=torch.float32)
-    out = []
-    with torch.inference_mode():
-        for prompt in problem_ids(NUM):
-            given = torch.tensor([prompt])
-            made = model.generate(
-                given, attention_mask=torch.ones_like(given), do_sample=False,
-                max_new_tokens=GREEDY.max_tokens, pad_token_id=0,
-            )  # fmt: skip
-            out.append(made[0, len(prompt) :].tolist())
-    return out
+def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
+    """Prompts and samplings: each prompt greedy and seeded."""
+    return [*problem_ids(NUM)] * 2, [GREEDY] * NUM + seeded(NUM)
 
 
 @pytest.fixture(scope="module")
-def seeded_ids(alone: Running) -> list[list[int]]:
-    """Seeded continuation, one request at a time."""
-    out = []
-    for prompt, sampling in zip(problem_ids(NUM), seeded(NUM), strict=True):
-        out += ids(alone.client.generate([prompt], sampling))
-    return out
-
-
-def check(cluster: Running, greedy_ids: list, seeded_ids: list) -> None:
-    """All at once, twice: cold, then with whatever the prefix trees kept."""
-    prompts, samplings = [*problem_ids(NUM)] * 2, [GREEDY] * NUM + seeded(NUM)
-    for _ in range(2):
-        assert ids(cluster.client.generate(prompts, samplings)) == greedy_ids + seeded_ids
-    cluster.wait_idle()
+def expected(alone: Running) -> list[list[int]]:
+    """One request at a time."""
+    return [
+        ids(alone.client.generate([each[0]], each[1]))[0] for each in zip(*asked(), strict=True)
+    ]
 
 
 def decode_engine(pages: str, page_size: int) -> dict[str, object]:
@@ -84,11 +60,6 @@ def decode_engine(pages: str, page_size: int) -> dict[str, object]:
         longest = max(len(prompt) for prompt in problem_ids(NUM)) + NUM_TOKENS + 2
         return {"num_pages": 3 * -(-longest // page_size), "growth_tokens": 1}
     return {"num_pages": 12_432 // page_size} if pages == "other" else {}
-
-
-def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_ids: list) -> None:
-    for prompt, expected in zip(problem_ids(NUM), greedy_ids, strict=True):
-        assert ids(alone.client.generate([prompt], GREEDY)) == [expected]
 
 
 @pytest.mark.product(
@@ -102,17 +73,9 @@ def test_one_process_one_at_a_time_equals_transformers(alone: Running, greedy_id
     first_token=("prefill", "decode"),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place: str,
-    page_size: int,
-    max_prefill_tokens: int | None,
-    num_groups: int,
-    pages: str,
-    transport: str,
-    num_each: int,
-    first_token: str,
-    greedy_ids: list,
-    seeded_ids: list,
-) -> None:
+    place, page_size, max_prefill_tokens, num_groups, pages, transport, num_each, first_token,
+    expected,
+) -> None:  # fmt: skip
     """Where prompts are computed, in what chunks; how many workers there are, and with what pages.
 
     With another number of pages, layer groups begin elsewhere than at the source.
@@ -125,7 +88,8 @@ def test_whatever_serves_a_request_changes_nothing(
     with running(
         config, num_prefill=num_each, num_decode=num_each, decode_sections=other
     ) as cluster:
-        check(cluster, greedy_ids, seeded_ids)
+        for _ in range(2):  # cold, then with whatever the prefix trees kept
+            assert ids(cluster.client.generate(*asked())) == expected
         prefills, decodes = (
             [each.engine for name, each in cluster.workers.items() if name.startswith(role)]
             for role in ("prefill", "decode")
@@ -139,22 +103,6 @@ def test_whatever_serves_a_request_changes_nothing(
     if pages == "few":
         preempted = sum(value(each.metrics.preemptions) for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
-
-
-def test_alone_equals_among_64_others(alone: Running, greedy_ids: list, seeded_ids: list) -> None:
-    others = [tuple(reversed(prompt)) for prompt in problem_ids(64)]
-    noise = Sampling(max_tokens=24, temperature=1.5, seed=3, ignore_eos=True)
-    with running(sections()) as cluster:
-        client = cluster.client
-        crowd = [client.submit(prompt, noise) for prompt in others]
-        greedy = [client.submit(prompt, GREEDY) for prompt in problem_ids(4)]
-        drawn = [
-            client.submit(prompt, sampling)
-            for prompt, sampling in zip(problem_ids(4), seeded(NUM), strict=False)
-        ]
-        assert ids(client.wait(greedy)) == greedy_ids[:4]
-        assert ids(client.wait(drawn)) == seeded_ids[:4]
-        client.wait(crowd)
 
 
 def test_a_prefix_that_decode_holds_is_not_transferred() -> None:
@@ -188,7 +136,6 @@ def test_a_second_turn_finds_what_was_computed_and_no_more(mode: str, alone: Run
             (after,) = cluster.client.generate([turn], GREEDY)
             assert after.num_cached_tokens == (len(said) - 1) // page_size * page_size
             assert ids([after]) == ids(alone.client.generate([turn], GREEDY))
-        cluster.wait_idle()
 
 
 def test_finish_reasons_and_limits(alone: Running) -> None:

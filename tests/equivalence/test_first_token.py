@@ -36,7 +36,6 @@ def outcomes(answers: Sequence[Answer]) -> list[tuple[list[int], FinishReason | 
 
 @pytest.fixture(scope="module")
 def firsts(alone: Running) -> list[int]:
-    """The first greedy token after each prompt."""
     answers = alone.client.generate(problem_ids(NUM), GREEDY)
     return [answer.tokens[0] for answer in answers]
 
@@ -95,7 +94,6 @@ def asked(alone: Running, firsts: list[int]) -> list[Asked]:
 
 
 def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
-    """All at once."""
     sent = [
         cluster.client.submit(tokens, sampling, num_prompt_tokens=num)
         for tokens, sampling, num in asked
@@ -117,7 +115,6 @@ def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], Finish
 
 
 def drawn(cluster: Running, role: str) -> float:
-    """Tokens drawn by the workers of a role."""
     return sum(
         value(worker.engine.metrics.generated_tokens)
         for name, worker in cluster.workers.items()
@@ -131,7 +128,6 @@ def pulled(cluster: Running) -> float:
 
 
 def num_observed(cluster: Running, name: str) -> float | None:
-    """Of a histogram of the decode worker's."""
     labels = {"model": "tiny", "role": "decode", "worker": "decode-0", "transport": "shm/shm"}
     registry = cluster.workers["decode-0"].engine.metrics.registry
     return registry.get_sample_value(f"kvlane_{name}_seconds_count", labels)
@@ -139,7 +135,7 @@ def num_observed(cluster: Running, name: str) -> float | None:
 
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
-    first_token: str, max_prefill_tokens: int, num_groups: int, asked: list[Asked], expected: list
+    first_token, max_prefill_tokens, num_groups, asked: list[Asked], expected: list
 ) -> None:
     """Cold, then with what the prefix trees kept."""
     config = sections("always", PAGE_SIZE, first_token, max_prefill_tokens=max_prefill_tokens)
@@ -173,9 +169,7 @@ def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max_tokens", "stop id", "end of text"])
-def test_a_request_that_ends_with_it_holds_nothing(
-    kind: str, alone: Running, firsts: list[int]
-) -> None:
+def test_a_request_that_ends_with_it_holds_nothing(kind, alone: Running, firsts: list[int]) -> None:
     """With one token to come nothing is pulled at all; else what was announced before it may be."""
     end_of_text = resumed(alone)[0]
     with running(sections("always", prefix_cache=False)) as cluster:
@@ -306,7 +300,7 @@ SAMPLED = runner._sampled_chunks
     [(runner, "_sampled_chunks", one_later), (prefill_schedule, "RowStart", without_minimum)],
 )
 def test_the_same_check_fails_when_it_is_drawn_otherwise(
-    owner: Any, name: str, wrong: Callable[..., Any], asked: list[Asked], expected: list
+    owner, name, wrong, asked: list[Asked], expected: list
 ) -> None:
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
         assert outcomes(answers_of(cluster, asked)) != expected

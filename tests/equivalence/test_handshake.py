@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -29,13 +28,9 @@ def pair(
     page_size: int = 16,
     drafters: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[tuple[Worker, Client]]:
-    """A prefill worker and a decode worker with a model each; yields the latter and its client.
+    """A prefill and a decode worker, each with its section `model`; yields the latter and a client.
 
-    Args:
-        prefill: section `model` of the prefill worker.
-        decode: of the decode worker.
-        page_size: of the decode worker.
-        drafters: of both, directories; "": the bundled one; None: none.
+    page_size: of the decode worker. drafters: directories; "": the bundled one; None: none.
     """
     of_role = {"prefill": (prefill, 16), "decode": (decode, page_size)}
     specs = [{} if path is None else {"drafter": "chain", "path": path} for path in drafters]
@@ -69,7 +64,6 @@ def path_of(decode: Worker) -> PullPath:
 
 
 def check_pulled(decode: Worker, client: Client) -> None:
-    """KV goes from one to the other."""
     assert not path_of(decode).error
     until(lambda: decode.loop.peers.num_connected == 1)
     (answer,) = client.generate([list(range(5, 45))], Sampling(4, 0.0))
@@ -88,7 +82,7 @@ def tuned(
 
 
 def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path, caplog
 ) -> None:
     """Even if they are served under one name, as both halves of a rolling update are."""
     model = str(tuned(tmp_path / "tuned"))

@@ -3,70 +3,39 @@
 Requests of every kind wait for, preempt and share few rows and pages.
 """
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-import msgspec
 import pytest
 from llguidance import LLMatcher
 
-from tests.support.any_width import AnyWidth
+from tests.equivalence.test_windows import workers
 from tests.support.counted import value
-from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
-from tests.support.engines import Answer
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.delay_mix import Plain, differing, seeded_mix
+from tests.support.lockstep import DECODE, Ask, Window
 from tests.support.ngram_reference import ngram_reference
-from tests.support.pairwise import every, more, pairwise, whole
+from tests.support.pairwise import more
 from worker.drafts.ngram import Ngram
 
 MIN, MAX = 1, 3
-FACTORS: dict[str, Any] = {
-    "widths": [(4,), (1, 2, 8), *more((2,), (16,))],
-    "page_size": [16, 1, *more(64)],
-    "num_prefill": [0, 1],
-    "overlap": [True, False],
-}
-CASES = every(FACTORS) if whole else pairwise(FACTORS)
 
 
 def requests() -> list[Ask]:
     """Some prompts say the same again; some grammars make the answers do so."""
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
+    asked = seeded_mix()
     for number in range(0, len(asked), 3):
         prompt = asked[number].prompt
         asked[number] = replace(asked[number], prompt=[*prompt[:30], *prompt[:40]])
     grammar = LLMatcher.grammar_from_regex("(7 cats, ){9}")
     for number in (9, 14, 2):
-        sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
-        asked[number] = replace(asked[number], sampling=sampling)
+        asked[number] = asked[number].but(grammar=grammar)
     return asked
 
 
-def workers(
-    widths: tuple[int, ...], page_size: int, num_prefill: int, *, overlap: bool, drafter: str
-) -> Lockstep:
-    config = sections("cpu", "always" if num_prefill else "never")
-    config["kv"]["page_size"] = page_size
-    config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
-    config["spec"] = {
-        "drafter": drafter, "widths": list(widths), "ngram_min": MIN, "ngram_max": MAX,
-    }  # fmt: skip
-    made = Lockstep(config, num_prefill=num_prefill)
-    made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
-    if not overlap:
-        made.one_at_a_time()
-    return made
-
-
 @pytest.fixture(scope="module")
-def plain() -> tuple[list[Ask], list[Answer]]:
+def plain() -> Plain:
     """The requests, and their answers without speculation."""
-    asked, made = requests(), workers((1,), 16, 0, overlap=True, drafter="none")
+    asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     made.close()
     return asked, answers
@@ -92,16 +61,18 @@ def check_trace(windows: Sequence[Window], text: Sequence[int], max_len: int) ->
     return accepted
 
 
-@pytest.mark.parametrize(tuple(FACTORS), CASES)
+@pytest.mark.product(
+    widths=((4,), (1, 2, 8), *more((2,), (16,))),
+    page_size=(16, 1, *more(64)),
+    num_prefill=(0, 1),
+    overlap=(True, False),
+)
 def test_lookup_changes_no_token_and_finds_what_is_there(
-    widths: tuple[int, ...],
-    page_size: int,
-    num_prefill: int,
-    overlap: bool,
-    plain: tuple[list[Ask], list[Answer]],
+    widths, page_size, num_prefill, overlap, plain: Plain
 ) -> None:
     asked, wanted = plain
-    made = workers(widths, page_size, num_prefill, overlap=overlap, drafter="ngram")
+    lookup = {"drafter": "ngram", "ngram_min": MIN, "ngram_max": MAX}
+    made = workers(num_prefill, page_size, widths, overlap=overlap, **lookup)
     assert isinstance(made.engines[DECODE].runner.loaded.drafter, Ngram)
     found = made.serve(asked)
     made.close()

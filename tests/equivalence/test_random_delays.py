@@ -11,8 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.support.counted import value
-from tests.support.delay_mix import differing, leaving, mix, sections
-from tests.support.delays import Delays
+from tests.support.delay_mix import Delays, Plain, differing, leaving, mix, sections
 from tests.support.engines import Answer, running
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.pairwise import in_whole
@@ -52,7 +51,7 @@ def served(
 
 
 @pytest.fixture(scope="module")
-def mixed() -> tuple[list[Ask], list[Answer]]:
+def mixed() -> Plain:
     """Requests of every kind, and their answers by one worker without delays."""
     asked = mix()
     answers, workers = served(asked, num_prefill=0)
@@ -65,14 +64,14 @@ def mixed() -> tuple[list[Ask], list[Answer]]:
 
 
 @pytest.fixture(scope="module")
-def left() -> tuple[list[Ask], list[Answer]]:
+def left() -> Plain:
     """Clients that leave while others pull, and the answers of the others."""
     asked = leaving()
     return asked, served(asked, num_prefill=0)[0]
 
 
 @pytest.mark.parametrize("seed", [1, *in_whole((2,))])
-def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]]) -> None:
+def test_delays_change_not_a_bit(seed: int, mixed: Plain) -> None:
     asked, wanted = mixed
     found, _ = served(asked, num_prefill=0, delays=seed)
     assert not differing(asked, found, wanted, exact=True)
@@ -87,9 +86,7 @@ def test_delays_change_not_a_bit(seed: int, mixed: tuple[list[Ask], list[Answer]
         *in_whole((None, 1, "decode"), (4, 1, "prefill"), (3, 2, "prefill"), (4, 2, "decode")),
     ],
 )
-def test_delays_messages_and_pulls_change_no_token(
-    seed: int | None, num_groups: int, first_token: str, mixed: tuple[list[Ask], list[Answer]]
-) -> None:
+def test_delays_messages_and_pulls_change_no_token(seed, num_groups, first_token, mixed) -> None:
     """Some router has found a stop string in the first token, and its KV is still on its way."""
     asked, wanted = mixed
     found, workers = served(
@@ -102,9 +99,7 @@ def test_delays_messages_and_pulls_change_no_token(
 
 
 @pytest.mark.parametrize("schedule", [6, *in_whole((None,))])
-def test_a_client_that_leaves_in_a_chunk_spoils_no_pull(
-    schedule: int | None, left: tuple[list[Ask], list[Answer]]
-) -> None:
+def test_a_client_that_leaves_in_a_chunk_spoils_no_pull(schedule: int | None, left: Plain) -> None:
     asked, wanted = left
     found, _ = served(asked, delays=6, schedule=schedule, longest_s=LONG_S)
     assert sum(answer.finish_reason is FinishReason.ABORT for answer in found) > 10
@@ -146,10 +141,7 @@ def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
             engines={peer: worker.engine for peer, worker in workers.items()},
         )
         Delays(served, seed, LONG_S, PREFILL)
-        prompts, wanted = [ask.prompt for ask in whole], [ask.sampling for ask in whole]
-        answers = cluster.client.generate(prompts, wanted)
-        assert not [answer.error for answer in answers if answer.error]
-        cluster.wait_idle()
+        answers = cluster.answers([ask.prompt for ask in whole], [ask.sampling for ask in whole])
     return [answer.tokens for answer in answers]
 
 
@@ -159,16 +151,12 @@ def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]
 
 
 @pytest.mark.parametrize("kind", ["left", *in_whole(("mixed",))])
-def test_layer_groups_pulled_during_a_step_change_no_token(
-    kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_layer_groups_pulled_during_a_step_change_no_token(kind: str, request) -> None:
     asked, answers = request.getfixturevalue(kind)
     assert threaded(asked, 8) == whole_of(asked, answers)
 
 
-def test_the_same_check_fails_when_layer_groups_are_told_early(
-    left: tuple[list[Ask], list[Answer]],
-) -> None:
+def test_the_same_check_fails_when_layer_groups_are_told_early(left: Plain) -> None:
     early = {"query": lambda self: True, "synchronize": lambda self: None}
     with mock.patch.multiple(HostEvent, **early):
         assert any(threaded(left[0], seed) != whole_of(*left) for seed in range(4))
@@ -181,25 +169,9 @@ def test_the_same_check_fails_when_layer_groups_are_told_early(
         (Step, "wait", wait_for_tokens_only, PREFILL, 1),  # groups have events of their own
     ],
 )
-def test_the_same_check_fails_without_the_fence(
-    owner: type,
-    name: str,
-    wrong: object,
-    slowest: str,
-    num_groups: int,
-    left: tuple[list[Ask], list[Answer]],
-) -> None:
+def test_the_same_check_fails_without_the_fence(owner, name, wrong, slowest, num_groups, left):
     asked, wanted = left
+    how = {"slowest": slowest, "num_groups": num_groups, "first_token": "decode"}
     with mock.patch.object(owner, name, wrong):
-        runs = (
-            served(
-                asked,
-                delays=seed,
-                longest_s=LONG_S,
-                num_groups=num_groups,
-                slowest=slowest,
-                first_token="decode",
-            )[0]
-            for seed in range(6)
-        )
+        runs = (served(asked, delays=seed, longest_s=LONG_S, **how)[0] for seed in range(6))
         assert any(differing(asked, found, wanted, exact=False) for found in runs)

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fault.router_doubles import routed
 from tests.support.engines import running
+from tests.support.laws import sections
 from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
@@ -50,12 +51,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     handler.emit = lambda record: warnings.append(record.getMessage())
     logger = logging.getLogger("kvlane.decode")
     logger.addHandler(handler)
-    config: dict[str, Any] = {
-        "model": {"path": str(shallow())},
-        "engine": {"device": "cpu", "threads": 1, "num_pages": 400, "step_log": str(place)},
-        "spec": {"widths": [WIDTH], "simulate_accept_len": ACCEPT_LEN},
-        "disaggregation": {"mode": "always"},
-    }  # fmt: skip
+    config = sections("always", num_pages=400, step_log=str(place))
+    config["spec"] = {"widths": [WIDTH], "simulate_accept_len": ACCEPT_LEN}
     body: dict[str, Any] = {"prompt": problem_ids(NUM_REQS), "max_tokens": MAX_TOKENS}
     body |= {"ignore_eos": True, "return_trace": True}
     with running(config) as cluster, routed(shallow(), cluster.members) as (_, url):

@@ -4,30 +4,19 @@ import msgspec
 import pytest
 
 from tests.support.engines import Answer, running
+from tests.support.laws import sections
 from tests.support.prompts import problem_ids
-from tests.support.shallow import shallow
 from worker.api import Sampling, Stages
 
 
 def ask(
-    mode: str,
-    num_prefill: int = 1,
-    first_token: str = "prefill",
-    num: int = 12,
-    rounds: int = 2,
-    **engine: object,
+    mode: str, num_prefill: int = 1, first_token: str = "prefill", num: int = 12, **engine: object
 ) -> list[list[Answer]]:
     """The same prompts twice: computed, then found in the prefix trees."""
-    sections = {
-        "model": {"path": str(shallow())},
-        "engine": {"device": "cpu", "threads": 1, "cpu_pool_bytes": 64 << 20, **engine},
-        "disaggregation": {"mode": mode, "first_token": first_token},
-    }
-    with running(sections, num_prefill=num_prefill) as cluster:
+    config = sections(mode, first_token=first_token, **engine)
+    with running(config, num_prefill=num_prefill) as cluster:
         wanted = Sampling(12, temperature=0)
-        found = [cluster.client.generate(problem_ids(num), wanted) for _ in range(rounds)]
-        cluster.wait_idle()
-    return found
+        return [cluster.client.generate(problem_ids(num), wanted) for _ in range(2)]
 
 
 def durations(stages: Stages) -> tuple[float, ...]:
@@ -77,7 +66,7 @@ def test_a_prompt_of_ones_own() -> None:
 def test_waiting_for_a_row_counts_as_queue(mode: str, first_token: str) -> None:
     """With two rows for 24 requests most time is spent waiting, 70 to 97 % on a quiet machine."""
     num_prefill = 1 if mode == "always" else 0
-    (computed,) = ask(mode, num_prefill, first_token, num=24, rounds=1, max_num_reqs=2)
+    computed, _ = ask(mode, num_prefill, first_token, num=24, max_num_reqs=2)
     found = check(computed)
     queued = sum(stages.prefill_queue_s + stages.decode_queue_s for stages in found)
     assert queued > 0.25 * sum(sum(durations(stages)) for stages in found)

@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 from jsonschema import Draft202012Validator
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 
 from router.text.bounded import Bounds
 from router.text.grammar import composed, schema_part
 from tests.support import pairwise
 from tests.support.engines import Answer, running
-from tests.support.prompts import TINY, chat_ids, tokenizer
+from tests.support.prompts import EOS, chat_ids, ll_tokenizer, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
 from worker.draw import sampler
@@ -23,7 +23,6 @@ from worker.draw import sampler
 NUM_GENERATED = 480 if pairwise.whole else 160
 BATCH = 130
 MAX_TOKENS = 220
-VOCAB, EOS = 1024, 2
 PATTERNS = (
     "^[a-z]{2,6}$",
     "^[A-Z][0-9]{3}$",
@@ -90,8 +89,6 @@ WRITTEN: list[Schema] = [
 
 @dataclass
 class Maker:
-    """Makes bounded schemas; the same ones for the same seed."""
-
     rng: random.Random
     names: tuple[str, ...] = ()  # of $defs that may be mentioned
 
@@ -145,11 +142,6 @@ class Maker:
         return {**root, "$defs": parts} if parts else root
 
 
-@functools.cache
-def ll_tokenizer() -> LLTokenizer:
-    return LLTokenizer((TINY / "tokenizer.json").read_text(), n_vocab=VOCAB, eos_token=[EOS])
-
-
 def grammar_of(schema: Schema) -> str:
     """As the router makes it of `guided_json`."""
     part = schema_part(schema, "guided_json", Bounds(512, 9 * 10**18))
@@ -200,7 +192,6 @@ def answers_of(
                 for i, (_, grammar) in enumerate(asked[first : first + 2 * BATCH])
             ]
             answers += cluster.client.generate([prompt] * len(wanted), wanted)
-        cluster.wait_idle()
     return answers
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.fault.router_doubles import routed
 from tests.support.collector import Collector, Span, collecting
 from tests.support.engines import Running, running
+from tests.support.laws import sections
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
@@ -38,18 +39,10 @@ def cluster() -> Iterator[Cluster]:
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
         tracing = {"endpoint": collector.url, "sample_ratio": 0.0}
-        sections: dict = {
-            "model": {"path": str(shallow())},
-            "engine": {
-                "device": "cpu", "threads": 1, "cpu_pool_bytes": 32 << 20,
-                "max_prefill_tokens": CHUNK, "prefix_cache": False,
-            },
-            "disaggregation": {"mode": "always"},
-            "tracing": tracing,
-        }  # fmt: skip
+        config = sections("always", max_prefill_tokens=CHUNK, prefix_cache=False)
         tracer = tracer_of(TracingConfig(**tracing), "router", "router-0")
         with (
-            running(sections, num_prefill=2) as made,
+            running(config | {"tracing": tracing}, num_prefill=2) as made,
             routed(shallow(), made.members, tracer=tracer) as (_, url),
         ):
             wait_until_pulled(url)

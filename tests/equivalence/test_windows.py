@@ -5,6 +5,8 @@ and logprobs have to equal those of plain decode, and the accept trace what the 
 requests of every kind that wait for, preempt and share few rows and pages.
 """
 
+import itertools
+import operator
 import pkgutil
 import random
 from collections.abc import Callable, Sequence
@@ -19,50 +21,35 @@ from torch import Tensor
 
 from tests.support.any_width import AnyWidth
 from tests.support.counted import value
-from tests.support.delay_mix import NUM_PAGES, differing, mix, sections
-from tests.support.delays import Delays
+from tests.support.delay_mix import NUM_PAGES, Delays, Plain, differing, sections, seeded_mix
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
-from tests.support.pairwise import every, in_whole, more, pairwise, whole
+from tests.support.pairwise import in_whole, more, whole
 from tests.support.prompts import problem_ids
-from worker.api import Sampling
+from worker.api import Sampling, Window
 from worker.forward.draws import Masks
 from worker.step.rows import SampledRows
 
-FACTORS: dict[str, Any] = {
-    "widths": [(3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))],
-    "page_size": [16, 1, *more(64)],
-    "num_prefill": [0, 1],
-    "overlap": [True, False],
-}
-CASES = every(FACTORS) if whole else pairwise(FACTORS)
-
 
 def requests() -> list[Ask]:
-    """Each has a seed of its own, by which the oracle knows it.
-
-    Some have grammars in which every token allows others than the one before, and which end within
-    a window.
+    """Some have grammars in which every token allows others than the one before, and which end
+    within a window.
     """
-    asked = [
-        replace(ask, sampling=msgspec.structs.replace(ask.sampling, seed=1000 + number))
-        for number, ask in enumerate(mix())
-    ]
+    asked = seeded_mix()
     for number, times in ((9, 4), (14, 30), (2, 7)):
         grammar = LLMatcher.grammar_from_regex(f"([0-9][a-z]){{{times}}}")
-        sampling = msgspec.structs.replace(asked[number].sampling, grammar=grammar)
-        asked[number] = replace(asked[number], sampling=sampling)
+        asked[number] = asked[number].but(grammar=grammar)
     return asked
 
 
 def workers(
-    num_prefill: int, page_size: int, widths: tuple[int, ...], *, overlap: bool = True
+    num_prefill: int, page_size: int, widths: tuple[int, ...], *, overlap: bool = True, **spec: Any
 ) -> Lockstep:
     config = sections("cpu", "always" if num_prefill else "never")
     config["kv"]["page_size"] = page_size
     config["engine"]["num_pages"] = NUM_PAGES * 16 // page_size
-    config["spec"] = {"widths": list(widths)}
+    config["spec"] = {"widths": list(widths), **spec}
     made = Lockstep(config, num_prefill=num_prefill)
     made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     if not overlap:
@@ -86,7 +73,7 @@ def scripts(asked: list[Ask], answers: list[Answer], seed: int = 1) -> dict[int,
 
 
 @pytest.fixture(scope="module")
-def plain() -> tuple[list[Ask], list[Answer]]:
+def plain() -> Plain:
     """The requests, and their answers without windows."""
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
@@ -95,14 +82,13 @@ def plain() -> tuple[list[Ask], list[Answer]]:
     return asked, answers
 
 
-@pytest.mark.parametrize(("widths", "page_size", "num_prefill", "overlap"), CASES)
-def test_windows_change_no_token(
-    widths: tuple[int, ...],
-    page_size: int,
-    num_prefill: int,
-    overlap: bool,
-    plain: tuple[list[Ask], list[Answer]],
-) -> None:
+@pytest.mark.product(
+    widths=((3,), (1, 2, 4, 8, 16), *more((2,), (4,), (8,), (16,))),
+    page_size=(16, 1, *more(64)),
+    num_prefill=(0, 1),
+    overlap=(True, False),
+)
+def test_windows_change_no_token(widths, page_size, num_prefill, overlap, plain: Plain) -> None:
     asked, wanted = plain
     made, known = workers(num_prefill, page_size, widths, overlap=overlap), scripts(*plain)
     Oracle(made.engines[DECODE], known)
@@ -117,9 +103,7 @@ def test_windows_change_no_token(
 
 
 @pytest.mark.parametrize("num_prefill", [1, *in_whole((0,))])
-def test_delays_change_no_token_of_windows_that_change(
-    num_prefill: int, plain: tuple[list[Ask], list[Answer]]
-) -> None:
+def test_delays_change_no_token_of_windows_that_change(num_prefill: int, plain: Plain) -> None:
     asked, wanted = plain
     made = workers(num_prefill, 16, (1, 2, 4, 8))
     Oracle(made.engines[DECODE], scripts(*plain))
@@ -130,15 +114,47 @@ def test_delays_change_no_token_of_windows_that_change(
     assert not differing(asked, found, wanted, exact=False)
 
 
-def ends(ask: Ask, made: Lockstep) -> tuple[int, Any]:
+def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(plain: Plain) -> None:
+    """`return_trace`: what it is told of its windows is what the scheduler settled.
+
+    Of requests that share rows, are preempted, cut and given up; every second one asks.
+    """
+    asked, widths = list(plain[0]), (1, 2, 4, 8)
+    asked[::2] = [ask.but(return_trace=True) for ask in asked[::2]]
+    made = workers(1, 16, widths)
+    Oracle(made.engines[DECODE], scripts(*plain))
+    found = made.serve(asked)
+    made.close()
+    assert value(made.engines[DECODE].metrics.preemptions) > 0
+    accepted = set[int]()
+    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
+        if not ask.sampling.return_trace:
+            assert not answer.windows
+            continue
+        if ask.abort is not None or ask.abort_in_chunk or ask.cut is not None:
+            continue  # its last chunk may have come too late to be taken
+        assert answer.windows == [
+            Window(each.position, each.width, each.drafts, each.num - 1)
+            for each in made.windows[number]
+        ]
+        for before, after in itertools.pairwise(answer.windows):  # tokens of a prefill between
+            assert before.position + before.num_accepted + 1 <= after.position
+        accepted |= {each.num_accepted for each in answer.windows}
+    assert min(accepted) == 0
+    assert max(accepted) > 1
+    wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
+    windows = made.engines[DECODE].meter.windows
+    assert windows.num_windows == len(wide)
+    places = range(1, max(widths))
+    assert windows.accepted == [sum(each.num > place for each in wide) for place in places]
+
+
+def ends(ask: Ask, made: Lockstep) -> tuple[int, Callable[[int, int], bool]]:
     """Where a request ends: its max_len, and whether a token at a position is a stop."""
     sampling, num = ask.sampling, len(ask.prompt)
     eos = () if sampling.ignore_eos else made.engines[DECODE].spec.eos_token_ids
-    stops = {*sampling.stop_ids, *eos}
-    return (
-        num + sampling.max_tokens,
-        lambda token, at: token in stops and at >= num + sampling.min_tokens,
-    )
+    stops, least = {*sampling.stop_ids, *eos}, num + sampling.min_tokens
+    return num + sampling.max_tokens, lambda token, at: token in stops and at >= least
 
 
 ENDS = ("wrong draft", "max_tokens", "stop id", "stop id below min_tokens")
@@ -169,21 +185,16 @@ def test_a_run_ends_at_every_place_and_offset_of_a_page(width: int) -> None:
     cases *= max(2 if whole else 1, 16 // width)
     ids = problem_ids(32)
     prompts = [(ids[i] + ids[i + 1])[: 20 + i] for i in range(31)]
-    temperatures = 0.0, 0.8, 0.0
-    longest = Sampling(2 * width + 4, ignore_eos=True)
+    drawn = [{"temperature": (0.0, 0.8, 0.0)[seed % 3], "seed": seed} for seed in range(len(cases))]
     base, asked, texts, errors = workers(0, 16, (1,)), [], [], []
     before = [
-        Ask(
-            prompts[seed % 31],
-            msgspec.structs.replace(longest, temperature=temperatures[seed % 3], seed=seed),
-        )
-        for seed in range(len(cases))
+        Ask(prompts[seed % 31], Sampling(2 * width + 4, ignore_eos=True, **each))
+        for seed, each in enumerate(drawn)
     ]
     for seed, (first, answer) in enumerate(zip(before, base.serve(before), strict=True)):
         text = [*first.prompt, *answer.tokens]
         sampling, wrong = ending(*cases[seed], text, len(first.prompt))
-        drawn = {"temperature": first.sampling.temperature, "seed": seed}
-        asked.append(replace(first, sampling=msgspec.structs.replace(sampling, **drawn)))
+        asked.append(Ask(first.prompt, sampling).but(**drawn[seed]))
         texts.append(text)
         errors.append(wrong)
     wanted = base.serve(asked)
@@ -300,8 +311,8 @@ def masks_of_the_first_row_only(real: Any) -> Any:
     return masks
 
 
-ACCEPT = "accept"  # of the step state
-SLOTS = "worker.schedule.decode.window_slots"
+# Of a module or class, or of an object of the decode worker's.
+ACCEPT, SLOTS = "runner.loaded.state.accept", "worker.schedule.decode.window_slots"
 MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "noise": ("worker.draw.sampler.SamplingRows.gather", same_noise_in_the_whole_window),
     "accept all": (ACCEPT, accepts_without_comparing),
@@ -310,32 +321,27 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "drafts": ("worker.step.state.read_rows", drafts_one_place_late),
     "behind the end": (SLOTS, lambda _: binds_no_slots_behind_the_end),
     "slots": (SLOTS, lambda _: binds_no_slots_of_steps_in_flight),
+    "commit": ("book.commit", rejected_kv_is_committed),
+    "masks": ("requests.admission.grammars.masks", masks_of_the_first_row_only),
 }
 
 
-@pytest.mark.parametrize("name", [*MUTANTS, "commit", "masks"])
-def test_the_laws_fail_for_a_mutant(
-    name: str, plain: tuple[list[Ask], list[Answer]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_laws_fail_for_a_mutant(name: str, plain: Plain, monkeypatch) -> None:
     asked, wanted = plain
     known = scripts(*plain)
     # A token behind a stop is there to be kept where the stop is not its window's last.
     page_size, width = {"behind the end": (1, 16), "stops": (16, 8)}.get(name, (16, 4))
     made = workers(0, page_size, (width,))
     Oracle(made.engines[DECODE], known)
-    if name in MUTANTS:
-        target, wrong = MUTANTS[name]
-        if target is ACCEPT:
-            state = made.engines[DECODE].runner.loaded.state
-            monkeypatch.setattr(state, "accept", wrong(state.accept))
-        else:
-            monkeypatch.setattr(target, wrong(pkgutil.resolve_name(target)))
-    elif name == "commit":
-        book = made.engines[DECODE].book
-        monkeypatch.setattr(book, "commit", rejected_kv_is_committed(book.commit))
+    target, wrong = MUTANTS[name]
+    owner, _, attribute = target.rpartition(".")
+    if owner.startswith("worker."):
+        patched = pkgutil.resolve_name(owner)
     else:
-        grammars = made.decode.requests.admission.grammars
-        monkeypatch.setattr(grammars, "masks", masks_of_the_first_row_only(grammars.masks))
+        root = made.decode if owner.startswith("requests.") else made.engines[DECODE]
+        patched = operator.attrgetter(owner)(root)
+    monkeypatch.setattr(patched, attribute, wrong(getattr(patched, attribute)))
     with pytest.raises((AssertionError, IndexError)):
         obeys(made, asked, wanted, known)
 

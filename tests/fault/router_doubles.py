@@ -25,19 +25,8 @@ from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
 from tests.support.patience import HANG_S
 from tests.support.patience import until as wait_until
-from worker.api import (
-    Chunks,
-    Error,
-    FinishReason,
-    Generate,
-    Member,
-    Refused,
-    Role,
-    Stages,
-    TokenChunk,
-    TokenLogprob,
-    WorkerStats,
-)
+from worker import api
+from worker.api import FinishReason, Generate, Member, Stages
 from worker.config import ModelConfig, PingConfig
 from worker.observe.spans import Tracer
 from worker.wire import Wire
@@ -96,12 +85,12 @@ def make_model(
     return directory
 
 
-def scores(tokens: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
+def scores(tokens: Sequence[int], num_top: int) -> tuple[api.TokenLogprob, ...]:
     """Logprobs that tell which token they belong to: -token / 8; the next ids are as likely."""
     if num_top < 0:
         return ()
     return tuple(
-        TokenLogprob(-token / 8, tuple((token + i, -token / 8 - i) for i in range(num_top)))
+        api.TokenLogprob(-token / 8, tuple((token + i, -token / 8 - i) for i in range(num_top)))
         for token in tokens
     )
 
@@ -119,10 +108,10 @@ class DecodeDouble:
         self,
         name: str = "decode-0",
         script: Script | None = None,
-        stats: WorkerStats | None = None,
-        role: Role = "decode",
+        stats: api.WorkerStats | None = None,
+        role: api.Role = "decode",
     ) -> None:
-        self.stats = stats or WorkerStats(max_num_reqs=8, num_free_pages=100, num_pages=100)
+        self.stats = stats or api.WorkerStats(max_num_reqs=8, num_free_pages=100, num_pages=100)
         self.incarnation = uuid.uuid4().hex[:8]
         self.taken: queue.Queue[tuple[str, Generate]] = queue.Queue()
         self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, in order
@@ -161,12 +150,12 @@ class DecodeDouble:
         *,
         at: int = 0,
         finish: FinishReason | None = None,
-        error: Error | None = None,
+        error: api.Error | None = None,
         cached: int = 0,
         stages: Stages | None = None,
     ) -> None:
         """Send tokens; `at` counts from the end of the prompt."""
-        chunk = TokenChunk(
+        chunk = api.TokenChunk(
             req_id=generate.req_id,
             dispatch=generate.dispatch,
             position=generate.num_prompt_tokens + at,
@@ -179,17 +168,17 @@ class DecodeDouble:
         )
         self.send(peer, chunk)
 
-    def send(self, peer: str, *chunks: TokenChunk) -> None:
+    def send(self, peer: str, *chunks: api.TokenChunk) -> None:
         """Send chunks as one frame."""
-        self._wire.send(peer, Chunks(chunks))
+        self._wire.send(peer, api.Chunks(chunks))
 
     def refuse(
         self, peer: str, generate: Generate, code: str = "busy", *,
         retry_after_s: float = 0.05, param: str | None = None,
     ) -> None:  # fmt: skip
         """Do not admit a request."""
-        error = Error(code, f"refused: {code}", param)
-        self._wire.send(peer, Refused(generate.req_id, generate.dispatch, error, retry_after_s))
+        error = api.Error(code, f"refused: {code}", param)
+        self._wire.send(peer, api.Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 
     def die(self) -> None:
         """Stop answering, for good."""

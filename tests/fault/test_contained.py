@@ -7,6 +7,8 @@ process, so that here the whole test would end.
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +24,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from tests.fault.router_doubles import HANG_S, routed
 from tests.support.engines import Running, running
-from tests.support.odd_models import raising, unknown_decoder
+from tests.support.prompts import TINY
 from tests.support.shallow import shallow
 
 PROBLEM = {"messages": [{"role": "user", "content": "Tom has 3 apples and buys 4. How many?"}]}
@@ -209,8 +211,31 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(
     cluster.wait_idle()
 
 
+# Its template raises, or runs on, as `chat_template_kwargs` say.
+RAISING = (
+    "{% macro turn(m) %}{% for c in m.content %}{{ c }}{% endfor %}{% endmacro %}"
+    "{% if how == 'raise' %}{{ raise_exception('no such thing') }}{% endif %}"
+    "{% if how == 'type' %}{{ 1 + messages }}{% endif %}"
+    "{% if how == 'deep' %}{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}{% endif %}"
+    "{% if how == 'loop' %}{% for i in range(90000) %}{% for j in range(90000) %}{% endfor %}"
+    "{% endfor %}{% endif %}"
+    "{% if how == 'big' %}{{ 'a'.ljust(99999999999999) }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ turn(m) }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def changed(path: Path, file: str, **fields: Any) -> Path:
+    """A copy of the bundled model with other fields in one of its files."""
+    shutil.copytree(TINY, path, dirs_exist_ok=True)
+    held = json.loads((path / file).read_text(encoding="utf-8"))
+    (path / file).write_text(json.dumps(held | fields), encoding="utf-8")
+    return path
+
+
 def test_a_template_that_raises_or_runs_on_is_400(tmp_path: Path) -> None:
-    with served(raising(tmp_path)) as found:
+    model = changed(tmp_path, "tokenizer_config.json", chat_template=RAISING)
+    with served(model) as found:
         hows = ["raise", "type", "deep", "loop", "big"]
         bodies = [{**PROBLEM, "chat_template_kwargs": {"how": how}} for how in hows]
         for response in beside_others(found, bodies):
@@ -223,7 +248,8 @@ def test_a_tokenizer_that_llguidance_cannot_use_is_400(tmp_path: Path) -> None:
         "guided_regex": {"guided_regex": "a"},
         "tools": {"tools": tools, "tool_choice": "required"},
     }
-    with served(unknown_decoder(tmp_path)) as found:
+    decoder = {"type": "WordPiece", "prefix": "##", "cleanup": False}
+    with served(changed(tmp_path, "tokenizer.json", decoder=decoder)) as found:
         responses = beside_others(found, [{**PROBLEM, **more} for more in asked.values()])
         assert [error_of(each) for each in responses] == [
             (400, "unsupported", field) for field in asked

@@ -20,18 +20,8 @@ from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
 from tests.support.shallow import shallow
-from worker.api import (
-    AnyMessage,
-    KVReady,
-    PeerId,
-    Prefill,
-    PrefillRefused,
-    Release,
-    Renew,
-    RenewAck,
-    Sampling,
-    Stop,
-)
+from worker import api
+from worker.api import Sampling
 from worker.cache.book import Hold
 from worker.config import PingConfig
 from worker.observe.metrics import RETRY_CAUSES
@@ -77,7 +67,7 @@ class Faults:
             "overtaken": lambda send: self.held.append(send),
         }[act]  # type: ignore[assignment]
 
-    def pass_on(self, message: AnyMessage, send: Callable[[], None]) -> None:
+    def pass_on(self, message: api.AnyMessage, send: Callable[[], None]) -> None:
         with self._lock:
             held, self.held = self.held, []
             if self.kind is not None and isinstance(message, self.kind):
@@ -102,7 +92,7 @@ FAULTS = Faults()
 class FaultyWire(Wire):
     """The wire of a worker, with FAULTS on its way out."""
 
-    def send(self, peer: PeerId, message: AnyMessage) -> None:
+    def send(self, peer: api.PeerId, message: api.AnyMessage) -> None:
         inner = super().send
         FAULTS.pass_on(message, lambda: inner(peer, message))
 
@@ -208,7 +198,7 @@ def undisturbed() -> Iterator[None]:
     FAULTS.reset()
 
 
-def lose(side: Any, peer: PeerId) -> None:
+def lose(side: Any, peer: api.PeerId) -> None:
     """`side` finds `peer` silent, which is alive and knows nothing of it."""
     wire = side._wire if hasattr(side, "_wire") else side._thread._wire
     wire.lose(peer, "a test")
@@ -255,9 +245,9 @@ def check(cluster: Running, sent: list[str], texts: list[list[int]], before: flo
 
 
 @pytest.mark.parametrize("act", ["lost", "doubled", "late", "overtaken"])
-@pytest.mark.parametrize("kind", [Prefill, KVReady, Release, Renew, RenewAck])
+@pytest.mark.parametrize("kind", [api.Prefill, api.KVReady, api.Release, api.Renew, api.RenewAck])
 def test_messages(kind: type, act: str, cluster: Running, texts: list[list[int]]) -> None:
-    if kind in (Renew, RenewAck):
+    if kind in (api.Renew, api.RenewAck):
         FAULTS.pull_s = 0.8
     FAULTS.inflict(kind, act, every=2)
     before = num_ended(cluster)
@@ -284,7 +274,7 @@ def test_bytes_read_after_the_lease_are_never_used(
     """Decode goes on renewing, nobody acknowledges, prefill gives away and the pull still ends."""
     before = num_ended(cluster)
     FAULTS.pull_s = TERM_S + 0.5
-    FAULTS.inflict(Renew, "lost")
+    FAULTS.inflict(api.Renew, "lost")
     check(cluster, ask(cluster), texts, before)
     assert FAULTS.num_hit > 0
 
@@ -407,7 +397,7 @@ def test_requests_that_end_between_token_and_kv(
         if how == "abort":
             client.abort(each)
         else:
-            client._wire.send(client.decodes[0], Stop(each, 1, len(prompt)))
+            client._wire.send(client.decodes[0], api.Stop(each, 1, len(prompt)))
     time.sleep(0.1)
     assert cluster.workers["decode-0"].counters()["private_pages"] > 0, "pulls still write there"
     FAULTS.hold = False
@@ -425,7 +415,7 @@ def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(
         monkeypatch.setattr(cluster.workers[name].loop._outbound, "draining", True)
     for act in ("lost", "doubled", "late"):
         FAULTS.reset()
-        FAULTS.inflict(PrefillRefused, act, every=2)
+        FAULTS.inflict(api.PrefillRefused, act, every=2)
         before = num_ended(cluster)
         check(cluster, ask(cluster), texts, before)
         assert FAULTS.num_hit > 0

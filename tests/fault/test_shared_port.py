@@ -17,17 +17,8 @@ from cluster.config import load
 from cluster.diagnose.checks import check_port
 from router.http import app
 from router.http.app import RouterServer
-from tests.fault.router_doubles import (
-    HANG_S,
-    DecodeDouble,
-    asking,
-    ended,
-    failed,
-    letter_ids,
-    make_model,
-    metric,
-    wait_until,
-)
+from tests.fault import router_doubles as doubles
+from tests.fault.router_doubles import HANG_S, DecodeDouble, metric, wait_until
 from tests.support.router_process import router_at
 from tests.support.routers import Routers, by_router, sharing
 from worker.api import FinishReason, Generate, Member, WorkerStats
@@ -48,12 +39,12 @@ BAD = (
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("model"))
+    return doubles.make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def ids(directory: Path) -> tuple[int, ...]:
-    return letter_ids(directory)
+    return doubles.letter_ids(directory)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +105,7 @@ def test_connections_are_shared_evenly_and_one_scrape_shows_all(routers: Routers
 
 def test_the_death_of_one_ends_its_own_streams_only(routers: Routers, ids: tuple[int, ...]) -> None:
     (double,) = routers.doubles
-    with asking() as ask:
+    with doubles.asking() as ask:
         streams: list[tuple[Future[httpx.Response], str, Generate]] = []
         for _ in range(NUM_STREAMS):
             future = ask(routers.url)
@@ -134,7 +125,7 @@ def test_the_death_of_one_ends_its_own_streams_only(routers: Routers, ids: tuple
                     future.result(HANG_S)
             else:
                 double.chunk(peer, generate, ids[2:], at=2, finish=FinishReason.STOP)
-                assert ended(future) == ("abcdefgh", "stop", None)
+                assert doubles.ended(future) == ("abcdefgh", "stop", None)
         assert 0 < num_lost < NUM_STREAMS
         print(f"{num_lost} of {NUM_STREAMS} streams were {victim}'s")
 
@@ -215,8 +206,8 @@ def test_the_last_one_stays_on_the_port_and_says_that_it_drains(
     wait_until(lambda: first.num_inflight() == 0)
     first.drain(others=True)  # as it is told again when the whole cluster ends
     second.drain()
-    with asking() as ask:
-        status, code, headers = failed(ask(one.address))
+    with doubles.asking() as ask:
+        status, code, headers = doubles.failed(ask(one.address))
     assert (status, code) == (503, "draining")
     assert "retry-after" in headers
 

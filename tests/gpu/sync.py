@@ -1,25 +1,33 @@
 """Steps under torch's own detector of host syncs."""
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from worker.draw.sampler import Result
-from worker.run.runner import ModelRunner, Step
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """What waits for the device here fails."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
-def fail_on_sync(runner: ModelRunner) -> None:
+def fail_on_sync(runner: Any) -> None:
     """From now on a plan without masks fails where it waits for the device, as it is enqueued."""
     run = runner.run
 
-    def strict(step: Step) -> Result | None:
-        torch.cuda.set_sync_debug_mode("error")
+    def strict(step: Any) -> Any:
         try:
-            return run(step)
+            with no_sync():
+                return run(step)
         except BaseException:
             traceback.print_exc()  # the engine ends the process next
             raise
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
     runner.run = strict

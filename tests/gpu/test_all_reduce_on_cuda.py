@@ -47,6 +47,12 @@ def join(rank: int, world: int, init_method: str) -> CustomCollective:
     return CustomCollective(rank, world, torch.device("cuda", rank), init_method)
 
 
+def on_all_gpus(target: Callable[..., None], place: Path, *args: object) -> None:
+    """`target(rank, world, address, *args)` in a process for each GPU."""
+    world = torch.cuda.device_count()
+    run_ranks(target, world, f"file://{place}/rendezvous", *args, num_ranks=world)
+
+
 class Case:
     """One shape and dtype: all ranks' parts, made alike everywhere, and what they sum to."""
 
@@ -190,9 +196,7 @@ def many_calls(rank: int, world: int, init_method: str, pdl: bool, num_calls: in
 @pytest.mark.parametrize("pdl", [True, False])
 def test_calls_in_a_row_are_right_on_all_ranks(pdl: bool, tmp_path: Path) -> None:
     """Sizes, dtypes and algorithms change, graphs are mixed with calls, ranks come late."""
-    world, num_calls = torch.cuda.device_count(), NUM_CALLS if pdl else NUM_CALLS // 10
-    address = f"file://{tmp_path}/rendezvous"
-    run_ranks(many_calls, world, address, pdl, num_calls, num_ranks=world)
+    on_all_gpus(many_calls, tmp_path, pdl, NUM_CALLS if pdl else NUM_CALLS // 10)
 
 
 def after_products(rank: int, world: int, init_method: str, algorithm: str) -> None:
@@ -224,9 +228,7 @@ def after_products(rank: int, world: int, init_method: str, algorithm: str) -> N
 
 @pytest.mark.parametrize("algorithm", [ONE_SHOT, TWO_SHOT, NCCL])
 def test_a_sum_waits_for_the_product_before_it(algorithm: str, tmp_path: Path) -> None:
-    world = torch.cuda.device_count()
-    address = f"file://{tmp_path}/rendezvous"
-    run_ranks(after_products, world, address, algorithm, num_ranks=world)
+    on_all_gpus(after_products, tmp_path, algorithm)
 
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:
@@ -260,8 +262,7 @@ def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None
 @pytest.mark.parametrize("algorithm", [ONE_SHOT, TWO_SHOT, NCCL])
 def test_a_killed_rank_ends_the_calls_of_the_others(algorithm: str, tmp_path: Path) -> None:
     """Those of a replayed graph, with an error and no hang."""
-    world, address = torch.cuda.device_count(), f"file://{tmp_path}/rendezvous"
-    run_ranks(lose_a_rank, world, address, algorithm, num_ranks=world)
+    on_all_gpus(lose_a_rank, tmp_path, algorithm)
 
 
 def calibrated(rank: int, world: int, init_method: str) -> None:
@@ -275,5 +276,4 @@ def calibrated(rank: int, world: int, init_method: str) -> None:
 
 
 def test_all_ranks_go_by_one_measured_table(tmp_path: Path) -> None:
-    world = torch.cuda.device_count()
-    run_ranks(calibrated, world, f"file://{tmp_path}/rendezvous", num_ranks=world)
+    on_all_gpus(calibrated, tmp_path)

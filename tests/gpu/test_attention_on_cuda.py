@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.sync import no_sync
 from tests.support.attention_cases import DTYPES, EVERY, GROUPS, HEAD_DIMS, PAGE_SIZES
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
@@ -374,11 +375,8 @@ def test_nothing_waits_for_the_device(shapes, name):
     case = make(shapes, heads=(32, 8))
     attention = backend(name, case.pool, 32)
     attend(attention, case)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         attend(attention, case)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def answers(attention: object, graph: object) -> list[list[int]]:
@@ -390,9 +388,7 @@ def answers(attention: object, graph: object) -> list[list[int]]:
     }
     with running(sections) as cluster:
         for _ in range(2):
-            found = cluster.client.generate(problem_ids(24), Sampling(80, temperature=0.0))
-            assert not [each.error for each in found if each.error]
-        cluster.wait_idle()
+            found = cluster.answers(problem_ids(24), Sampling(80, temperature=0.0))
     return [each.tokens for each in found]
 
 

@@ -6,6 +6,7 @@ The CPU's are tested in tests/unit/test_chunk_rows.py.
 import pytest
 import torch
 
+from tests.gpu.sync import no_sync
 from worker.plan import Chunk, Plan, RowPages
 from worker.step.buffers import DEPTH, BatchBuffers, Staging
 from worker.step.state import StateShape, StepState
@@ -80,11 +81,8 @@ def test_nothing_waits_for_the_device() -> None:
         buffers.chunks(plan_of([16], step), 16, fixed_shape=True)  # compiles
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         for step in range(2, 1 + DEPTH):
             buffers.chunks(plan_of([16], step), 16, fixed_shape=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     idle = torch.cuda.current_stream(state.device).query()
     assert not idle, "the host was there when the device had ended"

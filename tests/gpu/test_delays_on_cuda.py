@@ -14,8 +14,7 @@ import pytest
 
 from tests.support import delay_mix
 from tests.support.counted import value
-from tests.support.delay_mix import differing, leaving, sections
-from tests.support.delays import Delays
+from tests.support.delay_mix import Delays, differing, leaving, sections
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 

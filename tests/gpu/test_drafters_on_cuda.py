@@ -15,6 +15,7 @@ from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
+pytestmark = pytest.mark.gpu(1)
 REFERENCES = {"chain": ChainReference, "dflash": DFlashReference}
 DRAFTERS = tuple(REFERENCES)
 NUM, WIDTHS = 8, [1, 2, 5, 8]
@@ -54,7 +55,6 @@ def served(made: Lockstep) -> tuple[list[list[int]], list[list[Window]]]:
     return [each.tokens for each in answers], [made.windows[i] for i in range(NUM)]
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_graph_equals_eager_with_a_drafter(drafter: str, dtype: str) -> None:
@@ -66,7 +66,6 @@ def test_every_graph_equals_eager_with_a_drafter(drafter: str, dtype: str) -> No
     made.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("num_prefill", [0, 1])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
@@ -89,7 +88,6 @@ def test_traces_and_pages_are_the_reference_s(drafter: str, graph: str, num_pref
     made.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
@@ -108,7 +106,6 @@ def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
     assert all(answer.error is None for answer in answers)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_totals_are_equal_in_graphs_and_eager(drafter: str) -> None:
     found = []

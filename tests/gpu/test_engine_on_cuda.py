@@ -8,6 +8,7 @@ from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 
+pytestmark = pytest.mark.gpu(1)
 NUM = 32
 MAX_TOKENS = 100
 
@@ -31,13 +32,9 @@ def cpu_ids() -> list[list[int]]:
 
 def ask(cluster) -> list[list[int]]:
     sampling = [sampling_of(i, MAX_TOKENS) for i in range(NUM)]
-    answers = cluster.client.generate(problem_ids(NUM), sampling)
-    assert not [each.error for each in answers if each.error]
-    cluster.wait_idle()
-    return [each.tokens for each in answers]
+    return [each.tokens for each in cluster.answers(problem_ids(NUM), sampling)]
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("mode", ["always", "never"])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_cuda_equals_cpu_in_float32(mode: str, page_size: int, cpu_ids: list) -> None:
@@ -46,7 +43,6 @@ def test_cuda_equals_cpu_in_float32(mode: str, page_size: int, cpu_ids: list) ->
         assert ask(cluster) == cpu_ids  # the prefix trees hold the prompts now
 
 
-@pytest.mark.gpu(1)
 def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
     config = sections("cuda", "always")
     config["model"] = {}
@@ -55,7 +51,6 @@ def test_bfloat16_serves_as_stored(cpu_ids: list) -> None:
     assert same > NUM // 2, f"only {same} of {NUM} texts agree with float32"
 
 
-@pytest.mark.gpu(1)
 def test_masked_steps_on_cuda_equal_the_cpu() -> None:
     """Grammars with every filter and penalty: the tail that waits for the host's masks."""
     asked = accepted()[::4]
@@ -67,7 +62,6 @@ def test_masked_steps_on_cuda_equal_the_cpu() -> None:
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("widths", [[1], [4], [1, 2, 4, 8]])
 def test_a_step_never_waits_for_the_device(widths: list[int]) -> None:

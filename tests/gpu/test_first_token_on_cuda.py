@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.gpu.sync import no_sync
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
 from tests.support.counted import value
 from tests.support.engines import running
@@ -14,6 +15,7 @@ from worker.api import Sampling
 from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu(1)
 
 PAGE_SIZE = 16
 SAMPLINGS = [
@@ -33,10 +35,7 @@ def answers(device: str, mode: str, **changes: Any) -> tuple[list[list[int]], fl
     texts: list[list[int]] = []
     with running(config, num_prefill=int(mode == "always")) as cluster:
         for _ in range(2):
-            found = cluster.client.generate(problem_ids(NUM), sampling)
-            assert not [each.error for each in found if each.error]
-            texts += [each.tokens for each in found]
-            cluster.wait_idle()
+            texts += [each.tokens for each in cluster.answers(problem_ids(NUM), sampling)]
         prefill = cluster.workers.get("prefill-0")
         drawn = value(prefill.engine.metrics.generated_tokens) if prefill else 0.0
     return texts, drawn
@@ -47,7 +46,6 @@ def wanted() -> list[list[int]]:
     return answers("cpu", "never")[0]
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
@@ -107,7 +105,6 @@ def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool)
     eager.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize(
     "counts",
@@ -123,7 +120,6 @@ def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -
     check_tails("cuda", "piecewise", counts, hooked=hooked)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("graph", ["eager", "piecewise"])
@@ -135,11 +131,8 @@ def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) 
     plan = plan_of([16, 1, 90, 33], draws=True)
     wanted, *_ = launched(engine, plan, hooked=hooked)  # warm: allocator, kernels
     groups = engine.layer_groups(lambda: None) if hooked else None
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         step = engine.runner.launch(plan, groups)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert step is not None
     assert [each.tokens[0] for each in engine.runner.settle(step)] == wanted
     engine.close()

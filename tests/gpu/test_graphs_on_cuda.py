@@ -20,6 +20,7 @@ from worker.run.full import buckets_of
 from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu(1)
 
 ROWS = 12
 NUM_PAGES = 400
@@ -86,7 +87,6 @@ def sampling_of(i: int) -> Sampling:
     return Sampling(40 + i, temperature=0.9, top_p=0.9, top_k=40, seed=i)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
     widths = [1, 2, 3, 8, 16]
@@ -101,7 +101,6 @@ def test_every_bucket_equals_eager_bit_for_bit(dtype: str) -> None:
     engine.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("widths", [(2,), (4,), (16,), (1, 2, 4, 8)])
 def test_windows_through_graphs_change_no_token(widths: tuple[int, ...]) -> None:
     """Drafts of an oracle with errors; in float32, where no rounding decides a token."""
@@ -129,7 +128,6 @@ def test_windows_through_graphs_change_no_token(widths: tuple[int, ...]) -> None
     engine.close()
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("graph", ["full", "piecewise", "auto"])
 def test_texts_through_graphs_equal_eager(graph: str) -> None:
     """In float32, where the padded shape does not change a result that decides a token."""
@@ -142,7 +140,6 @@ def test_texts_through_graphs_equal_eager(graph: str) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.gpu(1)
 def test_penalties_masks_and_logprobs_through_graphs_equal_eager() -> None:
     """Batches of all mixtures, in float32; every step is a graph or a forward and a tail."""
     from tests.support.changed_asks import changed_asks, same_answers
@@ -164,7 +161,6 @@ def test_penalties_masks_and_logprobs_through_graphs_equal_eager() -> None:
     assert same_answers(*found)
 
 
-@pytest.mark.gpu(1)
 def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
     """Canary: only pages of the batch change, the sink aside; replays leave nothing behind."""
     engine = build("float32")
@@ -189,7 +185,6 @@ def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
     engine.close()
 
 
-@pytest.mark.gpu(1)
 def test_poisoned_padding_changes_nothing() -> None:
     """What lies in row 0, in the sink page and beyond the batch's rows is never a result's part."""
     engine = build("float32")
@@ -206,7 +201,6 @@ def test_poisoned_padding_changes_nothing() -> None:
     engine.close()
 
 
-@pytest.mark.gpu(1)
 def test_too_little_memory_is_one_clear_error() -> None:
     from worker.errors import UserError
 

@@ -9,10 +9,10 @@ from tests.support.patience import HANG_S
 from worker.config import EngineConfig
 from worker.start.memory import CudaMemory, process_lock
 
+pytestmark = pytest.mark.gpu(1)
 MIB = 1 << 20
 
 
-@pytest.mark.gpu(1)
 def test_what_is_taken_stays_taken_and_is_used() -> None:
     memory = CudaMemory(EngineConfig())
     free = memory.free_bytes()
@@ -28,7 +28,6 @@ def test_what_is_taken_stays_taken_and_is_used() -> None:
     memory.free_bytes()
 
 
-@pytest.mark.gpu(1)
 def test_a_load_holds_the_device_by_its_uuid() -> None:
     name = f"kvlane-build-{torch.cuda.get_device_properties().uuid}"
     inside = threading.Event()

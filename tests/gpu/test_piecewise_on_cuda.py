@@ -12,20 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.chunks import (
-    Bench,
-    Uncaptured,
-    bench_of,
-    bits,
-    build,
-    check_laws,
-    check_memory,
-    check_no_wait,
-    check_padding,
-    check_texts,
-    fill,
-    layouts,
-)
+from tests.support import chunks
+from tests.support.chunks import Bench, Uncaptured
 from tests.support.prompts import problem_ids
 from worker.plan import Chunk, Plan, RowPages
 from worker.run.compiled import TracedForward
@@ -34,9 +22,8 @@ from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
-)  # of Dynamo and Inductor
+OF_DYNAMO = r"ignore:::torch\.", "ignore:TensorFloat32", "ignore:.*lru_cache"
+pytestmark = [pytest.mark.gpu(1), pytest.mark.filterwarnings(*OF_DYNAMO)]
 
 MAX_TOKENS = 600
 BUCKETS = (16, 48, 64, 256, 512, MAX_TOKENS)
@@ -48,12 +35,12 @@ SETUPS = (
 
 def pieces_of(dtype: str, attention: str) -> Bench:
     """Of the model's own forward."""
-    engine = build(
+    engine = chunks.build(
         "cuda", "piecewise", dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS,
         attention={"prefill": attention, "decode": "triton", "spec": "triton"},
     )  # fmt: skip
     runner: Any = engine.runner.graphs.chunks
-    made = bench_of(engine, runner)
+    made = chunks.bench_of(engine, runner)
     made.checks = engine.checks
     return made
 
@@ -61,14 +48,14 @@ def pieces_of(dtype: str, attention: str) -> Bench:
 def traced_pieces(dtype: str, how: str) -> Bench:
     """Of the traced forward: plain, or as Inductor compiled it."""
     graph = "compiled" if how == "compiled" else "eager"
-    engine = build("cuda", graph, dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS)
+    engine = chunks.build("cuda", graph, dtype=dtype, strict=True, max_prefill_tokens=MAX_TOKENS)
     loaded, checks = engine.runner.loaded, engine.checks
     runner: Any = engine.runner.graphs.chunks
     if how == "plain":
         traced = TracedForward(loaded.model, lambda piece, _: piece)
         runner = PiecewiseChunks(loaded, GraphMemory(loaded.state.device), traced)
         checks = runner.capture()
-    made = bench_of(engine, runner)
+    made = chunks.bench_of(engine, runner)
     made.use(runner)
     made.checks = checks
     if how == "compiled":
@@ -91,7 +78,6 @@ def bench(request: pytest.FixtureRequest) -> Iterator[Any]:
         made.engine.close()
 
 
-@pytest.mark.gpu(1)
 def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     checks = [check for check in bench.checks if check.kind != "decode"]
     for kind in ("prefill", "prefill_full"):
@@ -104,7 +90,6 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     assert {each.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
     ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
 )
@@ -117,26 +102,23 @@ def test_replays_equal_eager_at_the_same_padded_shape(
         pytest.skip("this backend plans on the host")
     if bench.engine.runner.loaded.buffers.max_reqs(64) < num_reqs:
         pytest.skip("long steps of so many requests are eager")
-    check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
+    chunks.check_laws(bench, BUCKETS, num_reqs, prefix, fixed_shape=fixed_shape)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("fixed_shape", [False, True])
 def test_what_padding_reads_and_leaves_changes_nothing(bench: Any, fixed_shape: bool) -> None:
     if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
-    check_padding(bench, layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
+    chunks.check_padding(bench, chunks.layouts(50, 3, 20), 64, fixed_shape=fixed_shape)
 
 
-@pytest.mark.gpu(1)
 def test_what_others_allocate_changes_nothing(bench: Any) -> None:
-    check_memory(bench, layouts(250, 3, 20), 256)
+    chunks.check_memory(bench, chunks.layouts(250, 3, 20), 256)
 
 
-@pytest.mark.gpu(1)
 def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None:
     """An event of the hook is passed when that layer's KV is; later layers are under way."""
-    layout, layers = layouts(500, 3, 20), range(bench.engine.spec.num_layers)
+    layout, layers = chunks.layouts(500, 3, 20), range(bench.engine.spec.num_layers)
     final = bench.run(bench.eager.launch, layout, 512)[1:]
     for launch in (bench.eager.launch, bench.runner.launch):
         told: list[int] = []
@@ -149,9 +131,9 @@ def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None
             event.record()
             on.wait_event(event)
             with torch.cuda.stream(on):
-                copies += [bits(each).clone() for each in bench.caches()[2 * layer_id :][:2]]
+                copies += [chunks.bits(each).clone() for each in bench.caches()[2 * layer_id :][:2]]
 
-        fill(bench)
+        chunks.fill(bench)
         torch.cuda.synchronize()
         with torch.inference_mode():
             launch(bench.batch(layout, 512), on_layer)
@@ -161,13 +143,11 @@ def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None
             assert torch.equal(stored, wanted)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
-    check_no_wait(bench, layouts(100, 3, 20))
+    chunks.check_no_wait(bench, chunks.layouts(100, 3, 20))
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("num_tokens", [2, 33, 64, 65, 500])
 def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     bench: Any, num_tokens: int
@@ -176,7 +156,7 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
 
     if bench.runner.traced is None:
         pytest.skip("it is the model's own forward")
-    loaded, layout = bench.engine.runner.loaded, layouts(num_tokens, 2, 5)
+    loaded, layout = bench.engine.runner.loaded, chunks.layouts(num_tokens, 2, 5)
     before = copy.deepcopy([counters[kind] for kind in ("stats", "aot_autograd")])
     wanted = bench.run(EagerChunks(loaded).launch, layout, num_tokens)[0].float()
     found = bench.run(Uncaptured(loaded, bench.runner.traced).launch, layout, num_tokens)[0]
@@ -185,18 +165,16 @@ def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
     assert error.max() <= bench.runner.rounding
 
 
-@pytest.mark.gpu(1)
 def test_texts_are_those_of_eager_in_float32(bench: Any) -> None:
     if bench.runner.embedded.dtype != torch.float32:
         pytest.skip("16-bit texts diverge by rounding, with any padding")
-    check_texts(bench)
+    chunks.check_texts(bench)
     bench.use(bench.runner)
 
 
-@pytest.mark.gpu(1)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_auto_replays_chunks_on_either_worker(role: str) -> None:
-    engine = build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
+    engine = chunks.build("cuda", "auto", role=role, dtype="bfloat16", strict=True)
     decode = "eager" if role == "prefill" else "full"
     assert engine.config.engine.graph.model_dump() == {"prefill": "piecewise", "decode": decode}
     tokens = problem_ids(1)[0]

@@ -4,15 +4,7 @@ import pytest
 import torch
 
 from tests.support import products
-from tests.support.products import (
-    captured,
-    check_chain,
-    check_hot_call,
-    check_replays,
-    computed,
-    error,
-    weights,
-)
+from tests.support.products import error, weights
 from worker.ops.norms import swiglu
 from worker.ops.product import gated_product
 from worker.ops.product import product as linear
@@ -30,7 +22,7 @@ def noise(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def product(x: torch.Tensor, w: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     tile = choose(len(x), *w.shape)
-    return computed(x, w, tile, poison=float("nan"), pdl=pdl)
+    return products.computed(x, w, tile, poison=float("nan"), pdl=pdl)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
@@ -50,7 +42,7 @@ def test_a_gated_product_is_the_activation_of_the_whole_one(n, k, m, dtype):
     wanted = swiglu(linear(x, w))
     assert torch.equal(gated_product(x, w), wanted)
     found = torch.empty_like(wanted)
-    graph = captured(lambda: found.copy_(gated_product(x, w)))
+    graph = products.captured(lambda: found.copy_(gated_product(x, w)))
     found.zero_()
     graph.replay()
     assert torch.equal(found, wanted)
@@ -68,15 +60,15 @@ def test_a_row_is_the_same_alone_and_in_any_batch(n, k):
 
 @pytest.mark.parametrize("m", [1, 32])
 def test_replays_are_equal_whatever_else_the_gpu_does(m):
-    check_replays(noise(m, SPLIT[1]), weights(*SPLIT), choose(m, *SPLIT), 200)
+    products.check_replays(noise(m, SPLIT[1]), weights(*SPLIT), choose(m, *SPLIT), 200)
 
 
 @pytest.mark.parametrize("m", [1, 32, 64])
 def test_overlapping_launches_read_what_the_kernel_before_wrote(m):
     shapes = [NARROW, (4096, 4096), WIDE, SPLIT] * 4
-    check_chain(m, shapes, [choose(m, n, k) for n, k in shapes])
+    products.check_chain(m, shapes, [choose(m, n, k) for n, k in shapes])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_the_hot_call_allocates_nothing_and_waits_for_nothing():
-    check_hot_call(8, choose(8, 4096, 4096))
+    products.check_hot_call(8, choose(8, 4096, 4096))

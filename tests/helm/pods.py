@@ -19,8 +19,7 @@ from typing import Any
 
 from tests.helm.charts import REPOSITORY, Render, documents, port_names
 from tests.support import namespaces
-from tests.support.namespaces import answers, enter, join
-from tests.support.started import Started
+from tests.support.namespaces import Started, answers, enter, join
 
 WORK = Path("/run/kvlane-pods")
 ADDRESSES = {

@@ -1,7 +1,7 @@
 """Directories of small chain drafters with random weights, as each project would publish them."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +17,11 @@ FORMS = ("specforge", "speculators", "eagle", "mimo")
 ABSENT = "absent"  # as the value of a field: leave it out
 # A target for them.
 TARGET = ModelShape(
-    architecture="Qwen2ForCausalLM",
-    hidden_size=32,
-    num_layers=10,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=48,
-    vocab_size=97,
-    rms_norm_eps=1e-6,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    tie_word_embeddings=False,
-    attention_bias=False,
-    qk_norm=False,
-    max_position_embeddings=64,
-    dtype="float32",
-    eos_token_ids=(0,),
-    penalizes=False,
-)
+    architecture="Qwen2ForCausalLM", hidden_size=32, num_layers=10, num_heads=4, num_kv_heads=2,
+    head_dim=8, intermediate_size=48, vocab_size=97, rms_norm_eps=1e-6, rope_theta=10000.0,
+    rope_scaling=None, tie_word_embeddings=False, attention_bias=False, qk_norm=False,
+    max_position_embeddings=64, dtype="float32", eos_token_ids=(0,), penalizes=False,
+)  # fmt: skip
 
 
 def write_chain(
@@ -45,7 +31,7 @@ def write_chain(
     *,
     seed: int = 0,
     prefix: str = "",
-    own: tuple[str, ...] = (),
+    own: Sequence[str] = (),
     layer: dict[str, Any] | None = None,
     **fields: Any,
 ) -> dict[str, Tensor]:
@@ -81,10 +67,9 @@ def change_config(directory: Path, fields: Mapping[str, Any]) -> None:
     if "dflash" in fields:
         config["dflash_config"] |= fields.pop("dflash")
     config |= fields
-    for each in (config, layer):
-        for name in [name for name, value in each.items() if value == ABSENT]:
-            del each[name]
-    (directory / "config.json").write_text(json.dumps(config))
+    if layer is not config:
+        config["transformer_layer_config"] = left(layer)
+    (directory / "config.json").write_text(json.dumps(left(config)))
 
 
 def check_refused(
@@ -107,11 +92,8 @@ def random_tensors(
     vocab_size: of the target, whose ids d2t and t2d name.
     """
     generator = torch.Generator().manual_seed(seed)
-    tensors = {
-        name: _noise(name, size, generator)
-        for name, size in shapes.items()
-        if name not in ("d2t", "t2d")
-    }
+    plain = [name for name in shapes if name not in ("d2t", "t2d")]
+    tensors = {name: _noise(name, shapes[name], generator) for name in plain}
     if "d2t" in shapes:
         (num_ids,) = shapes["d2t"]
         ids = torch.randperm(vocab_size, generator=generator)[:num_ids].sort().values
@@ -122,26 +104,24 @@ def random_tensors(
     return tensors
 
 
+def layer_fields(target: ModelShape, **fields: Any) -> dict[str, Any]:
+    """What a drafter of any form says of its layers, but for `fields`."""
+    return {
+        "hidden_size": target.hidden_size, "vocab_size": target.vocab_size, "hidden_act": "silu",
+        "rms_norm_eps": 1e-5, "rope_theta": 5000.0, "max_position_embeddings": 32,
+        "attention_bias": False, "initializer_range": 0.02, **fields,
+    }  # fmt: skip
+
+
 def _config(
     directory: Path, form: str, target: ModelShape, layer: dict[str, Any], fields: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(config.json, the object in it that holds the layer's fields)."""
-    shape: dict[str, Any] = {
-        "hidden_size": target.hidden_size,
-        "intermediate_size": 3 * target.hidden_size,
-        "num_attention_heads": target.num_heads,
-        "num_key_value_heads": target.num_kv_heads,
-        "head_dim": target.head_dim,
-        "num_hidden_layers": 1,
-        "vocab_size": target.vocab_size,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-        "max_position_embeddings": 32,
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "initializer_range": 0.02,
-    }
+    shape = layer_fields(
+        target, intermediate_size=3 * target.hidden_size, num_attention_heads=target.num_heads,
+        num_key_value_heads=target.num_kv_heads, head_dim=target.head_dim, num_hidden_layers=1,
+        model_type="llama",
+    )  # fmt: skip
     config: dict[str, Any] = {"torch_dtype": "float32", "transformers_version": "4.57.1"}
     if form == "specforge":
         config |= shape | layer | {"architectures": ["LlamaForCausalLMEagle3"]}
@@ -159,12 +139,8 @@ def _config(
         assert form == "mimo", form
         file = directory / "config.json"
         held = json.loads(file.read_text()) if file.exists() else shape | {"eos_token_id": 0}
-        config = (
-            {"head_dim": target.head_dim}
-            | held
-            | {"attention_bias": True, "num_hidden_layers": target.num_layers}
-            | layer
-        )
+        own = {"attention_bias": True, "num_hidden_layers": target.num_layers}
+        config = {"head_dim": target.head_dim} | held | own | layer
         config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
         config["num_nextn_predict_layers"] = 1
     config = left(config | fields)
@@ -176,11 +152,7 @@ def left(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shapes(
-    form: str,
-    target: ModelShape,
-    config: dict[str, Any],
-    shape: dict[str, Any],
-    own: tuple[str, ...],
+    form: str, target: ModelShape, config: dict[str, Any], shape: dict[str, Any], own: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor, as published files have them."""
     size, eagle = shape["hidden_size"], config.get("eagle_config") or {}

@@ -30,16 +30,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Draw drafts: no filters, penalties or masks; the target's noise, at the target's ids.
 
-    Args:
-        logits: [n, num] f32.
-        ids: [num] i64; the target's id of each.
-        temperature: 0: the likeliest.
-        seed: [n] i64, of the requests.
-        position: [n] i64; index in prompt + output of the token to be drawn.
-        vocab_size: of the target.
-
-    Returns:
-        The drafts, [n], and by how much each was the likeliest, [n].
+    logits: [n, num] f32, of the target's `ids`, [num]; seed, position: [n] i64, of the requests and
+    of the tokens to be drawn. Returns the drafts, and by how much each was the likeliest: [n].
     """
     if temperature > 0:
         logits = logits / temperature + gumbel_ref(seed, position, vocab_size)[:, ids]
@@ -66,12 +58,8 @@ def short_name(name: str) -> str:
 
 
 class Weights:
-    """A drafter's tensors, float32, and what any layer computes with them.
-
-    Args:
-        directory: of the checkpoint.
-        short_name: a tensor's name, and what we call it.
-    """
+    """A drafter's tensors, float32, by what `short_name` makes of their names; and what any layer
+    computes with them."""
 
     def __init__(self, directory: Path, short_name: Callable[[str], str]) -> None:
         from transformers import LlamaConfig
@@ -127,15 +115,10 @@ class Weights:
 
 
 class Layer(Weights):
-    """The layer of a chain drafter; `attend` is all that mixes rows.
+    """The layer of a chain drafter: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2, or
+    MTP as MiMo has it. `attend` is all that mixes rows."""
 
-    Args:
-        directory: of the checkpoint: EAGLE-3 (original, SpecForge or speculators), EAGLE-1 and 2,
-            or MTP as MiMo has it.
-        num_layers: of the target.
-    """
-
-    def __init__(self, directory: Path, num_layers: int) -> None:
+    def __init__(self, directory: Path, num_layers: int) -> None:  # of the target
         super().__init__(directory, short_name)
         self.kind = "mtp" if self.is_mtp else "eagle"
         if "hidden_norm" in self.weights:
@@ -167,10 +150,8 @@ class Layer(Weights):
         if self.kind == "eagle":
             mixed = self.project("fc", torch.cat((embedded, features), -1))
             return mixed, mixed
-        hidden, token = (
-            self.norm("hidden_layernorm", features),
-            self.norm("token_layernorm", embedded),
-        )
+        hidden = self.norm("hidden_layernorm", features)
+        token = self.norm("token_layernorm", embedded)
         mixed = self.project("input_proj", torch.cat((hidden, token), -1))
         return self.norm("input_layernorm", mixed), mixed
 
@@ -210,8 +191,8 @@ class Reference(ABC):
         return self._of(tokens)[0][: len(tokens)]
 
     def draft_rows(self, tokens: Sequence[int]) -> Rows:
-        """Of each layer, keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]; those of
-        slots before `first_slot` are NaN."""
+        """Of each layer, keys and values of slots 0 .. n - 1, [n, num_kv_heads, head_dim]; NaN
+        before `first_slot`."""
         num = len(tokens)
         return [(keys[:num], values[:num]) for keys, values in self._of(tokens)[1]]
 
@@ -225,19 +206,14 @@ class Reference(ABC):
     ) -> list[int]:
         """Drafts for positions length + 1 .. length + width - 1, as target ids.
 
-        Args:
-            tokens: of which those behind `length` do not count.
-            length: of the row's KV, at least 1; tokens[length] has been drawn.
-            width: of the window.
-            sampling: of the request.
+        length: of the row's KV, at least 1; tokens[length] has been drawn, later ones do not count.
         """
         return [draft for draft, _ in self.drawn(tokens, length, width, sampling)]
 
     def drawn(
         self, tokens: Sequence[int], length: int, width: int, sampling: Sampling, block: int = 0
     ) -> Drawn:
-        """See `drafts`: each with its margin; block: tokens of a block, of drafters that have them;
-        0: `width`."""
+        """`drafts`, each with its margin; block: tokens of a drafter's block; 0: `width`."""
         assert 0 < length < len(tokens)
         block = block or width
         key = tuple(tokens[: length + 1]), block, sampling.temperature, sampling.seed

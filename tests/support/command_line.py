@@ -12,12 +12,8 @@ from worker.errors import UserError
 def configured(words: Sequence[str], files: Mapping[str, Path] | None = None) -> Config:
     """What `kvlane WORDS` serves with; the defaults for commands that serve nothing.
 
-    Args:
-        words: after `kvlane`.
-        files: where a file that the command names lies here.
-
-    Raises:
-        UserError: kvlane does not take these words, or the configuration is wrong.
+    files: where a file that the command names lies here. Raises UserError if kvlane does not take
+    these words, or the configuration is wrong.
     """
     try:
         given = cli.parser_of_commands().parse_args(list(words))

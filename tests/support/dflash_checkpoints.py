@@ -9,14 +9,14 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support import chain_checkpoints
-from tests.support.chain_checkpoints import ABSENT, layer_shapes, left, random_tensors
+from tests.support import chain_checkpoints as chain
+from tests.support.chain_checkpoints import ABSENT, left
 from worker.model.shape import ModelShape
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target
 
-TARGET = replace(chain_checkpoints.TARGET, architecture="Qwen3ForCausalLM")
+TARGET = replace(chain.TARGET, architecture="Qwen3ForCausalLM")
 
 
 def write_dflash(
@@ -34,13 +34,11 @@ def write_dflash(
     """Write a drafter for `target` in one of FORMS; returns its tensors, f32.
 
     Args:
-        taps: after which of the target's layers, whatever the form calls these.
+        taps, options: see `config_of`.
         own: of "embed_tokens", "lm_head", "mask_embedding" and "t2d", what the files have although
             they could do without.
         prefix: before all names but those of the head and of the tables of ids, as "model.".
         aliases: the names of some files: encoder.fc and encoder.output_norm_enc.
-        seed: of the weights.
-        options: see `config_of`.
     """
     config = config_of(target, form, taps=taps, **options)
     directory.mkdir(parents=True, exist_ok=True)
@@ -55,7 +53,7 @@ def write_dflash(
     }
     for i in range(shape["num_hidden_layers"]):
         at, normed = f"{prefix}layers.{i}", shape | {"qk_norm": True}
-        shapes |= layer_shapes(at, normed, size, qkv_bias=bias, output_bias=bias)
+        shapes |= chain.layer_shapes(at, normed, size, qkv_bias=bias, output_bias=bias)
         shapes[f"{at}.input_layernorm.weight"] = (size,)
     vocab_size = config.get("draft_vocab_size") or target.vocab_size
     of_own = {
@@ -67,7 +65,7 @@ def write_dflash(
     }
     reduced = ("lm_head", "d2t") if "draft_vocab_size" in config else ()
     shapes |= dict(of_own[name] for name in (*reduced, *own))
-    tensors = random_tensors(shapes, target.vocab_size, seed)
+    tensors = chain.random_tensors(shapes, target.vocab_size, seed)
     save_file(tensors, directory / "model.safetensors")
     return tensors
 
@@ -94,7 +92,7 @@ def config_of(
     """config.json of a drafter for `target` in one of FORMS.
 
     Args:
-        mask_token_id: ABSENT leaves it out.
+        taps: after which of the target's layers, whatever the form calls these.
         draft_vocab_size: ids of the head, which is the drafter's own then; None: the target's.
         sliding: the layers that see `window` tokens, itself among them.
         causal: of all layers in "zlab", of the sliding ones in "speculators"; None: not said, or in
@@ -103,22 +101,11 @@ def config_of(
         layer: other fields of the transformer's layers, which speculators nests.
         fields: other fields of config.json. ABSENT as a value leaves a field out.
     """
-    shape: dict[str, Any] = {
-        "attention_bias": bias,
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": 40,
-        "max_position_embeddings": 32,
-        "model_type": "qwen3",
-        "num_attention_heads": num_heads,
-        "num_hidden_layers": num_layers,
-        "num_key_value_heads": num_kv_heads,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5000.0,
-        "vocab_size": target.vocab_size,
-    }
+    shape = chain.layer_fields(
+        target, intermediate_size=40, num_attention_heads=num_heads, head_dim=head_dim,
+        num_key_value_heads=num_kv_heads, num_hidden_layers=num_layers, attention_bias=bias,
+        model_type="qwen3",
+    )  # fmt: skip
     if sliding:
         kinds = ("full_attention", "sliding_attention")
         shape["layer_types"] = [kinds[i in sliding] for i in range(num_layers)]

@@ -54,11 +54,7 @@ class DFlashReference(Reference):
             self.mask = self.embedding[token]
 
     def block(
-        self,
-        tokens: Sequence[int],
-        length: int,
-        block: int,
-        seen: list[tuple[Tensor, Tensor]] | None = None,
+        self, tokens: Sequence[int], length: int, block: int, seen: Rows | None = None
     ) -> Tensor:
         """[block, hidden]: hidden states of a block behind its last norm.
 
@@ -95,13 +91,10 @@ class DFlashReference(Reference):
     def _read(self, ids: Tensor, behind: list[Tensor], last: Tensor) -> tuple[Tensor, Rows]:
         joined = torch.cat([behind[layer] for layer in self.taps], -1)
         features = self.net.norm("hidden_norm", self.net.project("fc", joined))
-        at, names = (
-            torch.arange(len(ids)),
-            [f"layers.{i}.self_attn" for i in range(self.num_layers)],
-        )
+        at, heads = torch.arange(len(ids)), self.net.heads
+        names = [f"layers.{i}.self_attn" for i in range(self.num_layers)]
         return features, [
-            (self.net.heads(f"{each}.k", features, at), self.net.heads(f"{each}.v", features, at))
-            for each in names
+            (heads(f"{each}.k", features, at), heads(f"{each}.v", features, at)) for each in names
         ]
 
     @torch.no_grad()

@@ -27,13 +27,8 @@ def prefixes(book: PageBook) -> Iterator[tuple[list[int], list[int]]]:
 
 
 def audit(engine: Engine, reference: Reference, tolerance: float = TOLERANCE) -> int:
-    """Assert that pages of the prefix tree hold the draft rows and tails that they must.
-
-    The engine is idle. Slot 0 of a request is no row: it is not looked at.
-
-    Returns:
-        The number of pages that were compared.
-    """
+    """Assert that pages of an idle engine's prefix tree hold the draft rows and tails that they
+    must; returns how many pages were compared. Slot 0 of a request is no row."""
     size, seen = engine.book.page_size, set[int]()
     num_layers = engine.layout.region("draft").num_layers
     caches = [engine.pool.layer(layer, "draft") for layer in range(num_layers)]
@@ -78,22 +73,14 @@ def trace_is_right(
     max_len: int,
     block: int = 0,
 ) -> int:
-    """Assert that each window verified what the drafter must have proposed, and kept what is right.
+    """Assert that each window of a request verified what the drafter must have proposed, and kept
+    what is right; returns how many drafts were compared.
 
     The entry step of each stay in a row has no drafts. Behind a narrower step there may be fewer
     drafts than the window could hold. What is drafted for positions from max_len on is not looked
     at, as nothing is drawn there.
 
-    Args:
-        windows: of one request, all of them, in order.
-        text: its prompt and output.
-        reference: of its target and drafter.
-        sampling: the request's.
-        max_len: tokens of prompt and output at which it ends.
-        block: `spec.block`.
-
-    Returns:
-        How many drafts were compared.
+    text: prompt and output, which end with max_len tokens; block: `spec.block`.
     """
     hold, width_before, num_compared = None, 0, 0
     for window in windows:

@@ -1,4 +1,7 @@
-"""Requests, their plain answers, and drafters that are fitted to those."""
+"""Workers for tests of drafters, requests, their plain answers, and drafters fitted to those.
+
+The model is four layers of the bundled one, in float32.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,64 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.chain_reference import ChainReference, Reference
+from tests.support.delay_mix import sections
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
-from tests.support.drafter_workers import MAX_LEN, TARGET, VOCAB_SIZE, workers
 from tests.support.engines import Answer
-from tests.support.lockstep import Ask, Lockstep, Window
+from tests.support.lockstep import DECODE, Ask, Lockstep, Window
 from tests.support.pairwise import whole
-from tests.support.prompts import problem_ids
+from tests.support.prompts import VOCAB, problem_ids
+from tests.support.recorded import RecordedChunks, RecordedMemory, RecordedSteps
+from tests.support.shallow import shallow
 from worker.api import Sampling
 
+TARGET = shallow(4)
+MAX_LEN = 256
+ENOUGH = 4000  # tokens of a pool in which nobody is preempted
 NUM, NUM_TOKENS = 6 if whole else 4, 32
+
+
+def workers(
+    *,
+    num_prefill: int = 0,
+    page_size: int = 16,
+    num_tokens: int = ENOUGH,
+    num_groups: int = 1,
+    overlap: bool = True,
+    graph: bool = False,
+    chunks: str = "eager",
+    spec: dict[str, object] | None = None,
+    **engine: Any,
+) -> Lockstep:
+    """One decode worker, maybe a prefill worker, which computes all prompts then.
+
+    Args:
+        num_tokens: that the pages of a pool hold.
+        num_groups: layer groups of a pull.
+        graph: decode steps are replays, see recorded.py.
+        chunks: how those of prompts are launched: "eager", or replays in "pieces" or "whole".
+        spec: section of the configuration; None: no speculation.
+        engine: what differs in that section.
+    """
+    mode = "always" if num_prefill else "never"
+    config = sections("cpu", mode, num_groups, num_pages=num_tokens // page_size + 1, **engine)
+    config["model"] |= {"path": str(TARGET), "max_model_len": MAX_LEN}
+    config["kv"]["page_size"] = page_size
+    config["spec"] = {"overlap": overlap, **(spec or {})}
+    config["engine"] = {"strict": True, **config["engine"]}  # poisons what nobody has written
+    made = Lockstep(config, num_prefill=num_prefill)
+    for peer, engine in made.engines.items():
+        runner, of = engine.runner, dict[str, Any]()
+        if chunks != "eager":
+            of["chunks"] = RecordedChunks(runner.loaded, whole=chunks == "whole")
+        if graph and peer == DECODE:
+            of["decode"] = RecordedSteps(runner.loaded, RecordedMemory())
+        for each in of.values():
+            each.record()
+        runner.graphs = replace(runner.graphs, **of)
+    return made
 
 
 @dataclass(frozen=True)
@@ -38,17 +85,11 @@ class Known:
         ids, longest = problem_ids(2 * NUM), Sampling(NUM_TOKENS, temperature=0.0, ignore_eos=True)
         prompts = [ids[2 * number] + ids[2 * number + 1] for number in range(NUM)]
         greedy = [
-            Ask(prompt, msgspec.structs.replace(longest, seed=number), number)
-            for number, prompt in enumerate(prompts)
+            Ask(prompt, longest, number).but(seed=number) for number, prompt in enumerate(prompts)
         ]
         filters = {}, {"top_p": 0.9}, {"top_k": 20, "min_p": 0.01}
         seeded = [
-            replace(
-                ask,
-                sampling=msgspec.structs.replace(
-                    longest, temperature=0.7, seed=(number + 1 << 35) + 5, **filters[number % 3]
-                ),
-            )
+            ask.but(temperature=0.7, seed=(number + 1 << 35) + 5, **filters[number % 3])
             for number, ask in enumerate(greedy)
         ]
         asked, made = {"greedy": greedy, "seeded": seeded}, workers()
@@ -63,13 +104,13 @@ class Known:
             texts = [text for drawn in self.asked for text in self.texts(drawn)]
             options: dict[str, Any] = {}
             if form in fitted_blocks.FORMS:
-                d2t = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
+                d2t = fitted_drafters.map_of(texts, 300, VOCAB)
                 fitted_blocks.write(path, TARGET, form, d2t if "mixed" in form else None)
                 fitted_blocks.fit(path, TARGET, texts, NUM_TOKENS)
                 return path
             kind, _, last = form.partition(" ")
             if kind == "eagle3":
-                options["d2t"] = fitted_drafters.map_of(texts, 300, VOCAB_SIZE)
+                options["d2t"] = fitted_drafters.map_of(texts, 300, VOCAB)
             if last:
                 options["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
             fitted_drafters.write(path, TARGET, kind, **options)
@@ -114,16 +155,10 @@ def judge(
     traces: Sequence[Sequence[Window]] | None = None,
     block: int = 0,
 ) -> int:
-    """Assert that traces and pages are right; see trace_is_right and audit.
+    """Assert that traces and pages are right once `made` has served; see trace_is_right and audit.
 
-    Args:
-        made: has served `asked`, with `answers`.
-        reference: of the drafter.
-        traces: of each request; None: those of one call of `made.serve`.
-        block: `spec.block`.
-
-    Returns:
-        How many drafts were compared, of requests that nobody gave up.
+    traces: of each request; None: those of one call of `made.serve`. Returns how many drafts were
+    compared, of requests that nobody gave up.
     """
     num_compared = 0
     for number, (ask, answer) in enumerate(zip(asked, answers, strict=True)):

@@ -9,23 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from tests.support.patience import HANG_S
-from worker.api import (
-    Abort,
-    Ack,
-    Candidate,
-    Chunks,
-    Error,
-    FinishReason,
-    Generate,
-    Lost,
-    Member,
-    Refused,
-    Sampling,
-    Stages,
-    TokenChunk,
-    TokenLogprob,
-    Window,
-)
+from worker import api
+from worker.api import FinishReason, Member, Sampling
 from worker.config import PingConfig, WorkerConfig
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
@@ -45,12 +30,12 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     finish_reason: FinishReason | None = None
-    error: Error | None = None
+    error: api.Error | None = None
     num_cached_tokens: int = 0
     num_finals: int = 0
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    stages: list[Stages] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
+    logprobs: list[api.TokenLogprob] = field(default_factory=list)
+    stages: list[api.Stages] = field(default_factory=list)
+    windows: list[api.Window] = field(default_factory=list)
     sent_at: float = 0.0
     first_at: float = 0.0
 
@@ -58,7 +43,7 @@ class Answer:
     def done(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def take(self, chunk: TokenChunk) -> None:
+    def take(self, chunk: api.TokenChunk) -> None:
         """Add what a chunk brings."""
         self.tokens.extend(chunk.tokens)
         self.logprobs.extend(chunk.logprobs)
@@ -84,7 +69,7 @@ class Client:
                 self._wire.connect(member.peer, member.address)
         self._ids = itertools.count()
         self.answers: dict[str, Answer] = {}
-        self._requests: dict[str, tuple[str, Generate, float]] = {}
+        self._requests: dict[str, tuple[str, api.Generate, float]] = {}
 
     def submit(
         self,
@@ -102,9 +87,9 @@ class Client:
         req_id = f"{self._name}-{number}"
         wanted = self.prefills if prefills is None else prefills
         wanted = [*wanted[number % max(1, len(wanted)) :], *wanted[: number % max(1, len(wanted))]]
-        message = Generate(
+        message = api.Generate(
             req_id, 1, tuple(tokens), num_prompt_tokens or len(tokens), sampling, 100.0,
-            tuple(Candidate(peer) for peer in wanted), after, trace,
+            tuple(api.Candidate(peer) for peer in wanted), after, trace,
         )  # fmt: skip
         peer = decode or self.decodes[number % len(self.decodes)]
         self.answers[req_id] = Answer(num_prompt_tokens=len(tokens), sent_at=time.monotonic())
@@ -120,7 +105,7 @@ class Client:
     def abort(self, req_id: str) -> None:
         """The client is gone."""
         peer, message, _ = self._requests[req_id]
-        self._wire.send(peer, Abort(message.req_id, message.dispatch))
+        self._wire.send(peer, api.Abort(message.req_id, message.dispatch))
 
     def pump(self, timeout_s: float = 0.05) -> None:
         """Handle what has arrived; refused requests are sent again."""
@@ -129,19 +114,19 @@ class Client:
         except queue.Empty:
             return
         for peer, event in events:
-            if isinstance(event, Chunks):
+            if isinstance(event, api.Chunks):
                 for chunk in event.chunks:
                     self._take(peer, chunk)
-            elif isinstance(event, Refused):
+            elif isinstance(event, api.Refused):
                 if event.retry_after_s:
                     time.sleep(0.01)
                     self._wire.send(peer, self._requests[event.req_id][1])
                 else:
                     self.answers[event.req_id].error = event.error
-            elif isinstance(event, Lost):
+            elif isinstance(event, api.Lost):
                 for req_id, (owner, _, _) in self._requests.items():
                     if owner == peer and not self.answers[req_id].done:
-                        self.answers[req_id].error = Error("worker_lost", event.reason)
+                        self.answers[req_id].error = api.Error("worker_lost", event.reason)
 
     def wait(self, req_ids: Sequence[str]) -> list[Answer]:
         """Pump until all have ended."""
@@ -162,10 +147,10 @@ class Client:
     def close(self) -> None:
         self._wire.close()
 
-    def _take(self, peer: str, chunk: TokenChunk) -> None:
+    def _take(self, peer: str, chunk: api.TokenChunk) -> None:
         answer = self.answers[chunk.req_id]
         if chunk.finish_reason is not None:
-            self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
+            self._wire.send(peer, api.Ack(chunk.req_id, chunk.dispatch))
             answer.num_finals += 1
         expected = answer.num_prompt_tokens + len(answer.tokens)
         if chunk.tokens and chunk.position < expected:
@@ -183,6 +168,15 @@ class Running:
     workers: dict[str, Worker]
     members: list[Member]
     client: Client
+
+    def answers(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
+    ) -> list[Answer]:
+        """To all prompts at once, none of which fails; nothing is held for them any more."""
+        found = self.client.generate(prompts, sampling)
+        assert not [each.error for each in found if each.error]
+        self.wait_idle()
+        return found
 
     def counters(self) -> dict[str, dict[str, int]]:
         return {name: worker.counters() for name, worker in self.workers.items()}
@@ -212,7 +206,7 @@ def running(
     decode_sections: dict[str, dict[str, object]] | None = None,
 ) -> Iterator[Running]:
     """Serve with workers of this process, and threads of it for the other ranks of each; all peers
-    connected when the block begins."""
+    are connected when the block begins, and nothing is held for a request when it ends."""
     workers: dict[str, Worker] = {}
     members: list[Member] = []
     ranks: list[Rank] = []
@@ -236,7 +230,9 @@ def running(
             while name.startswith("decode") and worker.loop.peers.num_connected < num_prefill:
                 assert time.monotonic() < limit
                 time.sleep(0.01)
-        yield Running(workers, members, client)
+        made = Running(workers, members, client)
+        yield made
+        made.wait_idle()
     finally:
         client.close()
         # Who connected goes first: a goodbye to somebody who is gone waits for half a second.

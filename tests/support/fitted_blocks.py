@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear, one_hot
 
-from tests.support.chain_reference import behind_layers
+from tests.support.chain_reference import Rows, behind_layers
 from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
 from tests.support.fitted_drafters import HEAD_DIM, HEADS, KV_HEADS, SHARP, solve
@@ -58,7 +58,7 @@ def fit(directory: Path, target: Path, texts: Sequence[Sequence[int]], num_last:
     for tokens in texts:
         _, states = behind_layers(reference.target, torch.tensor(tokens))
         for length in range(len(tokens) - num_last, len(tokens) - FITTED, 2):
-            seen: list[tuple[Tensor, Tensor]] = []
+            seen: Rows = []
             reference.block(tokens, length, FITTED, seen)
             attended.append(seen[-1][0][1:])
             hidden.append(seen[-1][1][1:])

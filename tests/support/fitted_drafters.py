@@ -40,15 +40,10 @@ def write(
     d2t: Tensor | None = None,
     **config: Any,
 ) -> None:
-    """Write a drafter with every weight random.
+    """Write a drafter in one of FORMS with every weight random.
 
-    Args:
-        directory: is made.
-        target: directory of the target.
-        form: one of FORMS.
-        own: see write_chain; by default EAGLE-3 has a head of its own.
-        d2t: of a reduced draft vocabulary; of EAGLE-3.
-        config: entries that differ in config.json.
+    own: see write_chain; by default EAGLE-3 has a head of its own. d2t: of a reduced draft
+    vocabulary of EAGLE-3. config: entries that differ in config.json.
     """
     if form == "eagle3":
         own = ("lm_head",) if own is None else own

@@ -4,13 +4,16 @@ What they are told by plan() is all that they go by, so our side of the library'
 by what they compute: which pages, how much of the last one, which rows, which mask.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps
+from worker.attention.by_length import ByLengthAttention
 from worker.attention.flashinfer import NUM_SLOTS, FlashInferAttention, Slot
 
 
@@ -90,3 +93,14 @@ class FlashInferDouble(FlashInferAttention):
     def _make_slots(self, device: torch.device) -> list[Slot]:
         fence: Any = Fence()
         return [Slot(Prefill(), Decode(), fence) for _ in range(NUM_SLOTS)]
+
+
+class ByLengthDouble(ByLengthAttention):
+    """The reference for a few rows, the double above beyond."""
+
+    SHORT = "reference"
+    SHORT_ROWS = 10
+    TABLE: ClassVar[Mapping[str, str]] = {
+        **ATTENTION,
+        "flashinfer": "tests.support.flashinfer_double:FlashInferDouble",
+    }

@@ -14,15 +14,19 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import Tensor
 
 from tests.support import pairwise
@@ -86,6 +90,54 @@ def asm_of(
         attrs={path: [["tt.divisibility", 16]] for path in paths if path not in absent},
     )
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+
+
+@contextmanager
+def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
+    """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""
+    found: dict[str, str] = {}
+
+    class Compiled:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return self.compile
+
+        def compile(self, *args: Any, **given: Any) -> None:
+            names, name = self.kernel.arg_names, self.kernel.__name__
+            name += "_top_p" if given.get("PROBABLE") else ""
+            name += "_try" if given.get("TRY") else ""
+            name += "_checked" if given.get("CHECKED") else ""
+            if name in found:
+                return
+            types = dict(zip(names, map(type_of, args), strict=False))
+            given |= {"PDL": True, "launch_pdl": True}
+            if "EXACT" in names:
+                given["EXACT"] = True
+            constants = {each: given.pop(each) for each in names if each in given}
+            ptx = ptx_of(self.kernel, types, constants, **given)
+            found[name] = ptx
+
+    kernels = only or [name for name in vars(module) if name.endswith("_kernel")]
+    with mock.patch.multiple(module, **{name: Compiled(getattr(module, name)) for name in kernels}):
+        yield found
+    assert set(kernels) <= set(found)
+    for ptx in found.values():
+        assert ptx.index("griddepcontrol.wait") < ptx.index("st.global")
+        assert "griddepcontrol.launch_dependents" in ptx
+        assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
+
+
+def type_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return type(value)(*map(type_of, value))
+    if value is None:
+        return "constexpr"
+    if isinstance(value, Tensor):
+        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
+    return "fp32" if isinstance(value, float) else "i32"
 
 
 def quicken() -> None:

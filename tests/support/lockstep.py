@@ -14,23 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from tests.support.engines import HANG_S, Answer, worker_config
-from worker.api import (
-    Abort,
-    Ack,
-    AnyMessage,
-    Candidate,
-    Chunks,
-    FinishReason,
-    Generate,
-    PeerId,
-    Pong,
-    Refused,
-    Sampling,
-    Stop,
-    TokenChunk,
-    WorkerStats,
-)
+from worker import api
+from worker.api import FinishReason, PeerId, Sampling
 from worker.decode import DecodeLoop
 from worker.loop import LOCAL, MembersChanged
 from worker.plan import Drawn
@@ -57,6 +45,10 @@ class Ask:
     abort: int | None = None  # rounds after which the client is gone
     abort_in_chunk: bool = False  # it leaves while a chunk of its prompt is in flight
 
+    def but(self, **sampling: Any) -> Ask:
+        """The same request with other sampling parameters."""
+        return replace(self, sampling=msgspec.structs.replace(self.sampling, **sampling))
+
 
 @dataclass(frozen=True)
 class Window:
@@ -75,10 +67,10 @@ class Post:
 
     def __init__(self, me: PeerId, boxes: Boxes) -> None:
         self.me = me
-        self.stats = WorkerStats()
+        self.stats = api.WorkerStats()
         self._boxes = boxes
 
-    def send(self, peer: PeerId, message: AnyMessage) -> None:
+    def send(self, peer: PeerId, message: api.AnyMessage) -> None:
         self._boxes[peer][self.me].append(message)
 
     def post(self, event: object) -> None:
@@ -88,7 +80,7 @@ class Post:
         pass  # its loop takes a turn in every round
 
     def connect(self, peer: PeerId, address: str) -> None:
-        self._boxes[self.me][peer].append(Pong(peer))  # it answers at once
+        self._boxes[self.me][peer].append(api.Pong(peer))  # it answers at once
 
     def disconnect(self, peer: PeerId) -> None:
         pass
@@ -125,7 +117,7 @@ class Lockstep:
         self.loops[DECODE] = self.decode
         self.answers: list[Answer] = []
         self._asked: list[Ask] = []
-        self._sent: list[Generate] = []
+        self._sent: list[api.Generate] = []
         self._round = 0
         if num_prefill:
             engine = self._engine(PREFILL, sections)
@@ -195,12 +187,12 @@ class Lockstep:
         held = sum(engine.book.num_holds + engine.book.num_reserved for engine in engines)
         return held + sum(sum(loop.counters().values()) for loop in self.loops.values())
 
-    def _message(self, number: int) -> Generate:
+    def _message(self, number: int) -> api.Generate:
         ask = self._asked[number]
         after = "" if ask.after is None else str(ask.after)
-        candidates = () if ask.local or PREFILL not in self.loops else (Candidate(PREFILL),)
+        candidates = () if ask.local or PREFILL not in self.loops else (api.Candidate(PREFILL),)
         prompt = tuple(ask.prompt)
-        return Generate(
+        return api.Generate(
             str(number), 1, prompt, len(prompt), ask.sampling, HANG_S, candidates, after
         )
 
@@ -230,7 +222,7 @@ class Lockstep:
             gone = gone or (ask.abort_in_chunk and self._in_chunk(number))
             if gone and not answer.done:
                 answer.finish_reason = FinishReason.ABORT
-                router.send(DECODE, Abort(str(number), 1))
+                router.send(DECODE, api.Abort(str(number), 1))
 
     def _in_chunk(self, number: int) -> bool:
         step, req = self.decode.flight.running, self.decode.requests.reqs.get((str(number), 1))
@@ -240,21 +232,21 @@ class Lockstep:
 
     def _hear(self) -> None:
         for _, event in self._heard_by(ROUTER, whole=False):
-            if isinstance(event, Chunks):
+            if isinstance(event, api.Chunks):
                 for chunk in event.chunks:
                     self._take(chunk)
-            elif isinstance(event, Refused) and event.retry_after_s:
+            elif isinstance(event, api.Refused) and event.retry_after_s:
                 self._asked[int(event.req_id)] = replace(
                     self._asked[int(event.req_id)], at=self._round + 1
                 )
             else:
                 raise AssertionError(event)
 
-    def _take(self, chunk: TokenChunk) -> None:
+    def _take(self, chunk: api.TokenChunk) -> None:
         number = int(chunk.req_id)
         answer, ask = self.answers[number], self._asked[number]
         if chunk.finish_reason is not None:
-            self._post(ROUTER).send(DECODE, Ack(chunk.req_id, chunk.dispatch))
+            self._post(ROUTER).send(DECODE, api.Ack(chunk.req_id, chunk.dispatch))
         if answer.done:
             return
         assert chunk.error is None, chunk.error
@@ -264,4 +256,4 @@ class Lockstep:
             answer.finish_reason = FinishReason.STOP
             del answer.tokens[ask.cut :], answer.logprobs[ask.cut :]
             at = len(ask.prompt) + ask.cut
-            self._post(ROUTER).send(DECODE, Stop(chunk.req_id, 1, at))
+            self._post(ROUTER).send(DECODE, api.Stop(chunk.req_id, 1, at))

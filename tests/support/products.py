@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tests.gpu.sync import no_sync
 from worker.ops.skinny_triton import SkinnyTile, SkinnyWorkspace, skinny_gemm
 
 
@@ -100,11 +101,8 @@ def check_hot_call(m: int, tile: SkinnyTile) -> None:
     skinny_gemm(x, w, out, workspace, tile, pdl=False)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         skinny_gemm(x, w, out, workspace, tile, pdl=False)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 

@@ -67,11 +67,7 @@ class Prometheus:
             time.sleep(0.2)
 
     def ask(self, what: str, **asked: Any) -> Any:
-        """An answer's data.
-
-        Raises:
-            ValueError: Prometheus refuses the question.
-        """
+        """An answer's data; ValueError if Prometheus refuses the question."""
         answer = self._client.get(f"/api/v1/{what}", params=asked).json()
         if answer["status"] != "success":
             raise ValueError(answer["error"])

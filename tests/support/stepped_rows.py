@@ -1,8 +1,11 @@
 """Rows of the step state just behind a step, drawn at random, for tests of what follows it."""
 
+from dataclasses import fields, replace
+
 import torch
 from torch import Tensor
 
+from worker.draw.sampler import SamplingRows
 from worker.step.rows import RowColumns, SampledRows
 
 PAGE_SIZE, NUM_PAGES, NUM_ROWS = 4, 9, 12
@@ -40,3 +43,8 @@ def step_of(columns: RowColumns, width: int, seed: int) -> tuple[SampledRows, Te
     drafts = torch.full((7, width - 1), -1)
     drawn = torch.cat((draws, num[:, None], ended[:, None], drafts), 1)
     return SampledRows(rows, position, valid, width), drawn
+
+
+def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
+    """Some of the rows of a draw."""
+    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})

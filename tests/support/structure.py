@@ -19,6 +19,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
+import networkx  # torch needs it, too
+
 PACKAGES = ("worker", "router", "cluster")
 REPOSITORY = Path(__file__).parents[2]
 
@@ -173,41 +175,18 @@ def tracked(root: Path, pattern: str) -> list[Path]:
 
 
 def knots(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Strongly connected components of more than one node (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in graph[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            component = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for node in graph:
-        if node not in index:
-            visit(node)
-    return found
+    """Strongly connected components of more than one node."""
+    components = networkx.strongly_connected_components(digraph(graph))
+    return [sorted(component) for component in components if len(component) > 1]
 
 
 def num_floors(rooms: Mapping[str, Iterable[str]]) -> int:
     """Rooms on the longest chain of arrows; there must be no circle."""
+    return 1 + networkx.dag_longest_path_length(digraph(rooms))
 
-    @cache
-    def height(room: str) -> int:
-        return 1 + max((height(other) for other in rooms[room]), default=0)
 
-    return max(map(height, rooms))
+def digraph(graph: Mapping[str, Iterable[str]]) -> networkx.DiGraph:
+    return networkx.DiGraph({node: list(others) for node, others in graph.items()})
 
 
 def main(root: Path) -> None:

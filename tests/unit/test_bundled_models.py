@@ -85,9 +85,7 @@ def test_the_chat_template_presents_tools_calls_and_results(told):
 @pytest.mark.parametrize(
     ("drafter", "width", "mean", "mib"), [("chain", 5, 3.3, 1.5), ("dflash", 8, 5.0, 2.2)]
 )
-def test_the_bundled_drafters_are_small_and_draft_well(
-    drafter: str, width: int, mean: float, mib: float
-) -> None:
+def test_the_bundled_drafters_are_small_and_draft_well(drafter, width, mean, mib) -> None:
     place = TINY.with_name(f"tiny-{drafter}")
     assert sum(file.stat().st_size for file in place.iterdir()) <= mib * 2**20
     spec = {"drafter": drafter, "path": str(place), "widths": [width]}

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole, whole
-from tests.unit.test_kernels_triton import pick, rows_of
+from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
 from worker.draw import changes_triton, logprobs, logprobs_triton
 from worker.draw import draw_rows_triton as draw_rows
@@ -101,13 +101,9 @@ def made_of(changes: Changes, m: int, vocab: int, seed: int, dtype: torch.dtype)
 
 
 if not INTERPRETED:
-    from tests.unit.test_kernels_triton import compiling
 
     @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1), (torch.float32, 4)])
-    def test_changed_draws_compile_for_hopper_without_one(
-        dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Of small blocks a compiler is done much sooner."""
+    def test_changed_draws_compile_for_hopper_without_one(dtype, width, monkeypatch) -> None:
         for module, name in (
             (draw, "SEARCH_BLOCK"),
             (draw, "DRAW_BLOCK"),
@@ -174,24 +170,6 @@ else:
         got = draw.draw_triton(made, rows, "filtered", changes=changes)
         assert torch.equal(got, draw_ref(made, rows, "filtered", changes))
 
-    @pytest.mark.parametrize(
-        ("dtype", "tail"),
-        [(BF16, "filtered"), (F32, "random"), *in_whole((BF16, "random"), (F32, "filtered"))],
-    )
-    def test_rows_without_changes_draw_the_same_beside_changed_ones(
-        dtype: torch.dtype, tail: Any
-    ) -> None:
-        """In bf16, too, where a batch without penalties searches for 16 bits only."""
-        rows, changes = changed_rows(10, 250, **FILTERS if tail == "filtered" else {})
-        made = made_of(changes, 10, 250, 3, dtype) * torch.tensor([0.3, 1.0] * 5)[:, None]
-        made = made.nan_to_num(neginf=float("-inf")).to(dtype)
-        assert changes.masks is not None
-        plain = ((rows.penalty_slot == 0) & (changes.masks.line == 0)).nonzero().flatten().tolist()
-        assert len(plain) >= 2
-        mixed = draw.draw_triton(made, rows, tail, changes=changes)
-        alone = draw.draw_triton(made[plain], pick(rows, plain), tail)
-        assert torch.equal(mixed[plain], alone)
-
     @pytest.mark.parametrize("dtype", [BF16, *in_whole((F32,))])
     def test_a_try_without_the_filter_changes_no_draw(dtype: torch.dtype) -> None:
         """Some tries give a token that top_p keeps, some do not; ties stand at the border."""
@@ -222,18 +200,6 @@ else:
             nearly[:, other] += torch.where(gap.isfinite(), gap, 0.0)
             got = draw.draw_triton(nearly, rows, "random", changes=changes)
             assert torch.equal(got, draw_ref(nearly, rows, "greedy", changes))
-
-    def test_a_mask_that_leaves_stop_ids_alone_goes_before_min_len() -> None:
-        rows, changes = changed_rows(10, 250)
-        made = made_of(changes, 10, 250, 5, torch.float32)
-        assert changes.masks is not None
-        changes = replace(changes, masks=changes.masks._replace(line=torch.full((10,), 1)))
-        for tail in ("random", "filtered"):
-            tokens = draw.draw_triton(made, rows, tail, changes=changes)
-            assert set(tokens.tolist()) <= {3, 248}
-        # 3 cannot come: then the mask leaves 248 alone, which is a stop id as well.
-        made[:, 3] = float("-inf")
-        assert set(draw.draw_triton(made, rows, "filtered", changes=changes).tolist()) == {248}
 
     @pytest.mark.parametrize(
         ("dtype", "num_top"),

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 
 from tests.support import pairwise as products
-from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from worker.api import Sampling
 from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
@@ -68,66 +67,11 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernel_compiles_for_hopper_without_one() -> None:
-        types = {"words": "*i32", "page_table": "*i32", "out": "*i64", "tables": "*i32"}
-        constants = {
-            "NUM_LINES": chunk_rows.NUM_LINES, "PAGE_SIZE": 64, "BLOCK": chunk_rows_triton.BLOCK,
-            "PDL": True,
-        }  # fmt: skip
-        names = chunk_rows_triton._chunk_rows_kernel.arg_names
-        types |= {name: "i32" for name in names if name not in types and name not in constants}
-        ptx = ptx_of(
-            chunk_rows_triton._chunk_rows_kernel, types, constants, num_warps=4, launch_pdl=True
-        )
-        assert "griddepcontrol.wait" in ptx
-
-    def test_a_batch_of_chunks_lies_where_its_plan_says() -> None:
-        state = state_of(5)
-        pages = RowPages(2, 0, (7, 4, 9)), RowPages(5, 0, (3, 8))
-        state.apply(Plan(1, pages=pages))
-        chunks = Chunk(2, 30, (11, 12, 13)), Chunk(5, 0, (21, 22))
-        plan = Plan(2, chunks=chunks, max_seq_len_ub=33)
-        buffers = BatchBuffers(state, PAGE_SIZE, 9)
-        exact, padded = [_copied(buffers.chunks(plan, num_rows)) for num_rows in (0, 9)]
-        assert exact["input_ids"] == [11, 12, 13, 21, 22]
-        assert exact["positions"] == [30, 31, 32, 0, 1]
-        assert exact["slot_mapping"] == [4 * 16 + 14, 4 * 16 + 15, 9 * 16, 3 * 16, 3 * 16 + 1]
-        assert exact["query_start"] == [0, 3, 5]
-        assert exact["seq_lens"] == [33, 2]
-        assert exact["page_table"] == [[7, 4, 9], [3, 8, 0]]
-        assert (exact["num_tokens"], exact["max_query_len"]) == (5, 3)
-        for name in ("input_ids", "positions", "slot_mapping"):
-            assert padded[name] == exact[name] + [0] * 4
-        for name in ("query_start", "seq_lens", "page_table", "num_reqs", "max_seq_len_ub"):
-            assert padded[name] == exact[name]
-        assert (padded["num_tokens"], padded["max_query_len"]) == (9, 4)
-
-    def test_a_plan_s_pages_come_with_its_chunks() -> None:
-        """They count for the batch itself, and the table has them as if they had come before."""
-        chunks = Chunk(2, 30, (11, 12, 13)), Chunk(5, 0, (21, 22)), Chunk(4, 16, (31,))
-        pages = (
-            RowPages(2, 2, (9, 6)), RowPages(3, 1, (15, 16)), RowPages(5, 0, (3,)),
-            RowPages(2, 4, (17,)),
-        )  # fmt: skip
-        before = RowPages(2, 0, (7, 4)), RowPages(4, 0, (18, 19))
-        plan = Plan(2, pages=pages, chunks=chunks, max_seq_len_ub=33)
-        for num_rows, fixed_shape in ((0, False), (9, False), (9, True)):
-            (mine, _), (wanted, _) = both = [
-                (state, BatchBuffers(state, PAGE_SIZE, 9)) for state in (state_of(5), state_of(5))
-            ]
-            for state, _ in both:
-                state.apply(Plan(1, pages=before))
-            wanted.apply(plan)
-            found, expected = [
-                _copied(buffers.chunks(each, num_rows, fixed_shape=fixed_shape))
-                for (_, buffers), each in zip(both, (plan, replace(plan, pages=())), strict=True)
-            ]
-            assert found == expected
-            slots = [4 * 16 + 14, 4 * 16 + 15, 9 * 16, 3 * 16, 3 * 16 + 1, 19 * 16]
-            assert found["slot_mapping"][:6] == slots
-            assert found["page_table"][0][:4] == [7, 4, 9] + [6] * fixed_shape
-            assert torch.equal(mine.page_table, wanted.page_table)
-            assert mine.page_table[2].tolist() == [7, 4, 9, 6, 17, 0, 0, 0]
-            assert mine.page_table[3].tolist() == [0, 15, 16, 0, 0, 0, 0, 0]
+        sent, table = inputs([5], 4, new=True)
+        with compiling(chunk_rows_triton):
+            chunk_rows_triton.chunk_rows_triton(
+                sent, table, PAGE_SIZE, torch.zeros(3, 256).long(), 16, torch.zeros(4, 8).int()
+            )
 
     def test_pages_for_which_an_upload_has_no_room_are_applied_all_the_same() -> None:
         state = state_of(5)
@@ -172,21 +116,15 @@ if not INTERPRETED:
         assert state.active.tolist() == [False, False, False, False, True, False]
         assert ints.max_len.tolist() == [0, 60, 50, 0, 100, 0]
         assert (ints.seq_len[4], ints.last_token[4], ints.min_len[4]) == (40, 17, 3)
-        assert (ints.seed[4], ints.top_k[4]) == (2**62, 4)
-        assert (floats.temperature[4], floats.top_p[4], floats.min_p[4]) == (0.5, 0.25, 0.125)
         assert state.stop_ids[4].tolist() == [2] + [-1] * (state.stop_ids.shape[1] - 1)
         assert state.stop_ids[2, :3].tolist() == [8, 9, 2]
-        assert floats.presence_penalty.tolist() == [0, 0, 1.5, 0, 0, 0]
-        assert floats.frequency_penalty.tolist() == [0, 0, 0.5, 0, 0, 0]
         assert floats.repetition_penalty.tolist() == [1, 1, 2, 1, 1, 1]
         assert floats.top_p.tolist() == [1, 1, 1, 1, 0.25, 1]
-        assert floats.temperature[1] == 0.0
         for column in (*ints, *floats):
             assert column.is_contiguous()
             assert column.data_ptr() % 16 == 0
 
 else:
-    from triton.runtime.interpreter import InterpreterBuilder
 
     @pytest.mark.parametrize("new", [False, True])
     @pytest.mark.parametrize(
@@ -196,9 +134,7 @@ else:
             ([1, 3, 125, 9, 40], 190, 5, 13), ([2] * 9, 18, 9, 4),
         ],
     )  # fmt: skip
-    def test_the_kernel_matches_its_twin(
-        counts: list[int], num_rows: int, num_tables: int, num_pages: int, new: bool
-    ) -> None:
+    def test_the_kernel_matches_its_twin(counts, num_rows, num_tables, num_pages, new) -> None:
         sent, table = inputs(counts, num_tables, new=new)
         found, wanted = [
             (torch.full((3, 256), -5), table.clone(), torch.full((num_tables, num_pages), -5).int())
@@ -220,101 +156,102 @@ else:
         assert torch.equal(found[2][: len(counts)], found[1][3:, :num_pages])
         assert not found[2][len(counts) :].any()
 
-    def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: int) -> Plan:
-        """Chunks of rows, some of which have several, and pages of rows with and without any."""
-        rows = rng.choices(range(1, num_rows + 1), k=rng.randint(1, min(num_rows, max_tokens)))
-        chunks, left = [], max_tokens - len(rows)  # tokens, beyond one for each
-        for row in rows:
-            more = rng.randint(0, min(left, max_pages * PAGE_SIZE - 1))
-            left -= more
-            start = rng.randint(0, max_pages * PAGE_SIZE - 1 - more)
-            chunks.append(Chunk(row, start, tuple(rng.choices(range(1, 97), k=1 + more))))
-        pages = []
-        for row in range(1, num_rows + 1):
-            cuts = sorted(rng.sample(range(max_pages + 1), rng.choice((0, 2, 2, 3))))
-            pages += [
-                RowPages(row, first, tuple(rng.choices(range(1000, 9999), k=last - first)))
-                for first, last in pairwise(cuts)
-            ]
-        rng.shuffle(pages)
-        longest = max(chunk.start + len(chunk.tokens) for chunk in chunks)
-        return Plan(1, pages=tuple(pages), chunks=tuple(chunks), max_seq_len_ub=longest)
 
-    def expected(plan: Plan, table: torch.Tensor, num_rows: int, num_reqs: int) -> dict[str, Any]:
-        """The batch of a plan whose pages are in `table`, padded with zeros, token by token."""
-        tokens = [
-            (token, at, int(table[chunk.row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE)
-            for chunk in plan.chunks
-            for at, token in enumerate(chunk.tokens, chunk.start)
+def random_plan(rng: random.Random, num_rows: int, max_pages: int, max_tokens: int) -> Plan:
+    """Chunks of rows, some of which have several, and pages of rows with and without any."""
+    rows = rng.choices(range(1, num_rows + 1), k=rng.randint(1, min(num_rows, max_tokens)))
+    chunks, left = [], max_tokens - len(rows)  # tokens, beyond one for each
+    for row in rows:
+        more = rng.randint(0, min(left, max_pages * PAGE_SIZE - 1))
+        left -= more
+        start = rng.randint(0, max_pages * PAGE_SIZE - 1 - more)
+        chunks.append(Chunk(row, start, tuple(rng.choices(range(1, 97), k=1 + more))))
+    pages = []
+    for row in range(1, num_rows + 1):
+        cuts = sorted(rng.sample(range(max_pages + 1), rng.choice((0, 2, 2, 3))))
+        pages += [
+            RowPages(row, first, tuple(rng.choices(range(1000, 9999), k=last - first)))
+            for first, last in pairwise(cuts)
         ]
-        tokens += [(0, 0, 0)] * (num_rows - len(tokens))
-        ids, positions, slots = (list(each) for each in zip(*tokens, strict=True))
-        counts = [len(chunk.tokens) for chunk in plan.chunks]
-        padding = [0] * (num_reqs - len(counts))
-        return {
-            "input_ids": ids,
-            "positions": positions,
-            "slot_mapping": slots,
-            "query_start": [0, *accumulate(counts + padding)],
-            "seq_lens": [chunk.start + len(chunk.tokens) for chunk in plan.chunks] + padding,
-            "page_table": table[[chunk.row for chunk in plan.chunks] + padding].tolist(),
-        }
+    rng.shuffle(pages)
+    longest = max(chunk.start + len(chunk.tokens) for chunk in chunks)
+    return Plan(1, pages=tuple(pages), chunks=tuple(chunks), max_seq_len_ub=longest)
 
-    @pytest.mark.parametrize("order", ["twin", "forwards", "backwards"])
-    def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(
-        order: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Whichever of the kernel's programs is first, and whatever was uploaded before."""
-        on_twin, seen = order == "twin", Counter[str]()
-        op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows_triton.chunk_rows_triton
-        monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
-        if order == "backwards":
-            _run_programs_backwards(monkeypatch, seen)
-        num_seeds = 60 if on_twin or products.whole else 8
-        for seed in range(num_seeds):
-            rng = random.Random(seed)
-            max_pages, max_tokens = rng.choice((2, 5, 8, 140, 300)), rng.choice((5, 9, 33, 300))
-            state = state_of(rng.randint(1, 9), max_pages)
-            table, num_rows = state.page_table, len(state.active) - 1
-            table[1:] = torch.arange(1, 1 + num_rows * max_pages).view(num_rows, -1)
-            buffers = BatchBuffers(state, PAGE_SIZE, max_tokens)
-            for _ in range(3):
-                plan = random_plan(rng, num_rows, max_pages, max_tokens)
-                wanted = table.clone()
-                for each in plan.pages:
-                    new = slice(each.first, each.first + len(each.pages))
-                    wanted[each.row, new] = torch.tensor(each.pages, dtype=torch.int32)
-                    table[each.row, new] = 1 << 30  # no page that anybody may use
-                buffers._staging.words.fill_(1)  # of uploads before: what follows this one's
-                num_reqs, num_tokens = len(plan.chunks), sum(len(c.tokens) for c in plan.chunks)
-                fits = plan.max_seq_len_ub <= buffers.max_fixed_len
-                fixed_shape = num_reqs <= buffers.fixed_reqs and fits
-                padded = rng.randint(num_tokens, max_tokens) if fixed_shape or seed % 2 else 0
-                found = _copied(buffers.chunks(plan, padded, fixed_shape=fixed_shape))
-                lines = expected(
-                    plan,
-                    wanted,
-                    padded or num_tokens,
-                    buffers.fixed_reqs if fixed_shape else num_reqs,
-                )
-                width = len(found["page_table"][0])
-                lines["page_table"] = [line[:width] for line in lines["page_table"]]
-                assert width * PAGE_SIZE >= plan.max_seq_len_ub
-                assert {name: found[name] for name in lines} == lines
-                assert torch.equal(table, wanted)
-                per_row = Counter(chunk.row for chunk in plan.chunks)
-                seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
-                seen["fixed_shape"] += fixed_shape
-        assert seen["shared"] > num_seeds * 3 // 4
-        assert seen["fixed_shape"] > 5
-        assert (seen["backwards"] > 0) is (order == "backwards")
 
-    def _run_programs_backwards(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
-        """Those of the page table before those of rows: the device runs them in any order."""
-        set_grid_idx = InterpreterBuilder.set_grid_idx
+def expected(plan: Plan, table: torch.Tensor, num_rows: int, num_reqs: int) -> dict[str, Any]:
+    """The batch of a plan whose pages are in `table`, padded with zeros, token by token."""
+    tokens = [
+        (token, at, int(table[chunk.row, at // PAGE_SIZE]) * PAGE_SIZE + at % PAGE_SIZE)
+        for chunk in plan.chunks
+        for at, token in enumerate(chunk.tokens, chunk.start)
+    ]
+    tokens += [(0, 0, 0)] * (num_rows - len(tokens))
+    ids, positions, slots = (list(each) for each in zip(*tokens, strict=True))
+    counts = [len(chunk.tokens) for chunk in plan.chunks]
+    padding = [0] * (num_reqs - len(counts))
+    return {
+        "input_ids": ids,
+        "positions": positions,
+        "slot_mapping": slots,
+        "query_start": [0, *accumulate(counts + padding)],
+        "seq_lens": [chunk.start + len(chunk.tokens) for chunk in plan.chunks] + padding,
+        "page_table": table[[chunk.row for chunk in plan.chunks] + padding].tolist(),
+    }
 
-        def backwards(self: Any, x: int, y: int, z: int) -> None:
-            set_grid_idx(self, self.grid_dim[0] - 1 - x, y, z)
-            seen["backwards"] += self.grid_idx[0] > x
 
-        monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)
+@pytest.mark.parametrize("order", ["forwards", "backwards"] if INTERPRETED else ["twin"])
+def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(order, monkeypatch) -> None:
+    """Whichever of the kernel's programs is first, and whatever was uploaded before."""
+    on_twin, seen = order == "twin", Counter[str]()
+    op = chunk_rows.chunk_rows_ref if on_twin else chunk_rows_triton.chunk_rows_triton
+    monkeypatch.setattr("worker.step.buffers.chunk_rows", op)
+    if order == "backwards":
+        _run_programs_backwards(monkeypatch, seen)
+    num_seeds = 60 if on_twin or products.whole else 8
+    for seed in range(num_seeds):
+        rng = random.Random(seed)
+        max_pages, max_tokens = rng.choice((2, 5, 8, 140, 300)), rng.choice((5, 9, 33, 300))
+        state = state_of(rng.randint(1, 9), max_pages)
+        table, num_rows = state.page_table, len(state.active) - 1
+        table[1:] = torch.arange(1, 1 + num_rows * max_pages).view(num_rows, -1)
+        buffers = BatchBuffers(state, PAGE_SIZE, max_tokens)
+        for _ in range(3):
+            plan = random_plan(rng, num_rows, max_pages, max_tokens)
+            wanted = table.clone()
+            for each in plan.pages:
+                new = slice(each.first, each.first + len(each.pages))
+                wanted[each.row, new] = torch.tensor(each.pages, dtype=torch.int32)
+                table[each.row, new] = 1 << 30  # no page that anybody may use
+            buffers._staging.words.fill_(1)  # of uploads before: what follows this one's
+            num_reqs, num_tokens = len(plan.chunks), sum(len(c.tokens) for c in plan.chunks)
+            fits = plan.max_seq_len_ub <= buffers.max_fixed_len
+            fixed_shape = num_reqs <= buffers.fixed_reqs and fits
+            padded = rng.randint(num_tokens, max_tokens) if fixed_shape or seed % 2 else 0
+            found = _copied(buffers.chunks(plan, padded, fixed_shape=fixed_shape))
+            lines = expected(
+                plan, wanted, padded or num_tokens, buffers.fixed_reqs if fixed_shape else num_reqs
+            )
+            width = len(found["page_table"][0])
+            lines["page_table"] = [line[:width] for line in lines["page_table"]]
+            assert width * PAGE_SIZE >= plan.max_seq_len_ub
+            assert {name: found[name] for name in lines} == lines
+            assert torch.equal(table, wanted)
+            per_row = Counter(chunk.row for chunk in plan.chunks)
+            seen["shared"] += any(per_row[each.row] > 1 for each in plan.pages)
+            seen["fixed_shape"] += fixed_shape
+    assert seen["shared"] > num_seeds * 3 // 4
+    assert seen["fixed_shape"] > 5
+    assert (seen["backwards"] > 0) is (order == "backwards")
+
+
+def _run_programs_backwards(monkeypatch: pytest.MonkeyPatch, seen: Counter[str]) -> None:
+    """Those of the page table before those of rows: the device runs them in any order."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    set_grid_idx = InterpreterBuilder.set_grid_idx
+
+    def backwards(self: Any, x: int, y: int, z: int) -> None:
+        set_grid_idx(self, self.grid_dim[0] - 1 - x, y, z)
+        seen["backwards"] += self.grid_idx[0] > x
+
+    monkeypatch.setattr(InterpreterBuilder, "set_grid_idx", backwards)

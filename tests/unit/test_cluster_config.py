@@ -137,9 +137,7 @@ def gpus(prefill: float, decode: float) -> dict[str, object]:
         ("decode.replicas=3 routers.replicas=1", None, {"routers.replicas": 1}),
     ],
 )  # fmt: skip
-def test_devices_and_routers_are_decided_by_what_ray_has(
-    sets: str, local_gpus: int | None, expected: dict[str, object]
-) -> None:
+def test_devices_and_routers_are_decided_by_what_ray_has(sets, local_gpus, expected) -> None:
     config = with_devices(load(None, sets.split()), has_gpus=local_gpus != 0, local_gpus=local_gpus)
     assert {path: attrgetter(path)(config) for path in expected} == expected
     assert with_devices(config, has_gpus=True, local_gpus=local_gpus) == config
@@ -169,7 +167,7 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     ],
 )
 def test_shm_and_nvlink_are_chosen_only_where_they_reach_everybody(
-    sets: str, has_gpus: bool, nodes: str, transport: tuple[str, str]
+    sets, has_gpus, nodes, transport
 ) -> None:
     config = with_devices(load(None, sets.split()), has_gpus=has_gpus)
     chosen = with_transport(config, nodes.split()).transport
@@ -195,9 +193,7 @@ def test_every_rank_counts() -> None:
         ("custom", True, "ab", "custom"),
     ],
 )
-def test_nccl_is_chosen_where_ranks_span_nodes(
-    asked: str, has_gpus: bool, nodes: str, collective: str
-) -> None:
+def test_nccl_is_chosen_where_ranks_span_nodes(asked, has_gpus, nodes, collective) -> None:
     asked_for = load(None, ["decode.tp=2", f"decode.engine.collective={asked}"])
     worker = with_devices(asked_for, has_gpus=has_gpus).worker("decode")
     assert with_collective(worker, list(nodes)).engine.collective == collective

@@ -78,9 +78,7 @@ async def test_a_silent_process_is_treated_as_dead() -> None:
 
 
 @asynchronous
-async def test_a_router_that_reports_nothing_is_treated_as_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch) -> None:
     """It answers no pings; and a stopped one never dies by itself."""
     monkeypatch.setattr("cluster.control.monitor.SILENT_S", 0.05)
     monkeypatch.setattr("cluster.control.monitor.ASK_S", 0.01)
@@ -96,9 +94,7 @@ async def test_a_router_that_reports_nothing_is_treated_as_dead(
 
 
 @asynchronous
-async def test_a_death_that_a_report_finds_first_is_told_as_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_death_that_a_report_finds_first_is_told_as_one(monkeypatch) -> None:
     monkeypatch.setattr("cluster.control.monitor.ASK_S", 0.01)
     cluster = await Monitored.started("router-0", http=True)
     cluster.last("router-0").dead_to_reports = True

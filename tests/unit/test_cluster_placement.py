@@ -1,11 +1,16 @@
-"""What a user is told when Ray has no room."""
+"""What a user is told when Ray has no room; which router of a node listens alone, which join it."""
 
+import asyncio
 from typing import get_args
 
 import pytest
 
-from cluster.sites.placement import SPANS, Ask, Node, Span, explain, shortage, strategy, too_much
+from cluster.sites.placement import SPANS, Ask, Node, explain, shortage, strategy, too_much
+from cluster.sites.shared_port import SharedPort
+from tests.support.asynchronous import asynchronous
+from worker.api import Member
 from worker.config import EngineConfig
+from worker.errors import UserError
 
 NODES = [
     Node("id1", "10.0.0.1", {"CPU": 4, "rdma": 1}, {"CPU": 1, "rdma": 1}),
@@ -63,9 +68,7 @@ RANK = {"CPU": 1, "GPU": 1}
         (8, "at_will", "PACK", "all nodes together can hold 6"),
     ],
 )
-def test_ranks_span_nodes_only_where_no_node_is_large_enough(
-    num: int, span: Span, strategy_: str, reason: str
-) -> None:
+def test_ranks_span_nodes_only_where_no_node_is_large_enough(num, span, strategy_, reason) -> None:
     ask = Ask("decode-0", RANK, num, span)
     assert (strategy(ask, GPUS), shortage(ask, GPUS)) == (strategy_, reason)
     assert too_much([ask], GPUS) is bool(reason)
@@ -96,3 +99,54 @@ def test_the_message_says_how_many_ranks_need_what() -> None:
     assert "With fewer ranks: --set prefill.tp=1 --set decode.tp=1" in lines
     assert "Over several nodes, slower: --set decode.engine.collective=nccl" in lines
     assert not any("To share a GPU" in line for line in lines)
+
+
+FREE = 4711
+TAKEN = UserError("cannot listen", "cluster.port")
+
+
+class Routers:
+    def __init__(self, port: int) -> None:
+        self.port, self.calls = SharedPort(port), list[tuple[int, bool]]()
+
+    async def enter(self, name: str, error: Exception | None = None) -> Member:
+        async def listen(port: int, joins: bool) -> Member:
+            self.calls.append((port, joins))
+            await asyncio.sleep(0)
+            if error is not None:
+                raise error
+            return Member("router", "router", "1", f"http://x:{port or FREE}")
+
+        return await self.port.enter(name, listen)
+
+
+@asynchronous
+async def test_one_of_those_that_come_at_once_listens_alone_and_the_others_join_it() -> None:
+    routers = Routers(0)
+    await asyncio.gather(*map(routers.enter, "abc"))
+    assert routers.calls == [(0, False), (FREE, True), (FREE, True)]
+
+
+@asynchronous
+async def test_where_the_first_one_fails_the_next_is_the_first() -> None:
+    routers = Routers(8000)
+    entering = routers.enter("a", TAKEN), routers.enter("b")
+    assert (await asyncio.gather(*entering, return_exceptions=True))[0] is TAKEN
+    assert routers.calls == [(8000, False), (8000, False)]
+    with pytest.raises(UserError):
+        await routers.enter("c", TAKEN)
+    assert routers.calls[2:] == [(8000, True)]
+
+
+@asynchronous
+async def test_a_router_that_is_replaced_joins_those_that_live_or_takes_the_port_alone() -> None:
+    routers = Routers(0)
+    for name in "ab":
+        await routers.enter(name)
+    for name in "aa":
+        routers.port.leave(name)
+    await routers.enter("a again")
+    for name in ("a again", "b"):
+        routers.port.leave(name)
+    await routers.enter("c")
+    assert routers.calls == [(0, False), (FREE, True), (FREE, True), (FREE, False)]

@@ -10,8 +10,9 @@ import pytest
 
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
-from cluster.sites.handles import Identity, Rank, RayProcess
-from cluster.sites.process import Report, Site
+from cluster.sites.handles import RayProcess
+from cluster.sites.kill import Identity, Rank
+from cluster.sites.process import Process, Report, Site
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import CONFIG, LinksDouble
 from worker.api import Member
@@ -81,8 +82,6 @@ class Actor:
 
 
 class Killed(Rank):
-    """A rank whose kill is written down."""
-
     async def kill(self) -> None:
         self.actor.log.append(f"kill {self.actor.rank}")
         self.actor.death = PeerLost("it was killed")
@@ -192,8 +191,6 @@ async def test_a_rank_that_ends_by_itself_ends_the_worker_and_a_stop_is_no_failu
 
 @dataclass
 class RankedSite(Site):
-    """Makes workers of three ranks."""
-
     log: list[str] = field(default_factory=list)
     fails: dict[int, Exception] = field(default_factory=dict)
     made: list[RayProcess] = field(default_factory=list)
@@ -202,6 +199,9 @@ class RankedSite(Site):
         self.log.append("create")
         self.made.append(worker(3, self.log, self.fails))
         return self.made[-1]
+
+    async def kill(self, process: Process) -> None:
+        await process.kill()
 
     async def release(self, name: str) -> None:
         self.log.append("release")

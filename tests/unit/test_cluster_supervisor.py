@@ -63,8 +63,6 @@ def root() -> Iterator[Path]:
 
 
 class Supervised:
-    """The script, under way."""
-
     def __init__(self, root: Path, how: str, starting_s: float = 0.0) -> None:
         self.root = root
         self.process = subprocess.Popen(
@@ -75,7 +73,6 @@ class Supervised:
             text=True,
             start_new_session=True,
         )
-        assert self.process.stdout is not None
         assert how == "crash" or self.process.stdout.readline() == "up\n"
 
     def over(self) -> tuple[int, str]:
@@ -93,9 +90,7 @@ class Supervised:
 
 @pytest.mark.parametrize("how", ["deaf", "obedient", "threads"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_a_start_whatever_the_child_does(
-    root: Path, how: str, number: signal.Signals
-) -> None:
+def test_a_signal_ends_a_start_whatever_the_child_does(root: Path, how, number) -> None:
     supervised = Supervised(root, how)
     os.killpg(supervised.process.pid, number)
     assert supervised.over() == (128 + number, "interrupted\n")
@@ -103,7 +98,7 @@ def test_a_signal_ends_a_start_whatever_the_child_does(
 
 @pytest.mark.parametrize(("how", "starting_s"), [("obedient", LIMIT_S), ("deaf", 0.5)])
 def test_a_start_with_time_left_may_end_by_itself_and_is_killed_afterwards(
-    root: Path, how: str, starting_s: float
+    root: Path, how, starting_s
 ) -> None:
     supervised = Supervised(root, how, starting_s)
     supervised.process.send_signal(signal.SIGHUP)

@@ -74,9 +74,7 @@ def test_all_is_shown_in_columns() -> None:
     assert ": NO ANSWER\n" in plain(picture(BOARD, "http://x", "NO ANSWER"))
 
 
-def test_it_is_printed_once_where_there_is_no_terminal_and_as_json(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_printed_once_where_there_is_no_terminal_and_as_json(url: str, capsys) -> None:
     assert main(["top", "--url", f"{url}/v1"]) == 0
     plain = capsys.readouterr()
     assert plain.err == ""
@@ -106,8 +104,8 @@ def test_it_says_what_is_wrong(url: str, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_mistakes_are_told_before_anybody_is_asked(
-    more: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    more, says, tmp_path, monkeypatch,
+    capsys,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("KEYS").write_text("clé\n")

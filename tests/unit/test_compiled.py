@@ -115,7 +115,7 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 17, 32, MAX_TOKENS])
 def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
-    bench: Bench, num_tokens: int
+    bench: Bench, num_tokens
 ) -> None:
     from torch._dynamo.utils import counters
 
@@ -136,7 +136,7 @@ def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
 
 @pytest.mark.parametrize(("num_reqs", "fixed_shape"), [(3, False), (12, False), (4, True)])
 def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
-    bench: Bench, num_reqs: int, fixed_shape: bool
+    bench: Bench, num_reqs, fixed_shape
 ) -> None:
     """With plain pieces that is eager itself."""
     check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix=21, fixed_shape=fixed_shape)
@@ -193,7 +193,6 @@ def test_pieces_hold_no_layer_and_end_where_attention_begins(alone: Bench) -> No
     assert [each.count(RMS_NORM) + each.count(ADD_RMS_NORM) for each in ops] == [1, 2, 2]
     assert [each.count(GATED_PRODUCT) for each in ops] == [0, 1, 1]
     assert not any(ATTEND in each for each in ops)
-    assert forward._split is not None
     calls = [node.target for node in forward._split.graph.nodes if node.op == "call_module"]
     modules = [forward._split.get_submodule(str(name)) for name in calls]
     is_piece = [not isinstance(module, GraphModule) for module in modules]
@@ -235,7 +234,6 @@ def test_the_start_up_check_allows_rounding_and_no_more(alone: Bench) -> None:
         found = check_chunk_bucket(
             loaded, 16, (launch, changed), fixed_shape=False, rounding=rounding
         )
-        assert found is not None
         return found.equal
 
     assert equal(lambda hidden: hidden * (1 + ROUNDED / 2), ROUNDED)

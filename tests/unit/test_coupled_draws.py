@@ -71,7 +71,6 @@ class Rows:
         self.num_windows = 0
 
     def propose(self) -> None:
-        """Fill the drafts of the next window."""
         last, position = self.columns.last_token[1:], self.columns.seq_len[1:] + 1
         token, far = last, torch.eye(VOCAB)
         for place in range(WIDTH - 1):
@@ -89,7 +88,6 @@ class Rows:
             self.columns.drafts[1:, place] = token
 
     def step(self) -> None:
-        """Verify a window of each row."""
         self.propose()
         before = torch.cat((self.columns.last_token[1:, None], self.columns.drafts[1:]), 1)
         position = (self.columns.seq_len[1:, None] + 1 + torch.arange(WIDTH)).flatten()
@@ -112,18 +110,15 @@ class Rows:
         self.num_windows += ROWS
 
     def run(self) -> Rows:
-        """Until there are enough draws."""
         while self.counts.sum() < DRAWS:
             self.step()
         return self
 
     def p_value(self) -> float:
-        """Of the tokens that counted, against the exact distribution behind each token."""
         tables = np.stack([exact(logits, self.case) for logits in TARGET])
         return p_of(self.counts, tables * self.counts.sum(1, keepdims=True))
 
     def num_accepted(self) -> float:
-        """Tokens that a window yields."""
         return float(self.counts.sum()) / self.num_windows
 
 
@@ -134,9 +129,7 @@ class Rows:
 )
 def test_tokens_that_count_follow_the_target_exactly(name: str, how: str) -> None:
     rows = Rows(CASES[name], how=how).run()
-    value = rows.p_value()
-    print(f"{name}, {how}: p {value:.3g}, {rows.num_accepted():.2f} of {WIDTH} tokens a window")
-    assert value > REJECT
+    assert rows.p_value() > REJECT
     assert 1.3 < rows.num_accepted() < WIDTH - 0.5, "drafts were not both right and wrong"
 
 
@@ -163,6 +156,5 @@ def test_noise_at_another_position_or_id_costs_acceptance() -> None:
     coupled = Rows(CASES["hot"]).run().num_accepted()
     late = Rows(CASES["hot"], drafted_at=lambda position: position - 1).run().num_accepted()
     by_draft_id = Rows(CASES["hot"], keyed_by=torch.arange(len(IDS))).run().num_accepted()
-    print(f"{coupled:.2f} of {WIDTH}; one position late {late:.2f}; draft ids {by_draft_id:.2f}")
     assert coupled > 1.3 * late
     assert coupled > 1.3 * by_draft_id

@@ -62,7 +62,6 @@ class GlooBeside(GlooCollective):
 
 
 def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
-    """One rank's."""
     torch.set_num_threads(1)
     FileRegions.folder = folder
     changed: Any = custom

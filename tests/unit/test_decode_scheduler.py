@@ -15,13 +15,12 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.any_width import AnyWidth
-from tests.support.books import check_book
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
-from worker.schedule.decode import DecodeScheduler
+from worker.schedule.decode import DecodeScheduler, has_work
 from worker.schedule.req import Phase, Req, finish_reason
 
 VOCAB = 40
@@ -146,8 +145,6 @@ class Device:
     def sample(self, row: int, position: int) -> Drawn:
         """Draw at `position` of an active row and move its state on."""
         start = self.start[row]
-        assert start is not None
-        assert start.sampling is not None
         stops = stop_set(start.sampling)
         prefix = self.memory[self.slot(row, position - 1)]
         token = draw(prefix, start.sampling.seed, position, stops, start.min_len)
@@ -160,8 +157,6 @@ class Device:
 
 @dataclass
 class Launched:
-    """A step in flight."""
-
     plan: Plan
     owners: dict[int, tuple[Req, Script, frozenset[int]]]  # row -> what its hold owned at launch
     touched: frozenset[int]  # every page in the tables of its rows
@@ -185,8 +180,6 @@ class Pull:
 
 @dataclass(frozen=True)
 class Load:
-    """One kind of load."""
-
     num_pages: int
     page_size: int
     rows: int
@@ -216,7 +209,7 @@ class Simulation:
         self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
         widths = AnyWidth(load.widths, self.random)
         self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
-        self.scheduler.on_preempt = self.preempted
+        self.scheduler.on_preempt = lambda _: self.counts.update(("preemptions",))
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
@@ -230,9 +223,6 @@ class Simulation:
         self.arriving = True
         self.num_chunk_steps = 0
         self.num_stuck = 0  # turns in a row
-
-    def preempted(self, _: Req) -> None:
-        self.counts["preemptions"] += 1
 
     # The load.
 
@@ -267,7 +257,6 @@ class Simulation:
 
     def place(self, req: Req) -> None:
         """As worker.requests.admission.Admission.place."""
-        assert req.hold is not None
         if req.num_computed_tokens == len(req.tokens) - 1:
             self.counts["cached"] += 1
             self.scheduler.commit(req)
@@ -309,7 +298,7 @@ class Simulation:
         if self.in_flight and rnd.random() > self.load.overlap:
             self.settle()
         decodable = [req for req in self.scheduler.running.values() if self.may_decode(req)]
-        had_work = self.scheduler.has_work
+        had_work = has_work(self.scheduler)
         plan = self.scheduler.plan()
         moves = plan is not None or bool(self.in_flight)
         assert had_work or plan is None, "a step without work"
@@ -392,7 +381,6 @@ class Simulation:
 
     def bind_pull(self, pull: Pull) -> None:
         hold = pull.req.hold
-        assert hold is not None
         end = self.random.randint(pull.num_landed + 1, pull.num_pages)
         before = list(hold.pages), set(hold.private), hold.num_reserved
         try:
@@ -408,7 +396,6 @@ class Simulation:
         self.random.shuffle(pull.running)
 
     def write_pulled(self, pull: Pull) -> None:
-        """Some pages of a running pull arrive."""
         kv, size = self.scripts[pull.req].kv(), self.load.page_size
         for _ in range(self.random.randint(1, len(pull.running))):
             index, page = pull.running.pop()
@@ -418,7 +405,6 @@ class Simulation:
                 value = kv[position] if position < pull.num_stored else mix(position, page)
                 self.device.memory[page * size + offset] = value
         if not pull.running:
-            assert pull.req.hold is not None
             pull.num_landed = len(pull.req.hold.pages)
 
     # The device.
@@ -433,7 +419,6 @@ class Simulation:
         writable: Counter[int] = Counter()
         for row in rows:
             req = by_row[row]
-            assert req.hold is not None
             owners[row] = req, self.scripts[req], frozenset(req.hold.private)
             if plan.decode:
                 first = len(req.tokens) - 1
@@ -494,8 +479,7 @@ class Simulation:
 
     def _verify(self, step: Launched, row: int, pulling: set[int]) -> Drawn:
         """A window of one row: its last token, and drafts of which some are right."""
-        device, plan, start = self.device, step.plan, self.device.start[row]
-        assert start is not None
+        device, plan = self.device, step.plan
         first, text = device.seq_len[row], step.owners[row][1].text()
         assert first + plan.width <= plan.max_seq_len_ub
         drafts = [*text[first + 1 : first + plan.width]]
@@ -531,7 +515,6 @@ class Simulation:
         step = self.in_flight.pop(0)
         if step.drawn is None:
             self.execute(step)
-        assert step.drawn is not None
         seen: set[Req] = set()
         for req, drawn, _, reason in self.scheduler.settle(step.plan.step, step.drawn):
             assert req not in seen
@@ -566,10 +549,8 @@ class Simulation:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        check_book(self.book, [req.hold for req in self.scripts if req.hold is not None])
-        where = Counter(
-            [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
-        )
+        self.book.check([req.hold for req in self.scripts if req.hold is not None])
+        where = Counter(held_by(scheduler))
         where.update(pull.req for pull in self.pulls)
         assert where == Counter(list(self.scripts)), "a request is in exactly one place"
         rows = [req.row for req in self.scripts if req.row]
@@ -594,10 +575,10 @@ class Simulation:
         assert self.counts["finished"] == self.ids
         assert (book.num_holds, book.num_reserved, book.num_private) == (0, 0, 0)
         assert book.num_available == book.num_pages
-        assert not scheduler_rest(self.scheduler)
+        assert not held_by(self.scheduler)
 
 
-def scheduler_rest(scheduler: DecodeScheduler) -> list[Req]:
+def held_by(scheduler: DecodeScheduler) -> list[Req]:
     return [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
 
 
@@ -624,16 +605,10 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
         simulation.turn()
     simulation.drain()
     counts = simulation.counts
-    print(name, dict(sorted(counts.items())))
-    assert counts["local"] > 20
-    assert counts["fetched"] > 20
-    assert counts["fallback"] > 0
-    assert counts["told"] > 20
-    assert counts["told the last"] > 0
-    assert counts["stop"] > 10
-    assert counts["length"] > 10
-    if name not in ("roomy", "one-row"):
-        assert counts["preemptions"] > 50
+    least = {"local": 20, "fetched": 20, "fallback": 0, "told": 20, "told the last": 0}
+    least |= {"stop": 10, "length": 10, "preemptions": -1 if name in ("roomy", "one-row") else 50}
+    for each, num in least.items():
+        assert counts[each] > num, (each, counts)
 
 
 def test_loads_reach_every_corner() -> None:
@@ -645,10 +620,7 @@ def test_loads_reach_every_corner() -> None:
             simulation.turn()
         simulation.drain()
         total += simulation.counts
-    print(dict(sorted(total.items())))
-    for each in ("FETCHING", "LOCAL", "READY", "RUNNING", "PREEMPTED"):
-        assert total[f"aborted {each}"] > 0, (each, total)
-    assert total["pull waited for cooling"] > 0
-    assert total["cached"] > 0
-    kept = [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
-    assert all(total[each] > 0 for each in kept), total
+    reached = [f"aborted {name}" for name in ("FETCHING", "LOCAL", "READY", "RUNNING", "PREEMPTED")]
+    reached += ["pull waited for cooling", "cached"]
+    reached += [f"kept {num} of {width}" for width in (1, 2, 4, 8) for num in range(1, width + 1)]
+    assert not [each for each in reached if not total[each]], total

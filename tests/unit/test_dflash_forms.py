@@ -1,20 +1,34 @@
-"""Published DFlash drafters: how their directories are read."""
+"""Published DFlash drafters: how their directories are read, loaded and computed."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from tests.support.chain_checkpoints import ABSENT, change_config, write_chain
-from tests.support.dflash_checkpoints import FORMS, TAPS, TARGET, config_of, write_dflash
-from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
+from tests.support.chain_checkpoints import change_config, write_chain
+from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, config_of, write_dflash
+from tests.support.dflash_reference import DFlashReference
+from tests.support.shallow import shallow
+from worker.attention.base import AttentionShape, build_attentions
+from worker.cache.layout import KVLayout
+from worker.cache.pool import KVPool
+from worker.drafts.build import regions
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.dflash_model import DFlashDrafter
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
-from worker.model.shape import ModelShape
+from worker.forward.batch import Batch
+from worker.forward.context import forward_context
+from worker.model.loader import load_model
+from worker.model.shape import ModelShape, read_model_shape
 from worker.ops.mask import KeyMask
 from worker.ops.scaling import RopeScaling
+from worker.peers.base import SingleCollective
 
 FULL = "full_attention"
 BLOCK, CAUSAL = KeyMask(causal=False), KeyMask(causal=True)
@@ -70,9 +84,7 @@ def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
         ({"own": ("mask_embedding",)}, "mask_token_id", None),
     ],
 )
-def test_what_varies_is_read(
-    flags: dict[str, Any], field: str, expected: object, form: str, tmp_path: Path
-) -> None:
+def test_what_varies_is_read(flags, field, expected, form, tmp_path: Path) -> None:
     assert getattr(read(tmp_path, form, **flags), field) == expected
 
 
@@ -136,9 +148,7 @@ def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
         (4, 12, (1, 4, 6, 9)),  # 3.67 and 6.33 are rounded, not cut
     ],
 )
-def test_taps_are_spread_evenly_unless_said(
-    num_layers: int, target_layers: int, taps: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_taps_are_spread_evenly_unless_said(num_layers, target_layers, taps, tmp_path) -> None:
     target = replace(TARGET, num_layers=target_layers)
     for ids in ({}, {"target_layer_ids": []}):
         config = {"mask_token_id": 1, **ids}
@@ -181,9 +191,7 @@ SWA = {**ZLAB, "use_swa": True}
         ({"dflash_config": {**ZLAB, "use_swa": False, "swa_window_size": 7}}, (BLOCK, BLOCK)),
     ],
 )
-def test_masks_by_layer(
-    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
-) -> None:
+def test_masks_by_layer(flags, expected, tmp_path: Path) -> None:
     assert read(tmp_path, **flags).masks == expected
 
 
@@ -196,9 +204,7 @@ def test_masks_by_layer(
         ({"sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
     ],
 )
-def test_masks_by_layer_of_speculators(
-    flags: dict[str, Any], expected: tuple[KeyMask, ...], tmp_path: Path
-) -> None:
+def test_masks_by_layer_of_speculators(flags, expected, tmp_path: Path) -> None:
     assert read(tmp_path, "speculators", **flags).masks == expected
 
 
@@ -242,9 +248,7 @@ def test_a_tied_head_is_the_target_s_or_refused(tmp_path: Path) -> None:
     assert "head" in read(tmp_path, "speculators", tie_word_embeddings=True, own=("lm_head",)).names
 
 
-def test_a_pickled_mask_embedding_is_refused_unless_it_is_in_safetensors_too(
-    tmp_path: Path,
-) -> None:
+def test_a_pickled_mask_embedding_is_refused_unless_it_is_in_safetensors_too(tmp_path) -> None:
     (tmp_path / "mask_embedding.pt").write_bytes(b"")
     with pytest.raises(Unsupported, match=r"mask_embedding\.pt: .*into the safetensors files"):
         read(tmp_path)
@@ -260,3 +264,101 @@ def test_each_reader_names_the_other(tmp_path: Path) -> None:
         write_chain(tmp_path / form, form, TARGET)
         with pytest.raises(Unsupported, match=r"set spec\.drafter to chain"):
             read_dflash_shape(tmp_path / form, TARGET)
+
+
+SERVED = shallow(4)
+CPU = torch.device("cpu")
+KIND: Any = {"device": CPU, "dtype": torch.float32}
+OF_SERVED = {"taps": (0, 1, 2), "head_dim": 32}
+CASES: dict[str, dict[str, Any]] = {
+    "zlab": {},
+    "prefix": {"prefix": "model."},
+    "aliases": {"aliases": True},
+    "aliases and prefix": {"aliases": True, "prefix": "model."},
+    "mask of its own": {"own": ("mask_embedding",), "mask_token_id": ABSENT},
+    "one layer": {"num_layers": 1, "taps": (2,)},
+    "biases": {"bias": True},
+    "windows": {"sliding": (1,), "window": 5},
+    "windows that see ahead": {"sliding": (0, 1), "window": 5, "causal": False},
+    "causal": {"causal": True},
+    "draft vocabulary": {"draft_vocab_size": 300, "own": ("t2d",)},
+    "head of its own": {"own": ("lm_head",)},
+    "rope": {"layer": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}},
+    "speculators": {"form": "speculators", "own": ("embed_tokens", "lm_head")},
+    "speculators, draft vocabulary": {
+        "form": "speculators", "draft_vocab_size": 300, "own": ("embed_tokens", "t2d"),
+        "prefix": "model.",
+    },
+    "speculators, windows": {
+        "form": "speculators", "sliding": (0,), "own": ("embed_tokens", "lm_head"),
+    },
+}  # fmt: skip
+NUM_TEXT, NUM_ROWS = 21, 4
+
+
+def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
+    target = read_model_shape(SERVED)
+    written = write_dflash(directory, target, **OF_SERVED | options)
+    model = load_model(SERVED, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
+    drafter.fill(directory)
+    return drafter, written
+
+
+def batch_of(first: int, num: int, query_start: Tensor) -> Batch:
+    """Tokens at positions first .. first + num - 1 of the only request, in pages 1, 2, ..."""
+    at = torch.arange(first, first + num)
+    return Batch(
+        input_ids=torch.full((num,), 0), positions=at, slot_mapping=at + 16,
+        query_start=query_start, seq_lens=torch.tensor([first + num], dtype=torch.int32),
+        page_table=torch.tensor([[1, 2, 3]], dtype=torch.int32), num_reqs=1, num_tokens=num,
+        max_query_len=num, max_seq_len_ub=first + num,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", CASES)
+@torch.no_grad()
+def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path: Path) -> None:
+    drafter, written = load(tmp_path, CASES[form])
+    spec, reference = drafter.spec, DFlashReference(SERVED, tmp_path)
+    held = {name: shard.dest for name, shard in drafter.shards().items()}
+    assert held.keys() == written.keys()
+    for name, tensor in written.items():
+        assert torch.equal(held[name], tensor), name
+    pool = KVPool(KVLayout(regions(spec, 16, "float32")), 4, CPU)
+    tokens = torch.randint(2, 1000, (NUM_TEXT,), generator=torch.Generator().manual_seed(4))
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    names = dict.fromkeys(("prefill", "decode", "spec"), "reference")
+    of_mask = {
+        mask: build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
+        for mask, _ in drafter.runs()
+    }
+    text, num = batch_of(0, NUM_TEXT - 1, torch.zeros(1, dtype=torch.int32)), NUM_TEXT - 1
+    with forward_context(text, next(iter(of_mask.values())), None):
+        drafter.store(reference.features(tokens.tolist())[:num], text.positions)
+    for layer, both in enumerate(reference.draft_rows(tokens[:num].tolist())):
+        for cache, wanted in zip(pool.layer(layer, "draft"), both, strict=True):
+            found = cache[1:3].transpose(1, 2).flatten(0, 1)[:num]
+            assert torch.allclose(found, wanted, atol=2e-5, rtol=2e-5)
+    block = batch_of(num, NUM_ROWS, torch.tensor([0, NUM_ROWS], dtype=torch.int32))
+    ids = torch.full((NUM_ROWS,), spec.mask_token_id or 0)
+    ids[0] = tokens[-1]
+    part, residual = drafter.embed(ids, NUM_ROWS), None
+    for mask, numbers in drafter.runs():
+        with forward_context(block, of_mask[mask], of_mask[mask].plan(block)):
+            part, residual = drafter.run(part, residual, block.positions, numbers)
+    found = drafter.logits(part, residual, NUM_ROWS, NUM_ROWS - 1)
+    wanted = reference.block(tokens.tolist(), num, NUM_ROWS)[1:] @ reference.head.T
+    assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
+    assert (found - wanted.roll(1, 0)).abs().max() > 0.1, "rows are not told apart"
+    pool.close()
+
+
+def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+    target = read_model_shape(SERVED)
+    write_dflash(tmp_path, target, num_layers=3, **OF_SERVED)
+    change_config(tmp_path, {"num_hidden_layers": 2})
+    model = load_model(SERVED, target, SingleCollective(), **KIND)
+    drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
+    with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
+        drafter.fill(tmp_path)

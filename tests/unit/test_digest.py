@@ -153,15 +153,9 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
 
 
 def test_noise_follows_from_seed_dtype_and_device() -> None:
-    cuda = torch.device("cuda")
-    digests = [
-        dummy_digest(0, torch.float32, CPU),
-        dummy_digest(1, torch.float32, CPU),
-        dummy_digest(0, torch.bfloat16, CPU),
-        dummy_digest(0, torch.float32, cuda),
-    ]
-    assert len(set(digests)) == 4
-    assert digests[0] == dummy_digest(0, torch.float32, CPU)
+    f32, bf16, cuda = torch.float32, torch.bfloat16, torch.device("cuda")
+    kinds = (0, f32, CPU), (0, f32, CPU), (1, f32, CPU), (0, bf16, CPU), (0, f32, cuda)
+    assert len({dummy_digest(*each) for each in kinds}) == 4
 
 
 def test_a_drafter_joins_the_digest_by_its_name() -> None:

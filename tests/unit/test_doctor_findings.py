@@ -94,7 +94,6 @@ def failed(subject: str, *arguments: str, **more: Any) -> tuple[str, str]:
 
 
 def judged(facts: Facts, *sets: str) -> list[Finding]:
-    """Of a machine with these facts."""
     num_gpus = len(facts.driver.gpus)
     found = list(examine(Settings.here(load(None, sets), num_gpus).decided, facts))
     for each in found:
@@ -104,7 +103,6 @@ def judged(facts: Facts, *sets: str) -> list[Finding]:
 
 
 def only(findings: Sequence[Finding]) -> Finding:
-    """The one that is not ok."""
     (found,) = [each for each in findings if each.level is not Level.OK]
     return found
 
@@ -152,7 +150,6 @@ def limited(kind: int, limit: int) -> Callable[[], None]:
 def test_a_system_library_that_is_missing_is_a_failure(tmp_path: Path) -> None:
     """mooncake's own extension module, linked against a libibverbs that nobody has."""
     spec = find_spec("mooncake")
-    assert spec is not None
     assert spec.submodule_search_locations
     package = tmp_path / "mooncake"
     package.mkdir()
@@ -176,9 +173,7 @@ def test_serve_refuses_a_transport_whose_library_is_missing(facts: Facts) -> Non
 
 
 @pytest.mark.parametrize(("name", "version"), [("ray", "2.59.0"), ("msgspec", "0.18.6")])
-def test_another_version_than_is_wanted_is_a_failure(
-    name: str, version: str, tmp_path: Path
-) -> None:
+def test_another_version_than_is_wanted_is_a_failure(name, version, tmp_path: Path) -> None:
     info = tmp_path / f"{name}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
@@ -264,7 +259,7 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_gpu_host_is_named(
-    gpu_host: Facts, change: dict[str, Any], sets: Sequence[str], subject: str, level: Level
+    gpu_host: Facts, change, sets, subject, level
 ) -> None:
     if "versions" in change:
         change = change | {"needed": (), "optional": ()}

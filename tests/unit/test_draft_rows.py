@@ -1,4 +1,4 @@
-"""Where a chain drafter's rows go, and how it draws: twins and kernels against plain loops."""
+"""Where drafters' rows go, and how they draw: twins and kernels against plain loops."""
 
 from typing import Any
 
@@ -6,19 +6,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
-from worker.drafts.draft_draws import DraftDraws
+from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
+from worker.drafts import (
+    draft_draws,
+    draft_draws_triton,
+    draft_rows,
+    draft_rows_triton,
+    kept_rows,
+    kept_rows_triton,
+)
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
+from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step.rows import RowColumns, SampledRows
 
+CPU = torch.device("cpu")
 DRAW = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
 
 
 def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
-    """draft_rows, number by number."""
     rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
     found: dict[str, list[Any]] = {name: [] for name in draft_rows.DraftSteps._fields}
     ahead: list[list[tuple[int, int, int]]] = []
@@ -64,7 +72,7 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(wanted["tail_pages"]) > 0
 
 
-def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Tensor, DraftDraws]:
+def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
     """Arguments of draw_drafts for `num` drafts of five rows: greedy and not, two without one."""
     generator = torch.Generator().manual_seed(num_ids)
     logits = 3 * torch.randn(5 * num, num_ids, generator=generator)
@@ -77,19 +85,17 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Tensor, DraftD
     ids = None
     if mapped:
         ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
-    return logits, DraftDraws(rows, position, slots, seed, temperature, ids)
+    return logits, rows, position, slots, seed, temperature, ids
 
 
 @pytest.mark.parametrize("mapped", [False, True])
 @pytest.mark.parametrize(("num", "num_ids"), [(1, 1), (1, 97), (1, 2500), (3, 97)])
 def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
-    num: int, num_ids: int, mapped: bool
+    num, num_ids, mapped
 ) -> None:
-    logits, draws = draws_case(num_ids, mapped, num)
-    rows, position, slots, seed, temperature, ids, _ = draws
-    assert seed is not None
+    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
     drafts = torch.full((6, num + 2), 5)
-    found = DRAW(logits, draws, drafts[:, 1 : 1 + num])
+    found = DRAW(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
     own = list(range(num_ids)) if ids is None else ids.tolist()
     for line, row in enumerate(rows.repeat_interleave(num).tolist()):
         noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
@@ -103,46 +109,112 @@ def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
 
 
 def test_equal_logits_draw_the_lowest_id() -> None:
-    _, draws = draws_case(97, True)
-    assert draws.ids is not None
-    for seed in (draws.seed, None):
-        greedy = draws._replace(temperature=torch.zeros(5), seed=seed)
-        found = DRAW(torch.zeros(5, 97), greedy, torch.full((6, 1), 5))
-        assert found[:3].tolist() == [int(draws.ids[0])] * 3
+    _, rows, position, slots, seed, _, ids = draws_case(97, True)
+    logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
+    for seeds in (seed, None):
+        found = DRAW(logits, rows, position, slots, seeds, greedy, ids, drafts)
+        assert found[:3].tolist() == [int(ids[0])] * 3
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 @pytest.mark.parametrize("mapped", [False, True])
 def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
-    logits, draws = draws_case(1100, mapped)
+    logits, rows, position, slots, seed, temperature, ids = draws_case(1100, mapped)
     logits.fill_(float("nan"))
-    known = set(range(1100) if draws.ids is None else draws.ids.tolist())
-    for seed in (draws.seed, None):
-        found = DRAW(logits, draws._replace(seed=seed), torch.full((6, 1), 5))
+    known = set(range(1100) if ids is None else ids.tolist())
+    for seeds in (seed, None):
+        drafts = torch.full((6, 1), 5)
+        found = DRAW(logits, rows, position, slots, seeds, temperature, ids, drafts)
         assert set(found.tolist()) <= {0} | known
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
+    columns = columns_of(torch.Generator().manual_seed(200 + seed))
+    sampled, drawn = step_of(columns, width, seed)
+    op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
+    positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
+    check_columns((positions, slots))
+    wanted = []
+    for i, row in enumerate(sampled.rows.tolist()):
+        for j in range(width):
+            at = int(sampled.position[i * width + j]) - 1
+            kept = bool(sampled.valid[i]) and j < int(drawn[i, width])
+            page = int(columns.page_table[row, at // PAGE_SIZE]) if kept else 0
+            slot = page * PAGE_SIZE + at % PAGE_SIZE if kept else 0
+            wanted.append((at if kept else 0, slot))
+    assert list(zip(positions.tolist(), slots.tolist(), strict=True)) == wanted
+    assert sum(slot for _, slot in wanted) > 0
 
 
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_hopper_without_one() -> None:
-        i64 = dict.fromkeys(
-            ("rows", "position", "drawn", "seq_len", "max_len", "kept", "last", "ahead"), "*i64"
-        )
-        types = i64 | {"valid": "*u8", "active": "*u8", "page_table": "*i32", "lens": "*i32"}
-        types |= dict.fromkeys(("stride", "stride_rows", "stride_table"), "i32")
-        constants = dict(WIDTH=4, WIDTH_2=4, NUM=3, NUM_2=4, PAGES=9, PAGE_SIZE=64, PDL=True)
-        ptx = ptx_of(
-            draft_rows_triton._draft_rows_kernel, types, constants, num_warps=1, launch_pdl=True
-        )
-        assert "griddepcontrol.wait" in ptx
-        types = dict.fromkeys(("rows", "position", "seed", "ids", "tokens"), "*i64")
-        types |= {"logits": "*bf16", "temperature": "*fp32", "values": "*fp32"}
-        types |= {"first": "i32", "num_ids": "i32", "stride": "i32"}
+        columns = columns_of(torch.Generator().manual_seed(0))
+        with compiling(draft_rows_triton):
+            draft_rows_triton.draft_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
         for mapped in (False, True):
-            constants = dict(NUM=3, BLOCK=1024, BLOCKS=32, MAPPED=mapped, GREEDY=False, EXACT=True)
-            constants |= {"PDL": True}
-            kernel = draft_draws_triton._best_draft_kernel
-            assert "griddepcontrol" in ptx_of(
-                kernel, types, constants, num_warps=4, launch_pdl=True
+            logits, *rest = draws_case(97, mapped, 3)
+            with compiling(draft_draws_triton):
+                draft_draws_triton.draw_drafts_triton(
+                    logits.bfloat16(), *rest, torch.full((6, 3), 5)
+                )
+        with compiling(kept_rows_triton):
+            kept_rows_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
+        kv, table = torch.empty(2, 2048).bfloat16(), torch.empty(64, 128)
+        cache, at = torch.empty(2, 8, 64, 128).bfloat16(), torch.zeros(2, dtype=torch.int64)
+        with compiling(layers_rope_store_triton) as found:
+            layers_rope_store_triton.layers_rope_store_triton(
+                kv, at, table, [(cache, cache)], at, kv[:1, :128].contiguous(), 1e-6
             )
+        assert "st.global.v2.b32" in found["_layers_rope_store_kernel"]
+
+    @pytest.mark.parametrize("normed", [False, True])
+    def test_layers_are_stored_as_each_by_itself(normed: bool) -> None:
+        kv = torch.randn(4, 3 * 2 * 2 * 16, generator=torch.Generator().manual_seed(1))
+        positions, slots = torch.tensor([3, 20, 0, 0]), torch.tensor([9, 4, 0, 0])
+        table = rope_table(rope_inv_freq(16, 1e4, None), 64, CPU)
+        weights = torch.rand(3, 16) + 0.5 if normed else None
+        memory = torch.zeros(2, 5, 2, 3, 2, 4, 16)
+        for layer in range(3):
+            norms = None
+            if weights is not None:
+                norms = qk_rope_store.HeadNorms(weights[layer], weights[layer], 1e-6)
+            qk_rope_store.qk_rope_store_ref(
+                kv[:, layer * 64 : (layer + 1) * 64], qk_rope_store.Rotation(table, positions),
+                memory[0, :, :, layer].unbind(2), slots, norms,
+            )  # fmt: skip
+        caches = [memory[1, :, :, layer].unbind(2) for layer in range(3)]
+        layers_rope_store.layers_rope_store_ref(kv, positions, table, caches, slots, weights, 1e-6)
+        assert torch.equal(*memory)
+        assert memory.any()
+
+else:
+
+    @pytest.mark.parametrize("shape", [(2, 128, 16), (8, 64, 4), (3, 32, 64)])
+    @pytest.mark.parametrize("normed", [False, True])
+    @pytest.mark.parametrize("num_layers", [1, 3])
+    def test_layers_rope_store_matches_its_twin(shape, normed, num_layers) -> None:
+        """Of a pool's memory; two padded rows meet on page 0."""
+        num_heads, head_dim, page_size = shape
+        width = num_layers * 2 * num_heads * head_dim
+        generator = torch.Generator().manual_seed(7)
+        kv = torch.randn(6, width + 8, generator=generator)[:, :width]
+        kv[4:] = kv[3]
+        positions = torch.tensor([3, 63, 1, 0, 0, 0])
+        slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
+        table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
+        weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
+        both = []
+        for run in (
+            layers_rope_store_triton.layers_rope_store_triton,
+            layers_rope_store.layers_rope_store_ref,
+        ):
+            memory = torch.full((5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
+            caches = [memory[:, :, layer].unbind(2) for layer in range(num_layers)]
+            run(kv, positions, table, caches, slots, weights, 1e-6)
+            both.append(memory)
+        assert torch.equal(both[0] == 7, both[1] == 7), "the same slots"
+        assert torch.allclose(*both, atol=1e-6, rtol=1e-6)

@@ -114,7 +114,6 @@ class Device:
 
     @property
     def idle_s(self) -> float:
-        """Of the device, between the first step's start and the last one's end."""
         return sum(b.starts_at - a.ends_at for a, b in pairwise(self.launched))
 
 
@@ -147,9 +146,7 @@ def test_without_arrivals_the_launch_is_at_once(device: Device) -> None:
 
 @pytest.mark.parametrize("num_arriving", [0, 1])
 @pytest.mark.parametrize("chunks", [False, True])
-def test_messages_are_read_while_a_step_computes(
-    device: Device, num_arriving: int, chunks: bool
-) -> None:
+def test_messages_are_read_while_a_step_computes(device: Device, num_arriving, chunks) -> None:
     """A turn at least every POLL_S, but for launches; also where steps take longer than before."""
     device.chunks = chunks
     device.run(0.1, num_arriving)  # measured now

@@ -1,4 +1,4 @@
-"""Each reference op against its formula in float64, written another way."""
+"""Each reference op against its formula in float64, Philox against Random123's known answers."""
 
 import math
 
@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from worker.attention.qk_rope_store import rope_ref, store_kv_ref
-from worker.errors import Unsupported
+from worker.ops import philox
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
+from worker.ops.philox import gumbel_ref, philox_ref
 from worker.ops.rope import rope_inv_freq, rope_table
-from worker.ops.scaling import RopeScaling
 
 
 def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -66,44 +66,6 @@ def test_rope_is_a_complex_rotation_of_pairs(head_dim):
         assert (out.double() - expected).abs().max() < 5e-4  # angles up to 1023 rad in f32
 
 
-def test_rope_depends_on_distance_only():
-    q, k = noise(1, 1, 64), noise(1, 1, 64, seed=1)
-    table = rope_table(rope_inv_freq(64, 1e4, None), 256, torch.device("cpu"))
-    scores = []
-    for start in (0, 100, 200):
-        rotated_q, _ = rope_ref(q, k, torch.tensor([start + 9]), table)
-        _, rotated_k = rope_ref(q, k, torch.tensor([start]), table)
-        scores.append((rotated_q * rotated_k).sum())
-    assert torch.allclose(torch.stack(scores), scores[0].expand(3), atol=1e-4)
-
-
-def test_llama3_scaling_matches_its_three_bands():
-    scaling = RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
-    plain = rope_inv_freq(128, 5e5, None).double().tolist()
-    expected = []
-    for rate in plain:
-        turns = 8192 * rate / (2 * math.pi)  # full turns over the original context
-        if turns < 1.0:
-            expected.append(rate / 8.0)
-        elif turns > 4.0:
-            expected.append(rate)
-        else:
-            share = (turns - 1.0) / (4.0 - 1.0)
-            expected.append(rate * (share + (1 - share) / 8.0))
-    got = rope_inv_freq(128, 5e5, scaling).double()
-    assert torch.allclose(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-5)
-
-
-def test_linear_scaling_divides_positions():
-    scaled = rope_inv_freq(64, 1e4, RopeScaling("linear", 4.0))
-    assert torch.allclose(scaled * 4, rope_inv_freq(64, 1e4, None))
-
-
-def test_an_unknown_rope_type_names_the_field():
-    with pytest.raises(Unsupported, match=r"config\.rope_scaling.*'yarn'.*llama3"):
-        RopeScaling("yarn", 4.0)
-
-
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_store_kv_writes_the_mapped_slots_and_no_other(page_size):
     # Strided as in the pool: [page, head, layer, k|v, token, head_dim], layer 1 of 2.
@@ -116,3 +78,86 @@ def test_store_kv_writes_the_mapped_slots_and_no_other(page_size):
         assert torch.equal(k_cache[slot // page_size, :, slot % page_size], k[i])
         assert torch.equal(v_cache[slot // page_size, :, slot % page_size], v[i])
     assert int((memory != 0).sum()) == 2 * 3 * 2 * 8
+
+
+# Random123, tests/kat_vectors: philox4x32 10; counter, key, result.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+def signed(key: tuple[int, int]) -> int:
+    """The two key words as one int64."""
+    value = key[0] | key[1] << 32
+    return value - (1 << 64) if value >> 63 else value
+
+
+def test_known_answers_of_counters_together() -> None:
+    counters = [torch.tensor([case[0][i] for case in KNOWN]) for i in range(4)]
+    keys = torch.tensor([signed(case[1]) for case in KNOWN])
+    words = torch.stack(philox_ref(*counters, seed=keys), -1)
+    assert words.tolist() == [list(case[2]) for case in KNOWN]
+
+
+def plain_philox(counter: list[int], key: list[int]) -> list[int]:
+    """The paper's algorithm on Python integers."""
+    mask = 0xFFFFFFFF
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [
+            b >> 32 ^ counter[1] ^ key[0], b & mask, a >> 32 ^ counter[3] ^ key[1], a & mask,
+        ]  # fmt: skip
+        key = [(key[0] + 0x9E3779B9) & mask, (key[1] + 0xBB67AE85) & mask]
+    return counter
+
+
+def test_noise_of_a_token_is_word_v_mod_4_of_block_v_div_4() -> None:
+    seeds, positions = [0, 7, 2**63 - 1, 2**40 + 3], [0, 1, 5_000, 2**31 + 5]
+    noise = gumbel_ref(torch.tensor(seeds), torch.tensor(positions), 11)
+    assert noise.shape == (4, 11)
+    for row, (seed, position) in enumerate(zip(seeds, positions, strict=True)):
+        for token in range(11):
+            key = [seed & 0xFFFFFFFF, seed >> 32]
+            word = plain_philox([token // 4, position, 0, 0], key)[token % 4]
+            exact = -math.log(-math.log((word + 0.5) / 2**32))
+            assert noise[row, token].item() == pytest.approx(exact, abs=2e-3, rel=2e-3)
+
+
+def test_noise_does_not_depend_on_the_batch_or_the_vocabulary() -> None:
+    seeds, positions = torch.tensor([3, 3, 9]), torch.tensor([4, 5, 4])
+    noise = gumbel_ref(seeds, positions, 50)
+    for row in range(3):
+        alone = gumbel_ref(seeds[row : row + 1], positions[row : row + 1], 33)
+        assert torch.equal(alone[0], noise[row, :33])
+    assert len({tuple(row.tolist()) for row in noise}) == 3
+
+
+@pytest.mark.parametrize("word", [0, 0xFF, 0x1FF, 0x80000000, 0xFFFFFEFF, 0xFFFFFF00, 0xFFFFFFFF])
+def test_noise_is_finite_for_every_word(monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    """Infinite noise would make its token win whatever its probability is."""
+    words = (torch.tensor([[word]]),) * 4
+    monkeypatch.setattr(philox, "philox_ref", lambda *_: words)
+    noise = gumbel_ref(torch.tensor([0]), torch.tensor([0]), 4)
+    assert torch.isfinite(noise).all(), f"word {word:#x} gives {noise[0, 0]}"
+
+
+def test_noise_is_gumbel_and_independent_between_neighbours() -> None:
+    from scipy import stats  # two seconds, where these tests run only
+
+    noise = gumbel_ref(torch.arange(40), torch.arange(40) * 17, 2_500)
+    flat = noise.flatten().double().numpy()
+    assert stats.kstest(flat, stats.gumbel_r.cdf).pvalue > 1e-3
+    for left, right in (
+        (noise[:, :-1], noise[:, 1:]),
+        (noise[:, :-4], noise[:, 4:]),
+        (noise[:-1], noise[1:]),
+        (noise[:, :1250], noise[:, 1250:]),
+    ):
+        pairs = torch.stack((left.flatten(), right.flatten()))
+        assert abs(torch.corrcoef(pairs)[0, 1].item()) < 5 / math.sqrt(left.numel())

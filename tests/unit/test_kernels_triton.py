@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 from unittest import mock
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.interpreted import INTERPRETED, WHY, check_columns, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.pairwise import every, in_whole
 from worker.api import MAX_STOP_IDS
 from worker.attention import qk_rope_store, qk_rope_store_triton
@@ -132,10 +130,6 @@ def columns(num_rows: int, device: str = "cpu") -> Any:
     return ints, floats, at[:, None] * 100 + torch.arange(MAX_STOP_IDS, device=device)
 
 
-def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
-    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
-
-
 CASES: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": [1, 5, 400, 5000, 0]},
     "top_p": {"top_p": [1e-9, 0.3, 0.8, 0.99, 1.0]},
@@ -149,54 +143,6 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 if not INTERPRETED:
-
-    @contextmanager
-    def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
-        """Launches of the module's kernels are compiled for sm_90 instead; PTX by kernel."""
-        found: dict[str, str] = {}
-
-        class Compiled:
-            def __init__(self, kernel: Any) -> None:
-                self.kernel = kernel
-
-            def __getitem__(self, grid: tuple[int, ...]) -> Any:
-                return self.compile
-
-            def compile(self, *args: Any, **given: Any) -> None:
-                names, name = self.kernel.arg_names, self.kernel.__name__
-                name += "_top_p" if given.get("PROBABLE") else ""
-                name += "_try" if given.get("TRY") else ""
-                name += "_checked" if given.get("CHECKED") else ""
-                if name in found:
-                    return
-                types = dict(zip(names, map(type_of, args), strict=False))
-                given |= {"PDL": True, "launch_pdl": True}
-                if "EXACT" in names:
-                    given["EXACT"] = True
-                constants = {each: given.pop(each) for each in names if each in given}
-                ptx = ptx_of(self.kernel, types, constants, **given)
-                found[name] = ptx
-
-        kernels = only or [name for name in vars(module) if name.endswith("_kernel")]
-        with mock.patch.multiple(
-            module, **{name: Compiled(getattr(module, name)) for name in kernels}
-        ):
-            yield found
-        assert set(kernels) <= set(found)
-        for ptx in found.values():
-            assert ptx.index("griddepcontrol.wait") < ptx.index("st.global")
-            assert "griddepcontrol.launch_dependents" in ptx
-            assert not re.search(r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)", ptx)  # no float atomics
-
-    def type_of(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return type(value)(*map(type_of, value))
-        if value is None:
-            return "constexpr"
-        if isinstance(value, Tensor):
-            names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-            return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
-        return "fp32" if isinstance(value, float) else "i32"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_the_layer_kernels_compile_for_hopper_without_one(dtype: torch.dtype) -> None:
@@ -229,9 +175,7 @@ if not INTERPRETED:
             )
 
     @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
-    def test_the_draw_compiles_for_hopper_without_one(
-        dtype: torch.dtype, block: int | None, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
         """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
             monkeypatch.setattr(draw, "SEARCH_BLOCK", block)
@@ -286,9 +230,7 @@ else:
         ("gathers", "normed", "hidden_first"),
         [(True, True, False), (True, True, True), (False, True, True), (True, False, False)],
     )
-    def test_a_pair_of_norms_matches_its_twin(
-        gathers: bool, normed: bool, hidden_first: bool, dtype: torch.dtype
-    ) -> None:
+    def test_a_pair_of_norms_matches_its_twin(gathers, normed, hidden_first, dtype) -> None:
         """Rows of 40 within wider ones; the same token and padded rows, of token 0, among them."""
         tokens = noise(9, 48, dtype=dtype)[:, :40]
         hidden = noise(5, 100, dtype=dtype, seed=1)[:, :40]
@@ -329,9 +271,7 @@ else:
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
-    def test_qk_rope_store_matches_its_twin(
-        shape: tuple[int, ...], dtype: torch.dtype, normed: bool
-    ) -> None:
+    def test_qk_rope_store_matches_its_twin(shape, dtype, normed) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0."""
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
@@ -466,15 +406,6 @@ else:
         logits = (noise(5, 500, seed=1) * scale + 3).to(dtype)
         logits[:, 100] = float("-inf")
         assert disagreements(logits, rows, "filtered") == 0
-
-    @pytest.mark.usefixtures("small_blocks")
-    def test_a_row_is_the_same_alone_in_any_batch_and_again() -> None:
-        logits = (noise(3, 500) * 1.5).to(torch.bfloat16)
-        rows = pick(rows_of(5, **CASES["all"]), [0, 3, 4])
-        together = draw.draw_triton(logits, rows, "filtered")
-        for row in (0, 0, 1):
-            alone = draw.draw_triton(logits[[row]], pick(rows, [row]), "filtered")
-            assert alone.item() == together[row]
 
     def test_rows_may_be_part_of_wider_ones() -> None:
         wide = noise(3, 1300)

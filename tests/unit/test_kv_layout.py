@@ -1,26 +1,31 @@
-"""The KV cache's byte layout: sizes, hash, and that the views lie where the layout says."""
+"""The KV cache's byte layout: sizes, hash, that the views lie where it says, and runs of pulls.
 
-import dataclasses
+Every byte of every pair of ranks: test_sources.
+"""
+
+import itertools
 import mmap
 import os
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from worker.cache.layout import KVLayout, KVRegion, ModelLayout
+from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
-
-REGION = KVRegion(
-    name="target",
-    num_layers=6,
-    num_kv_heads=2,
-    head_dim=8,
-    num_groups=3,
-    page_size=4,
-    dtype="float32",
+from worker.errors import Incompatible
+from worker.transfer.base import Endpoint, RemoteRegion
+from worker.transfer.layout import (
+    HeadRange,
+    RankPair,
+    merge_pages,
+    num_pool_pages,
+    rank_plan,
 )
-DRAFT = dataclasses.replace(REGION, name="draft", num_layers=1, num_groups=1)
-TAIL = dataclasses.replace(
+
+REGION = KVRegion("target", 6, 2, head_dim=8, num_groups=3, page_size=4, dtype="float32")
+DRAFT = replace(REGION, name="draft", num_layers=1, num_groups=1)
+TAIL = replace(
     DRAFT, name="tail", num_kv_heads=1, head_dim=24, parts=1, rows="page", dtype="bfloat16"
 )
 CPU = torch.device("cpu")
@@ -32,8 +37,8 @@ def test_sizes_nest():
     assert REGION.group_bytes == 2 * REGION.head_bytes
     assert REGION.page_bytes == 3 * REGION.group_bytes
     assert KVLayout((REGION, DRAFT)).page_bytes == REGION.page_bytes + DRAFT.page_bytes
-    assert dataclasses.replace(REGION, dtype="bfloat16").page_bytes * 2 == REGION.page_bytes
-    assert dataclasses.replace(REGION, parts=1).page_bytes * 2 == REGION.page_bytes
+    assert replace(REGION, dtype="bfloat16").page_bytes * 2 == REGION.page_bytes
+    assert replace(REGION, parts=1).page_bytes * 2 == REGION.page_bytes
     assert TAIL.page_bytes == 24 * 2
 
 
@@ -48,14 +53,14 @@ def test_sizes_nest():
 )
 def test_a_wrong_region_is_refused_by_field(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(REGION, **change)
+        replace(REGION, **change)
 
 
 def test_regions_of_one_name_or_of_two_page_sizes_are_refused():
     with pytest.raises(ValueError, match="distinct names"):
         KVLayout((REGION, REGION))
     with pytest.raises(ValueError, match="one page_size"):
-        KVLayout((REGION, dataclasses.replace(DRAFT, page_size=8)))
+        KVLayout((REGION, replace(DRAFT, page_size=8)))
     with pytest.raises(ValueError, match="only the first"):
         KVLayout((DRAFT, REGION))
 
@@ -66,22 +71,13 @@ def layout_hash(*regions: KVRegion, model: str = "tiny", digest: str = "d") -> s
 
 def test_the_hash_is_stable_and_sees_every_field_and_the_digest_but_no_name():
     same = layout_hash(REGION)
-    assert same == layout_hash(dataclasses.replace(REGION), model="another name")
+    assert same == layout_hash(replace(REGION), model="another name")
     changes = {
-        "name": "other",
-        "num_layers": 9,
-        "num_kv_heads": 4,
-        "head_dim": 16,
-        "num_groups": 1,
-        "page_size": 8,
-        "dtype": "bfloat16",
-        "parts": 1,
-        "rows": "page",
-    }
-    assert set(changes) == {field.name for field in dataclasses.fields(REGION)}
-    others = [
-        layout_hash(dataclasses.replace(REGION, **{name: value})) for name, value in changes.items()
-    ]
+        "name": "other", "num_layers": 9, "num_kv_heads": 4, "head_dim": 16, "num_groups": 1,
+        "page_size": 8, "dtype": "bfloat16", "parts": 1, "rows": "page",
+    }  # fmt: skip
+    assert set(changes) == {field.name for field in fields(REGION)}
+    others = [layout_hash(replace(REGION, **{name: value})) for name, value in changes.items()]
     others += [layout_hash(REGION, digest="e"), layout_hash(REGION, DRAFT)]
     assert len({same, *others}) == len(others) + 1
 
@@ -105,7 +101,6 @@ def test_every_element_lies_at_its_documented_byte_offset():
             code = torch.arange(view.numel()).view(view.shape) + 1000 * (2 * layer_id + kv)
             view.copy_(code)
     (memory,) = pool.memory()
-    assert memory.fd is not None
     with mmap.mmap(memory.fd, memory.num_bytes) as mapping:
         flat = torch.tensor(memoryview(mapping).cast("f").tolist())
     for layer_id in range(6):
@@ -141,7 +136,6 @@ def test_a_region_of_one_row_a_page_is_a_matrix_of_them():
     rows.copy_(torch.arange(num_pages * 24).view(num_pages, 24))
     target, draft, tail = pool.memory()
     assert tail.num_bytes == num_pages * TAIL.page_bytes
-    assert tail.fd is not None
     with mmap.mmap(tail.fd, tail.num_bytes) as mapping:
         held = torch.frombuffer(bytearray(mapping[:]), dtype=torch.bfloat16)
     assert held.tolist() == list(range(num_pages * 24))
@@ -161,7 +155,6 @@ def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
     target, draft = pool.memory()
     assert (target.name, draft.name) == ("target", "draft")
     assert target.num_bytes == 2 * REGION.page_bytes
-    assert target.fd is not None
     assert not pool.layer(5)[1].any()
     assert pool.layer(0, "draft")[0].shape == (2, 2, 4, 8)
     assert target.address == pool.layer(0)[0].data_ptr()
@@ -180,3 +173,112 @@ def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
 def test_a_pool_needs_a_page_beside_the_sink():
     with pytest.raises(ValueError, match="at least 2"):
         KVPool(KVLayout((REGION,)), num_pages=1, device=CPU)
+
+
+PAIRS = [(3, 1), (4, 2), (5, 3), (1, 6), (7, 5), (6, 4)]
+OURS, THEIRS = 8, 9  # pages
+
+
+def layout(num_heads: int, num_groups: int, draft_heads: int | None = None) -> KVLayout:
+    target = KVRegion("target", 4, num_heads, 2, num_groups, 2, "float16")
+    if draft_heads is None:
+        return KVLayout((target,))
+    draft = KVRegion("draft", 3, draft_heads, 2, 1, 2, "float16", parts=1)
+    return KVLayout((target, draft, KVRegion("tail", 1, 1, 6, 1, 2, "float16", 1, "page")))
+
+
+def like(local: KVLayout) -> RankPair:
+    """A peer of the same layout, from which all heads come."""
+    whole = [region.num_kv_heads for region in local.regions]
+    return RankPair(local, local, OURS, THEIRS, rank_plan(whole, 1, 0, 1)[0])
+
+
+def test_merge_pages_joins_what_is_contiguous_on_both_sides() -> None:
+    assert merge_pages(PAIRS) == [(3, 1, 3), (1, 6, 1), (7, 5, 1), (6, 4, 1)]
+    assert merge_pages([]) == []
+
+
+def test_pages_become_one_run_for_each_group_and_contiguous_stretch() -> None:
+    one = layout(num_heads=2, num_groups=2)
+    size, pairs = one.regions[0].group_bytes, [(2, 5), (3, 6), (4, 7)]
+    runs = like(one).runs(pairs)
+    second = (0, (8 + 2) * size, (9 + 5) * size, 3 * size)
+    assert runs == [(0, 2 * size, 5 * size, 3 * size), second]
+    assert like(one).runs(pairs, range(2)) == runs
+    assert like(one).runs(pairs, range(1, 2)) == [second]
+    assert like(one).runs([]) == []
+
+
+@pytest.mark.parametrize("pair", [(-1, 0), (8, 0), (0, -1), (0, 9)])
+def test_a_page_outside_a_pool_is_a_bug(pair: tuple[int, int]) -> None:
+    """Within its region it may well be: there the next group begins."""
+    one = layout(num_heads=2, num_groups=2)
+    for pairs in ([pair], [(3, 3), pair]):
+        with pytest.raises(AssertionError, match="PageRun"):
+            like(one).runs(pairs, range(1))
+    assert like(one).runs([(7, 8)], range(1))
+
+
+@pytest.mark.parametrize(("more", "pages"), [((0, 0), 8), ((1, 0), None), ((0, 60), None)])
+def test_pages_are_counted_by_the_bytes_of_every_region(more, pages) -> None:
+    one = layout(num_heads=2, num_groups=2, draft_heads=2)
+    held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
+    regions = tuple(RemoteRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
+    endpoint = Endpoint("shm", "shm", "", "", 1, 1, regions)
+    if pages is not None:
+        assert num_pool_pages(one, endpoint) == pages
+        return
+    with pytest.raises(Incompatible, match="not the same number of pages"):
+        num_pool_pages(one, endpoint)
+
+
+def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
+    for rank in range(4):
+        plan = rank_plan((8,), 4, rank, 4)
+        assert plan == {rank: (HeadRange(0, 0, 2),)}
+        one = layout(num_heads=2, num_groups=2)
+        runs = RankPair(one, one, OURS, THEIRS, plan[rank]).runs(PAIRS)
+        assert len(runs) == one.num_groups * len(merge_pages(PAIRS))
+
+
+def test_copies_of_a_head_share_the_load() -> None:
+    sources = [next(iter(rank_plan((2,), 8, rank, 8))) for rank in range(8)]
+    assert sorted(sources) == list(range(8))
+    sources = [next(iter(rank_plan((2,), 4, rank, 8))) for rank in range(4)]
+    assert sources == [0, 2, 4, 6]
+    sources = [next(iter(rank_plan((2,), 8, rank, 4))) for rank in range(8)]
+    assert sources == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 8])
+def test_all_regions_of_a_rank_come_from_as_few_ranks_as_can_be(num_heads: int) -> None:
+    """Each remote rank takes a connection, and mooncake takes an engine for it."""
+    for local_tp, remote_tp in itertools.product([1, 2, 4, 8], repeat=2):
+        num_ranks = max(1, remote_tp // local_tp)
+        for rank in range(local_tp):
+            begin = rank * remote_tp // local_tp
+            plan = rank_plan((num_heads, 2, 1), local_tp, rank, remote_tp)
+            assert set(plan) <= set(range(begin, begin + num_ranks))
+
+
+def test_a_head_range_of_a_page_is_one_run_per_group() -> None:
+    ours, theirs = layout(num_heads=1, num_groups=2), layout(num_heads=4, num_groups=2)
+    pairs, heads = [(1, 2), (2, 3)], (HeadRange(0, 3, 1),)
+    runs = RankPair(ours, theirs, OURS, THEIRS, heads).runs(pairs)
+    assert [run.num_bytes for run in runs] == [ours.regions[0].head_bytes] * 4
+
+
+def test_heads_that_no_ranks_can_share_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be shared"):
+        rank_heads(6, 4, 0)
+    with pytest.raises(ValueError, match="no rank"):
+        rank_heads(4, 2, 2)
+
+
+def test_a_rank_s_share_of_a_layout_has_its_heads_of_every_region() -> None:
+    whole = ModelLayout(layout(num_heads=4, num_groups=2, draft_heads=2).regions)
+    assert whole.share(1, 0).regions == whole.regions
+    assert whole.share(2, 1) == layout(num_heads=2, num_groups=2, draft_heads=1)
+    assert whole.share(4, 3) == layout(num_heads=1, num_groups=2, draft_heads=1)  # a copy
+    with pytest.raises(ValueError, match="cannot be shared"):
+        whole.share(3, 0)

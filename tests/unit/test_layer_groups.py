@@ -85,7 +85,6 @@ class PrefillAlone:
 
     def _send(self, peer: str, message: object) -> None:
         assert peer == PEER
-        assert isinstance(message, KVReady)
         self.sent.append(
             (message, [self.bytes_of(page, groups_of(message)) for page in message.pages])
         )
@@ -108,9 +107,7 @@ def worker() -> Iterator[PrefillAlone]:
 
 
 @pytest.mark.parametrize("sampling", [None, Sampling(9, temperature=0.8, seed=3)])
-def test_each_group_is_announced_once_and_is_final_then(
-    sampling: Sampling | None, worker: PrefillAlone
-) -> None:
+def test_each_group_is_announced_once_and_is_final_then(sampling, worker: PrefillAlone) -> None:
     """With a token: it follows all KV, which does not wait for it."""
     prompts = [prompt * 2 for prompt in problem_ids(20)[12 * (sampling is not None) :][:8]]
     seen: Counter[tuple[str, int, int]] = Counter()
@@ -132,7 +129,7 @@ def test_each_group_is_announced_once_and_is_final_then(
 
 
 def test_the_last_group_is_announced_while_its_step_computes(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+    worker: PrefillAlone, monkeypatch
 ) -> None:
     """After the last layer has stored its KV comes all its attention, which nobody waits for."""
     attention = worker.engine.runner.loaded.attention.prefill
@@ -153,9 +150,7 @@ def test_the_last_group_is_announced_while_its_step_computes(
     assert in_time == [True]
 
 
-def test_the_last_group_is_announced_when_all_regions_are_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_last_group_is_announced_when_all_regions_are_written(monkeypatch) -> None:
     """Draft rows and tails travel with it, and are made of what the last layers compute."""
     add_regions(monkeypatch)
     made = PrefillAlone()
@@ -188,7 +183,7 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
 
 
 def test_pages_are_announced_before_they_enter_the_prefix_tree(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
+    worker: PrefillAlone, monkeypatch
 ) -> None:
     """Decode waits for the announcement, and nobody for the tree: that comes after."""
     book, num_pages, too_early = worker.engine.book, 0, list[tuple[int, int]]()
@@ -223,9 +218,7 @@ def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> Non
     made.engine.close()
 
 
-def test_a_step_that_fails_announces_nothing(
-    worker: PrefillAlone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_fails_announces_nothing(worker: PrefillAlone, monkeypatch) -> None:
     """Its events pass, so that nobody waits for ever, and the error is met.
 
     What was stored before the error is final, and may have been announced.
@@ -262,7 +255,6 @@ def test_messages_in_any_order_and_number_pull_every_byte_once() -> None:
                 fetch.begin(decode.link(PEER), "d", time.monotonic())
                 fetch.advance(time.monotonic())
                 assert not source.pulled, "pulled before the peer has announced anything"
-            assert fetch.xfer is not None
             first, first_group = rng.randrange(num_pages), rng.randrange(4)
             end = rng.randint(first + 1, num_pages)
             pages = tuple(range(1 + first, 1 + end))

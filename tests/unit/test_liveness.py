@@ -83,8 +83,6 @@ def engine() -> Iterator[Callable[..., Engine]]:
 
 
 class Endless:
-    """A step that does not end."""
-
     groups = None
 
     def __init__(self, plan: Plan) -> None:

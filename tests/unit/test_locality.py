@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from worker.api import Candidate
@@ -47,17 +48,12 @@ def test_with_no_rate_at_all_the_prefill_worker_is_asked() -> None:
 def test_the_estimate_to_the_token() -> None:
     """100 tokens: local 0.1 s; remote 0.01 + 0.1 + 0.001 s plus the queue."""
     assert prefills_locally(COST, [IDLE], AUTO)
-    cached = replace_candidate(IDLE, num_cached_tokens=100)  # 0.011 s
+    cached = msgspec.structs.replace(IDLE, num_cached_tokens=100)  # 0.011 s
     assert not prefills_locally(COST, [cached], AUTO)
     # remote = 0.011 + (queue + 100 - cached) * 0.001 = 0.1 at queue - cached = -11
     for queued, local in ((88, False), (90, True)):
-        candidate = replace_candidate(IDLE, num_cached_tokens=100, num_queued_tokens=queued)
+        candidate = msgspec.structs.replace(IDLE, num_cached_tokens=100, num_queued_tokens=queued)
         assert prefills_locally(COST, [candidate], AUTO) is local
-
-
-def replace_candidate(candidate: Candidate, **change: float) -> Candidate:
-    fields = {name: getattr(candidate, name) for name in candidate.__struct_fields__}
-    return Candidate(**{**fields, **change})
 
 
 def test_rows_that_would_stand_still_count() -> None:
@@ -66,15 +62,15 @@ def test_rows_that_would_stand_still_count() -> None:
 
 
 def test_the_best_candidate_counts_and_not_the_first() -> None:
-    busy = replace_candidate(IDLE, num_queued_tokens=100_000)
-    idle = replace_candidate(IDLE, prefill_s_per_token=0.0001)
+    busy = msgspec.structs.replace(IDLE, num_queued_tokens=100_000)
+    idle = msgspec.structs.replace(IDLE, prefill_s_per_token=0.0001)
     assert prefills_locally(COST, [busy], AUTO)
     assert not prefills_locally(COST, [busy, idle], AUTO)
     assert not prefills_locally(COST, [idle, busy], AUTO)
 
 
 def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_we_are() -> None:
-    unknown = replace_candidate(IDLE, prefill_s_per_token=0.0)
+    unknown = msgspec.structs.replace(IDLE, prefill_s_per_token=0.0)
     for running in range(3):
         cost = replace(COST, num_running=running)
         assert prefills_locally(cost, [unknown], AUTO) == prefills_locally(cost, [IDLE], AUTO)
@@ -95,7 +91,7 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
         seen.add(local)
         if local:
             queue = candidate.num_queued_tokens + rnd.randint(0, 1_000)
-            busier = replace_candidate(candidate, num_queued_tokens=queue)
+            busier = msgspec.structs.replace(candidate, num_queued_tokens=queue)
             assert prefills_locally(cost, [busier], AUTO)
             assert prefills_locally(replace(cost, pull_bytes_per_s=1e6), [candidate], AUTO)
         else:

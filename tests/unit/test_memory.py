@@ -33,14 +33,17 @@ def share(
     return DeviceShare(140 * GIB, int(free * GIB), int(weights * GIB), int(reserve * GIB), fraction)
 
 
-def test_a_worker_alone_gets_what_its_share_leaves() -> None:
-    assert share(0.85, free=124).for_pool() == pytest.approx(102 * GIB, abs=2)
-
-
-def test_two_that_share_get_the_same_whoever_is_first() -> None:
-    first = share(0.45, free=124)  # the other has nothing yet
-    second = share(0.45, free=124 - 63)  # the other holds all of its share
-    assert first.for_pool() == second.for_pool() == pytest.approx(46 * GIB, abs=2)
+@pytest.mark.parametrize(
+    ("fraction", "free", "gib"),
+    [
+        (0.85, 124, 102),  # a worker alone
+        (0.45, 124, 46),  # of two that share, the first: the other has nothing yet
+        (0.45, 124 - 63, 46),  # the second: the other holds all of its share
+        (0.1, 124, -3),  # weights beyond the share
+    ],
+)
+def test_a_worker_gets_what_its_share_leaves_whoever_is_first(fraction, free, gib) -> None:
+    assert share(fraction, free=free).for_pool() == pytest.approx(gib * GIB, abs=2)
 
 
 def test_a_share_that_others_hold_is_an_error_with_the_numbers() -> None:
@@ -50,17 +53,10 @@ def test_a_share_that_others_hold_is_an_error_with_the_numbers() -> None:
         share(0.85, free=5).for_pool()
 
 
-def test_weights_beyond_the_share_leave_less_than_nothing() -> None:
-    assert share(0.1, free=124).for_pool() < 0
-
-
-def test_memory_that_comes_back_is_waited_for() -> None:
+def test_memory_that_comes_back_is_waited_for_but_not_for_ever() -> None:
     left = iter([10, 10, 99, 100])
     assert wait_for_free(100, lambda: next(left), HANG_S)
     assert next(left, None) is None
-
-
-def test_memory_that_stays_away_is_not_waited_for_for_ever() -> None:
     assert not wait_for_free(100, lambda: 99, 0.2)
 
 
@@ -107,7 +103,7 @@ def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
     [("auto", False, 16), ("auto", True, 200), (3, True, 3), (3, False, 3)],
 )
 def test_where_each_request_has_a_penalty_none_waits_for_a_slot(
-    asked: int | str, all_requests: bool, num_rows: int
+    asked, all_requests, num_rows
 ) -> None:
     config = on_cuda(max_num_reqs=200, penalty_rows=asked)
     config = with_penalty_rows(config, all_requests=all_requests)
@@ -140,7 +136,6 @@ def test_one_process_at_a_time_is_inside(end: str) -> None:
     if end == "leaves":
         leave[0].set()
     else:
-        assert first.pid is not None
         os.kill(first.pid, signal.SIGKILL)
     assert inside[1].wait(HANG_S)
     leave[1].set()

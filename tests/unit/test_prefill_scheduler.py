@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.books import check_book
 from tests.support.made_spans import Made
-from worker.api import Prefill, PrefillRefused, Release, Renew, Sampling, Xfer
+from worker.api import Prefill, Release, Renew, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
@@ -228,16 +228,16 @@ CASES = [(0, 40, 4, 16, 4), (1, 24, 4, 7, 2), (2, 200, 1, 64, 3), (3, 60, 8, 100
 
 @pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows"), CASES)
 def test_every_prompt_is_covered_once_in_order_of_arrival(
-    seed: int, num_pages: int, page_size: int, chunk: int, rows: int
+    seed, num_pages, page_size, chunk, rows
 ) -> None:
     prompts = Prompts(seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows)
     while prompts.counts["steps"] < 3_000:
         prompts.turn()
     counts = prompts.counts
-    print(dict(sorted(counts.items())))
-    for each in ("done", "matched", "refused", "dropped early", "dropped in flight", "drawn"):
+    for each in ("done", "matched", "all cached", "refused", "dropped early", "drawn"):
         assert counts[each] > 20, each
     assert counts["drawn of many"] > 20 or chunk < 16
+    assert counts["dropped in flight"] > 20
     for _ in range(2_000):
         if not prompts.reqs and not prompts.in_flight:
             break
@@ -250,30 +250,13 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
     assert prompts.scheduler.rows.num_free == rows
 
 
-def test_a_prompt_that_is_all_cached_is_never_planned() -> None:
-    book = PageBook(20, 2)
-    scheduler = scheduler_of(book)
-    first = scheduler.admit(asked([1, 2, 3, 4, 5]))
-    assert first is not None
-    plan = scheduler.plan()
-    assert plan is not None
-    scheduler.commit(scheduler.settle(plan.step, []))
-    again = scheduler.admit(asked([1, 2, 3, 4, 9]))
-    assert again is not None
-    assert again.num_computed_tokens == 4 == again.num_target_tokens
-    assert again.hold.pages == first.hold.pages
-    assert scheduler.plan() is None
-
-
 def test_a_prompt_that_draws_computes_its_last_token_again() -> None:
     """Even if all pages are there: the token is drawn from that one's hidden state."""
     scheduler = scheduler_of(PageBook(20, 2))
     for num_cached, tokens in ((0, [1, 2, 3, 4]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4, 5])):
         req = scheduler.admit(asked(tokens, sampling=SAMPLINGS[0]))
-        assert req is not None
         assert req.num_computed_tokens == num_cached
         plan = scheduler.plan()
-        assert plan is not None
         assert plan.chunks[0].tokens == tuple(tokens[num_cached:])
         scheduler.commit(scheduler.settle(plan.step, [Drawn((7,), True)]))
         assert req.token == 7
@@ -287,18 +270,6 @@ def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
     assert scheduler.admit(asked(range(7), sampling=SAMPLINGS[0])) is None  # and so do all 7 here
     assert scheduler.admit(asked(range(7))) is not None
     assert book.num_available == 0
-
-
-def test_nothing_waits_behind_a_dropped_prompt() -> None:
-    scheduler = scheduler_of(PageBook(50, 2), max_num_reqs=1)
-    first = scheduler.admit(asked(range(50)))
-    second = scheduler.admit(asked(range(20)))
-    assert first is not None
-    assert second is not None
-    scheduler.drop(first)
-    plan = scheduler.plan()
-    assert plan is not None
-    assert [chunk.tokens for chunk in plan.chunks] == [tuple(range(19))]
 
 
 def test_a_prompt_that_no_row_can_hold_is_the_user_s_mistake() -> None:
@@ -342,7 +313,6 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
         xfer = Xfer(str(num_tokens), 1, "d", "p")
         outbound.on_prefill("decode-0/d", Prefill(xfer, tuple(range(num_tokens)), 0), 0.0)
         refused = sent.pop()
-        assert isinstance(refused, PrefillRefused)
         assert (refused.xfer, refused.error.code) == (xfer, code)
     assert not sent
     assert not outbound.num_leases

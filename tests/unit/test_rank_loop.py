@@ -17,8 +17,6 @@ LEADER = "decode-0/1"
 
 
 class Step:
-    """One that ends when it is told to."""
-
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.ended = False

@@ -8,13 +8,10 @@ from worker.requests.replies import Replies
 
 
 class Sent:
-    """What went out, by router."""
-
     def __init__(self) -> None:
         self.frames: list[tuple[str, Chunks]] = []
 
     def __call__(self, router: str, message: object) -> None:
-        assert isinstance(message, Chunks)
         self.frames.append((router, message))
 
     def take(self) -> list[tuple[str, tuple[TokenChunk, ...]]]:
@@ -25,22 +22,6 @@ class Sent:
 def chunk(req_id: str, position: int, *, final: bool = False, dispatch: int = 1) -> TokenChunk:
     reason = FinishReason.STOP if final else None
     return TokenChunk(req_id, dispatch, position, (position,), reason)
-
-
-def test_one_frame_a_router_and_turn_in_order() -> None:
-    sent = Sent()
-    replies = Replies(sent, 1.0)
-    for position in range(3):
-        replies.add("a", chunk("x", position))
-        replies.add("b", chunk("y", position))
-    assert sent.take() == []
-    replies.flush(0.0, 0.0)
-    assert sorted(sent.take()) == [
-        ("a", tuple(chunk("x", i) for i in range(3))),
-        ("b", tuple(chunk("y", i) for i in range(3))),
-    ]
-    replies.flush(0.0, 0.0)
-    assert sent.take() == []
 
 
 def test_a_final_goes_again_until_acknowledged_and_nothing_else_does() -> None:
@@ -88,16 +69,6 @@ def test_a_lost_router_gets_nothing_more_and_the_others_do() -> None:
     assert [router for router, _ in sent.take()] == ["b"]
     replies.flush(5.0, 5.0)
     assert [router for router, _ in sent.take()] == ["b"]
-
-
-def test_an_acknowledgement_before_the_resend_is_due_prevents_it() -> None:
-    sent = Sent()
-    replies = Replies(sent, 0.5)
-    replies.add("a", chunk("x", 0, final=True))
-    replies.flush(10.0, 10.0)
-    replies.acknowledged("a", "x", 1)
-    replies.flush(11.0, 11.0)
-    assert len(sent.take()) == 1
 
 
 def test_random_traffic_loses_no_chunk_and_repeats_only_finals() -> None:

@@ -1,7 +1,6 @@
 """`sample` against the exact distribution, with every filter and penalty alone and all together."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from unittest import mock
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.stepped_rows import pick
 from worker.api import MAX_STOP_IDS, Sampling
 from worker.draw import sampler
 from worker.draw.logprobs import logprobs
@@ -94,8 +94,6 @@ def logits_of(seed: int, vocab: int = VOCAB) -> Tensor:
 
 
 def rows_of(cases: list[Case], seed: Tensor, position: Tensor) -> SamplingRows:
-    """One row for each case."""
-
     def column(name: str, dtype: torch.dtype) -> Tensor:
         return torch.tensor([getattr(case, name) for case in cases], dtype=dtype)
 
@@ -188,14 +186,9 @@ def p_value(logits: Tensor, case: Case, tail: Tail = "filtered") -> float:
     number = torch.arange(DRAWS)
     seed, position = number // 200 * 7919 + 11, number % 200 + 5
     rows = rows_of([case], seed, position)
-    rows = replace(
-        rows,
-        **{
-            each.name: getattr(rows, each.name).expand(DRAWS, *getattr(rows, each.name).shape[1:])
-            for each in fields(rows)
-            if getattr(rows, each.name).shape[0] == 1
-        },
-    )
+    columns = {each.name: getattr(rows, each.name) for each in fields(rows)}
+    wide = {k: v.expand(DRAWS, *v.shape[1:]) for k, v in columns.items() if len(v) == 1}
+    rows = replace(rows, **wide)
     changes = changes_of([case])
     changes = replace(changes, masks=Masks(changes.masks.words, changes.masks.line.expand(DRAWS)))
     any_change = case.has_penalties or case.allowed
@@ -226,9 +219,7 @@ def p_of(counts: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_follow_the_exact_distribution(name: str) -> None:
-    value = p_value(logits_of(1), CASES[name])
-    print(name, value)
-    assert value > REJECT
+    assert p_value(logits_of(1), CASES[name]) > REJECT
 
 
 @pytest.mark.parametrize(
@@ -236,18 +227,6 @@ def test_tokens_follow_the_exact_distribution(name: str) -> None:
 )
 def test_the_random_tail_follows_it_too(name: str) -> None:
     assert p_value(logits_of(2), CASES[name], "random") > REJECT
-
-
-def halves_share_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(seed, position, vocab_size // 2).repeat(1, 2)
-
-
-def noise_without_position(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(torch.zeros_like(seed), position, vocab_size, first)
-
-
-def too_small_noise(seed: Tensor, position: Tensor, vocab_size: int, first: int) -> Tensor:
-    return gumbel_ref(seed, position, vocab_size, first) * 0.9
 
 
 def changed(attribute: str, **change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -282,30 +261,13 @@ def divides_all(logits: Tensor, rows: SamplingRows, penalties: Changes) -> Tenso
     return torch.where(seen, logits / rows.repetition_penalty[:, None], logits)
 
 
-def counts_prompt(penalties: Changes) -> None:
-    penalties.counts.add_(penalties.in_prompt)
-
-
-def counts_once(penalties: Changes) -> None:
-    penalties.counts.clamp_(max=1)
-
-
-def forgets_prompt(penalties: Changes) -> None:
-    penalties.in_prompt.zero_()
-
-
-def neighbours(mask: Tensor, vocab_size: int) -> Tensor:
-    return unpack(mask, vocab_size).roll(1, 1)
-
-
-def half_a_mask(mask: Tensor, vocab_size: int) -> Tensor:
-    return unpack(mask, vocab_size) | (torch.arange(vocab_size) >= vocab_size // 2)
-
-
+COUNTS_PROMPT = with_tables(lambda changes: changes.counts.add_(changes.in_prompt))
 BROKEN = {
-    "halves of the vocabulary share noise": ("plain", "gumbel_ref", halves_share_noise),
-    "one seed for all": ("plain", "gumbel_ref", noise_without_position),
-    "noise too small": ("plain", "gumbel_ref", too_small_noise),
+    "halves of the vocabulary share noise": ("plain", "gumbel_ref",
+        lambda seed, position, size, first: gumbel_ref(seed, position, size // 2).repeat(1, 2)),
+    "one seed for all": ("plain", "gumbel_ref",
+        lambda seed, *rest: gumbel_ref(torch.zeros_like(seed), *rest)),
+    "noise too small": ("plain", "gumbel_ref", lambda *args: gumbel_ref(*args) * 0.9),
     "top_k one too many": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k + 1)),
     "top_k one too few": ("top_k", "keep_likely", changed("keep_likely", top_k=lambda k: k - 1)),
     "top_p off": ("top_p", "keep_likely", changed("keep_likely", top_p=torch.ones_like)),
@@ -313,32 +275,29 @@ BROKEN = {
     "min_p off": ("min_p", "keep_likely", changed("keep_likely", min_p=torch.zeros_like)),
     "min_p squared": ("min_p", "keep_likely", changed("keep_likely", min_p=lambda p: p * p)),
     "stops not masked": ("stops masked", "ban_early_stops", lambda logits, *_: logits),
-    "presence for the prompt too": ("presence", "penalize", with_tables(counts_prompt)),
+    "presence for the prompt too": ("presence", "penalize", COUNTS_PROMPT),
     "presence off": ("presence", "penalize", changed("penalize", presence_penalty=lambda p: p * 0)),
-    "frequency once": ("frequency", "penalize", with_tables(counts_once)),
-    "frequency for the prompt too": ("frequency", "penalize", with_tables(counts_prompt)),
-    "repetition over output alone": ("repetition", "penalize", with_tables(forgets_prompt)),
+    "frequency once": ("frequency", "penalize", with_tables(lambda c: c.counts.clamp_(max=1))),
+    "frequency for the prompt too": ("frequency", "penalize", COUNTS_PROMPT),
+    "repetition over output alone": (
+        "repetition", "penalize", with_tables(lambda c: c.in_prompt.zero_()),
+    ),
     "repetition divides negative logits": ("repetition", "penalize", divides_all),
     "bias after repetition": ("bias and repetition", "penalize", bias_last),
-    "bias off": ("bias", "penalize", with_tables(lambda penalties: penalties.bias.zero_())),
+    "bias off": ("bias", "penalize", with_tables(lambda c: c.bias.zero_())),
     "everything but the frequency": (
         "everything", "penalize", changed("penalize", frequency_penalty=lambda p: p * 0),
     ),
-    "grammar of the neighbour": ("grammar", "unpack", neighbours),
-    "half a grammar": ("grammar", "unpack", half_a_mask),
+    "grammar of the neighbour": ("grammar", "unpack", lambda *args: unpack(*args).roll(1, 1)),
+    "half a grammar": ("grammar", "unpack",
+        lambda mask, size: unpack(mask, size) | (torch.arange(size) >= size // 2)),
 }  # fmt: skip
-
-
-@contextmanager
-def broken(name: str) -> Iterator[str]:
-    case, attribute, replacement = BROKEN[name]
-    with mock.patch.object(sampler, attribute, replacement):
-        yield case
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
-    with broken(name) as case:
+    case, attribute, replacement = BROKEN[name]
+    with mock.patch.object(sampler, attribute, replacement):
         assert p_value(logits_of(1), CASES[case]) < REJECT
 
 
@@ -352,21 +311,6 @@ def mixed_batch() -> tuple[Tensor, SamplingRows, list[Case]]:
     return logits, rows_of(cases, number * 31, number * 7 + 3), cases
 
 
-def pick(rows: SamplingRows, index: list[int]) -> SamplingRows:
-    return replace(rows, **{each.name: getattr(rows, each.name)[index] for each in fields(rows)})
-
-
-def test_a_row_does_not_depend_on_its_batch() -> None:
-    logits, rows, _ = mixed_batch()
-    together = sample(logits.clone(), rows, "filtered")
-    shuffled = torch.randperm(len(logits), generator=torch.Generator().manual_seed(0)).tolist()
-    again = sample(logits[shuffled].clone(), pick(rows, shuffled), "filtered")
-    assert torch.equal(again, together[shuffled])
-    for index in range(0, len(logits), 5):
-        alone = sample(logits[[index]].clone(), pick(rows, [index]), "filtered")
-        assert alone.item() == together[index]
-
-
 def test_every_tail_that_serves_a_row_draws_the_same() -> None:
     logits, rows, cases = mixed_batch()
     together = sample(logits.clone(), rows, "filtered")
@@ -376,25 +320,6 @@ def test_every_tail_that_serves_a_row_draws_the_same() -> None:
         for tail in TAILS[least:]:
             token = sample(logits[[index]].clone(), pick(rows, [index]), tail)
             assert token.item() == together[index], (case, tail)
-
-
-def test_a_greedy_row_takes_the_likeliest_beside_sampled_ones() -> None:
-    logits, rows, cases = mixed_batch()
-    tokens = sample(logits.clone(), rows, "filtered")
-    greedy = [i for i, case in enumerate(cases) if case.temperature == 0]
-    assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
-    assert not torch.equal(tokens, logits.argmax(-1))
-
-
-def test_a_greedy_row_draws_no_stop_token_too_early() -> None:
-    logits = torch.zeros(1, 8)
-    logits[0, 5], logits[0, 6] = 9.0, 8.0
-    case = Case(temperature=0.0, stops=(5,), masked=True)
-    at = torch.tensor([4])
-    for tail in TAILS[1:]:
-        assert sample(logits.clone(), rows_of([case], at, at), tail).item() == 6
-        allowed = replace(case, masked=False)
-        assert sample(logits.clone(), rows_of([allowed], at, at), tail).item() == 5
 
 
 @pytest.mark.parametrize("case", [Case(top_k=1), Case(top_p=1e-9), Case(min_p=0.999999)])
@@ -411,16 +336,6 @@ def test_equal_logits_survive_top_k_as_exactly_k_tokens() -> None:
     assert len(sample(torch.zeros(2_000, 10), rows, "filtered").unique()) == 3
 
 
-def test_the_position_changes_the_draw_and_a_replay_does_not() -> None:
-    case = [Case()] * 400
-    logits = logits_of(3).repeat(400, 1)
-    seed, position = torch.full((400,), 5), torch.arange(400)
-    first = sample(logits.clone(), rows_of(case, seed, position), "random")
-    again = sample(logits.clone(), rows_of(case, seed, position), "random")
-    assert torch.equal(first, again)
-    assert len(first.unique()) > 5
-
-
 def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
@@ -433,7 +348,6 @@ def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
 
 def of_row(changes: Changes, row: int) -> Changes:
     """`changes` for a batch of this row alone."""
-    assert changes.masks is not None
     line = changes.masks.line[[row]]
     return replace(changes, masks=changes.masks._replace(line=line))
 
@@ -484,7 +398,6 @@ def test_a_row_of_a_window_counts_the_drafts_before_it(width: int) -> None:
     rows = replace(rows, penalty_slot=slot.repeat_interleave(width))
     changes = replace(changes_of(cases), drafts=drafts)
     masks = changes.masks
-    assert masks is not None
     masks = masks._replace(line=masks.line.repeat_interleave(width))
     logits = torch.stack([logits_of(i) for i in range(len(windows))])
     tokens = sample(logits, rows, "filtered", replace(changes, masks=masks))
@@ -506,9 +419,7 @@ def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
 
 @pytest.mark.parametrize("tail", TAILS[1:])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(
-    tail: Tail, temperature: float
-) -> None:
+def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(tail, temperature) -> None:
     stuck = Case(temperature, 4, 0.9, 0.1, stops=(3, 5), masked=True, allowed=(3, 5))
     beside = replace(stuck, allowed=(3, 5, 8))
     number = torch.arange(400)
@@ -559,19 +470,15 @@ def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:
     plan = Plan(1, starts=(start,))
     state.apply(plan)
     rows = SamplingRows.gather(state, torch.tensor([2, 0]), torch.tensor([20, 1]))
-    assert rows.position.tolist() == [20, 1]
-    assert rows.seed.tolist() == [99, 0]
-    assert rows.temperature.tolist() == [0.5, 0.0]
-    assert rows.top_k.tolist() == [6, 0]
-    assert rows.top_p.tolist() == [0.25, 1.0]
-    assert rows.min_p.tolist() == [0.125, 0.0]
-    assert rows.min_len.tolist() == [12, 0]
+    expected = {
+        "position": [20, 1], "seed": [99, 0], "temperature": [0.5, 0.0], "top_k": [6, 0],
+        "top_p": [0.25, 1.0], "min_p": [0.125, 0.0], "min_len": [12, 0],
+        "presence_penalty": [0.5, 0.0], "frequency_penalty": [0.25, 0.0],
+        "repetition_penalty": [1.5, 1.0], "penalty_slot": [2, 0],
+    }  # fmt: skip
+    assert {name: getattr(rows, name).tolist() for name in expected} == expected
     assert rows.stop_ids[0].tolist() == [3, 7, *[-1] * (MAX_STOP_IDS - 2)]
     assert set(rows.stop_ids[1].tolist()) == {-1}
-    assert rows.presence_penalty.tolist() == [0.5, 0.0]
-    assert rows.frequency_penalty.tolist() == [0.25, 0.0]
-    assert rows.repetition_penalty.tolist() == [1.5, 1.0]
-    assert rows.penalty_slot.tolist() == [2, 0]
     tables = state.penalties
     assert tables.in_prompt.nonzero().tolist() == [[2, 5], [2, 6]]
     assert tables.counts.nonzero().tolist() == [[2, 6], [2, 7]]

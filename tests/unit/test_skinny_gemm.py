@@ -7,12 +7,13 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
-from tests.support.products import computed, error, noise, workspace_of
+from tests.support.products import computed, error, noise
 from worker.ops.jit import HAS_TRITON
 from worker.ops.norms_triton import swiglu_triton
 from worker.ops.skinny_triton import (
     MAX_ROWS,
     SkinnyTile,
+    SkinnyWorkspace,
     _skinny_gemm_kernel,
     choose,
     skinny_gemm,
@@ -27,6 +28,16 @@ def test_the_twin_accumulates_in_f32():
     x, w = torch.ones(2, 4096, dtype=torch.bfloat16), torch.ones(3, 4096, dtype=torch.bfloat16)
     w[:, ::2] = 0.00390625  # lost one by one beside a bf16 sum of 2048
     assert torch.equal(skinny_gemm_ref(x, w).float(), torch.full((2, 3), 2056.0).bfloat16().float())
+
+
+def test_float32_goes_to_torch():
+    x, w, out = (
+        noise(3, 40, dtype=torch.float32),
+        noise(5, 40, dtype=torch.float32),
+        torch.empty(3, 5),
+    )
+    workspace = SkinnyWorkspace.allocate([], "cpu")
+    assert torch.equal(skinny_gemm(x, w, out, workspace), skinny_gemm_ref(x, w))
 
 
 @pytest.mark.parametrize("k", [64, 100, 128, 4096, 12288])
@@ -107,26 +118,16 @@ else:
         tile = tile_of(m, 1)
         wanted = swiglu_triton(product(x, w, tile))
         around = torch.full((m + 2, width + 3), 77.0, dtype=dtype)
-        workspace = workspace_of([(tile, 2 * width)])
+        workspace = SkinnyWorkspace.allocate([(tile, 2 * width)], "cpu")
         skinny_gemm(x, w, around[1 : m + 1, :width], workspace, tile, gated=True)
         assert torch.equal(around[1 : m + 1, :width], wanted)
         around[1 : m + 1, :width] = 77.0
         assert (around == 77.0).all()
 
-    def test_only_whole_sums_are_gated():
-        x, w = noise(4, 256), noise(64, 256, seed=1)
-        workspace = workspace_of([(tile_of(4, 2), 64)])
-        with pytest.raises(AssertionError):
-            skinny_gemm(x, w, x[:, :32].clone(), workspace, tile_of(4, 2), gated=True)
-
     @pytest.mark.parametrize("m", [1, 8, 64])
     def test_the_table_s_own_choice_matches_float64(m):
         x, w = noise(m, 384), noise(100, 384, seed=1)
         assert error(product(x, w), x, w) < BOUNDS[torch.bfloat16]
-
-    def test_more_ranges_than_blocks_of_k_add_nothing():
-        x, w = noise(3, 70), noise(64, 70, seed=1)
-        assert error(product(x, w, tile_of(3, 4)), x, w) < BOUNDS[torch.bfloat16]
 
     @pytest.mark.parametrize("split", [1, 4])
     def test_two_runs_are_equal_whatever_the_workspace_held(split):
@@ -157,13 +158,8 @@ else:
 
     def test_a_workspace_serves_one_product_after_the_other():
         tile = tile_of(4, 2)
-        workspace = workspace_of([(tile, 64), (tile, 200)])
+        workspace = SkinnyWorkspace.allocate([(tile, 64), (tile, 200)], "cpu")
         for n in (200, 64, 200):
             x, w = noise(4, 256), noise(n, 256, seed=n)
             out = torch.empty(4, n, dtype=x.dtype)
             assert torch.equal(skinny_gemm(x, w, out, workspace, tile), product(x, w, tile))
-
-    def test_a_workspace_that_is_too_small_is_refused():
-        x, w = noise(4, 256), noise(64, 256, seed=1)
-        with pytest.raises(AssertionError):
-            skinny_gemm(x, w, x[:, :64], workspace_of([]), tile_of(4, 2))

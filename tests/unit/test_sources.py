@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import queue
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,9 +17,12 @@ import pytest
 from tests.support.patience import HANG_S
 from tests.support.pulls import FAILED, OK, RUNNING, ScriptedPull, ended
 from tests.support.ranks import NOBODY, NUM_GROUPS, Ranks, content, memory, model_layout, share
+from worker.api import Member
+from worker.cache.layout import KVRegion, ModelLayout
 from worker.errors import Incompatible, Unreachable
-from worker.transfer.base import Endpoint
-from worker.transfer.sources import DialFailed, JoinedPull, Link, LocalRank
+from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
+from worker.transfer.peers import PrefillPeers
+from worker.transfer.sources import NUM_READS, DialFailed, JoinedPull, Link, LocalRank
 
 OURS, THEIRS = 9, 12  # pages
 SIZES = (1, 2, 4, 8)
@@ -37,9 +41,7 @@ def random_pairs(rng: random.Random) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("num_kv_heads", SIZES)
 @pytest.mark.parametrize("remote_tp", SIZES)
 @pytest.mark.parametrize("local_tp", SIZES)
-def test_every_rank_gets_exactly_its_bytes(
-    local_tp: int, remote_tp: int, num_kv_heads: int
-) -> None:
+def test_every_rank_gets_exactly_its_bytes(local_tp, remote_tp, num_kv_heads) -> None:
     """In any order of groups, of all three regions; no other byte of its pool changes."""
     rng = random.Random(f"{local_tp} {remote_tp} {num_kv_heads}")
     layout = model_layout(num_kv_heads, draft_heads=rng.choice((1, 2, 4)))
@@ -111,22 +113,24 @@ def local(transport: Scripted, peer: Ranks) -> LocalRank:
 
 
 class Scripted:
-    """A transport and its peers: who answers, and what has been closed."""
+    """A transport and its peers: who answers, what is read, and what has been closed."""
 
-    def __init__(self, unreachable: int = -1) -> None:
-        self.unreachable = unreachable
+    def __init__(self, unreachable: int = -1, state: PullState = OK) -> None:
+        self.unreachable, self.state = unreachable, state
         self.open: list[str] = []
+        self.runs: list[Run] = []
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> object:
         if len(self.open) == self.unreachable:
             raise Unreachable(f"{endpoint.name} is gone")
         self.open.append(endpoint.name)
-        return SimpleNamespace(
-            close=lambda: self.open.remove(endpoint.name),
-            pull=lambda _: SimpleNamespace(
-                poll=lambda: FAILED, cancel=lambda: None, error="gone", num_bytes=1
-            ),
-        )
+        return SimpleNamespace(close=lambda: self.open.remove(endpoint.name), pull=self.pull)
+
+    def pull(self, runs: Sequence[Run]) -> ScriptedPull:
+        self.runs += runs
+        made = ScriptedPull(sum(run.num_bytes for run in runs), self.state)
+        made.error = None if self.state is OK else "gone"
+        return made
 
 
 @pytest.fixture
@@ -147,7 +151,7 @@ def prefill() -> Iterator[Ranks]:
     ],
 )
 def test_peers_that_no_rank_can_pull_from_are_not_contacted(
-    endpoints: Callable[[tuple[bytes, ...]], tuple[bytes, ...]], reason: str, prefill: Ranks
+    endpoints, reason, prefill: Ranks
 ) -> None:
     transport = Scripted()
     changed = msgspec.structs.replace(prefill.member, endpoints=endpoints(prefill.member.endpoints))
@@ -157,7 +161,7 @@ def test_peers_that_no_rank_can_pull_from_are_not_contacted(
 
 
 def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) -> None:
-    transport = Scripted(unreachable=3)
+    transport = Scripted(unreachable=3, state=FAILED)
     with pytest.raises(Unreachable):
         local(transport, prefill).connect(prefill.member)
     assert not transport.open
@@ -165,7 +169,6 @@ def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) 
     answer: queue.SimpleQueue[Link | DialFailed] = queue.SimpleQueue()
     local(transport, prefill).dial(prefill.member, answer.put)
     event = answer.get(timeout=HANG_S)  # all ranks are reached, and the first read fails
-    assert isinstance(event, DialFailed)
     assert "a first read failed: gone" in str(event.error)
     assert not transport.open
 
@@ -209,3 +212,50 @@ def test_a_joined_pull_that_is_cancelled_cancels_what_runs() -> None:
     assert pull.poll() is RUNNING
     parts[1].fail("cancelled")
     assert (pull.poll(), pull.error) == (FAILED, "cancelled")
+
+
+WHOLE = ModelLayout(
+    (KVRegion("target", 12, 2, 8, 4, 16, "float32"), KVRegion("draft", 1, 2, 8, 1, 16, "float32"))
+)
+LAYOUT, IDENTITY = WHOLE.share(1, 0), WHOLE.identity("tiny", "d")
+
+
+def dialled(transport: Scripted, layout_hash: str = IDENTITY.layout_hash) -> Link | DialFailed:
+    """The event that a worker with THEIRS pages leads to."""
+    memory = tuple(
+        RemoteRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
+    )
+    endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, memory))
+    member = Member(
+        "prefill-0", "prefill", "p", "tcp://", model="tiny", layout_hash=layout_hash,
+        endpoints=(endpoint,), digest="d",
+    )  # fmt: skip
+    events: queue.SimpleQueue[Link | DialFailed] = queue.SimpleQueue()
+    rank = LocalRank(cast("Any", transport), WHOLE, IDENTITY, OURS, 1.0)
+    dial = partial(rank.dial, answer=events.put)
+    peers = PrefillPeers(rank, dial, lambda *_: None, lambda *_: None)
+    peers.update([member])
+    peers.tend(1.0, lambda _: False)
+    return events.get(timeout=HANG_S)
+
+
+def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
+    """Page 0 in every group: where it lies depends on how many pages each side has."""
+    transport = Scripted()
+    event = dialled(transport)
+    target, draft = LAYOUT.regions
+    size = target.group_bytes
+    once = [Run(0, OURS * size * g, THEIRS * size * g, size) for g in range(4)]
+    once += [Run(1, 0, 0, draft.group_bytes)]
+    assert transport.runs == NUM_READS * once
+    transport.runs.clear()
+    event.source.pull([(2, 3), (3, 4)], range(1, 3))
+    places = [(OURS * g + 2, THEIRS * g + 3) for g in (1, 2)]
+    assert transport.runs == [Run(0, size * a, size * b, 2 * size) for a, b in places]
+
+
+def test_a_peer_with_another_layout_is_not_contacted() -> None:
+    transport = Scripted()
+    event = dialled(transport, "another")
+    assert isinstance(event.error, Incompatible)
+    assert not transport.open

@@ -1,4 +1,4 @@
-"""Rooms, layers, circles and sizes of the three packages; `tests.support.structure` reads them.
+"""Rooms, wings, circles and sizes of the three packages; `tests.support.structure` reads them.
 
 A module that stands in no room below is a breach too: whoever adds one says where it belongs.
 """
@@ -6,7 +6,7 @@ A module that stands in no room below is a breach too: whoever adds one says whe
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from tests.support.structure import (
     Tree,
     imported,
     knots,
-    num_floors,
     room_of,
     tree_of,
 )
@@ -28,7 +27,9 @@ MAY_IMPORT = {
     "router": {"worker", "router"},
     "cluster": {"worker", "router", "cluster"},
 }
-ONLY_IN = {"ray": "cluster", "torch": "worker"}
+ONLY_IN = {"ray": "cluster", "torch": "worker"} | dict.fromkeys(
+    ("tests", "benchmarks", "pytest", "hypothesis"), "none"
+)
 # Modules of worker by room; the router's are free of torch, whatever else the room holds.
 ROUTER_SEES = {"contract", "observe"}
 # What a worker is told and answers; the worker itself; of other rooms some modules.
@@ -39,11 +40,14 @@ CLUSTER_SEES = {
 }
 # Of cluster, lowest first; a folder imports from those before it.
 CLUSTER_FLOORS = (
-    *("search_path", "config", "logs", "resolve", "download", "tables"),
+    *("search_path", "config", "logs", "resolve", "explain", "download", "tables"),
     *("diagnose", "sites", "control", "serve", "clients"),
     *("cli", "__main__"),
 )
 
+# Of the router: a wing imports from those before it, all import from the root's modules.
+WINGS = ("text", "observe", "dispatch", "openai", "show", "http")
+ROUTER_ROOT = {"__init__.py", "config.py", "errors.py"}
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [
     *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "recurrent", "step"),
@@ -64,8 +68,11 @@ def tree() -> Tree:
     return Tree()
 
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef))
+    return (node for node in ast.walk(tree) if isinstance(node, FUNCTIONS))
 
 
 def where(path: Path, node: ast.AST) -> str:
@@ -78,113 +85,108 @@ def none_of(breaches: list[str]) -> None:
     assert not breaches, "\n" + "\n".join(sorted(breaches))
 
 
-def test_packages_import_what_stands_to_their_left_only() -> None:
-    breaches = []
-    for module, names in tree().imports.items():
-        package = module.split(".")[0]
-        for name in names:
-            top = name.split(".")[0]
-            if top in PACKAGES and top not in MAY_IMPORT[package]:
-                breaches.append(f"{module} imports {name}")
-    none_of(breaches)
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
 
 
-def test_ray_is_cluster_s_and_torch_is_worker_s() -> None:
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().imports.items()
-        for name in names
-        if ONLY_IN.get(name.split(".")[0], module.split(".")[0]) != module.split(".")[0]
+def forbidden(
+    names: Mapping[str, Iterable[str]], is_breach: Callable[[str, str], bool]
+) -> list[str]:
+    """The imports (module, name) that are breaches."""
+    return [
+        f"{a} imports {b}" for a, imported in names.items() for b in imported if is_breach(a, b)
     ]
-    none_of(breaches)
+
+
+def above(order: Sequence[str], place: Callable[[str], str | None]) -> list[str]:
+    """Imports of what stands later in `order`; modules without a place are not looked at."""
+
+    def is_breach(module: str, name: str) -> bool:
+        upper, lower = place(module), place(name)
+        return None not in (upper, lower) and order.index(lower) > order.index(upper)
+
+    return forbidden(tree().edges, is_breach)
+
+
+def wing_of(module: str) -> str | None:
+    """The wing of a module of the router; None: it stands at the root, or elsewhere."""
+    package, _, rest = module.partition(".")
+    wing = rest.partition(".")[0]
+    return wing if package == "router" and wing in WINGS else None
+
+
+def test_packages_import_what_stands_to_their_left_only() -> None:
+    none_of(
+        forbidden(
+            tree().imports,
+            lambda module, name: package_of(name) in set(PACKAGES) - MAY_IMPORT[package_of(module)],
+        )
+    )
+
+
+def test_some_packages_are_imported_in_one_place_or_in_none() -> None:
+    """Ray is cluster's and torch worker's; what tests and measures is imported by nobody."""
+
+    def is_breach(module: str, name: str) -> bool:
+        own = package_of(module)
+        return ONLY_IN.get(package_of(name), own) != own
+
+    none_of(forbidden(tree().imports, is_breach))
 
 
 def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
     """It is an optional package, and its import takes a quarter of a second."""
-    behind = {"worker.observe.spans"}
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().imports.items()
-        for name in names
-        if (name.split(".")[0] == "opentelemetry" and module not in behind)
-        or (name in behind and module not in {"worker.observe.tracing", *behind})
-    ]
-    none_of(breaches)
+    behind = {"worker.observe.export", "worker.observe.spans"}
+
+    def is_breach(module: str, name: str) -> bool:
+        if package_of(name) == "opentelemetry":
+            return module not in behind
+        return name in behind and module not in {"worker.observe.tracing", *behind}
+
+    none_of(forbidden(tree().imports, is_breach))
 
 
-def test_tests_and_benchmarks_are_imported_by_nobody() -> None:
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().imports.items()
-        for name in names
-        if name.split(".")[0] in ("tests", "benchmarks", "pytest", "hypothesis")
-    ]
-    none_of(breaches)
+@pytest.mark.parametrize(("package", "seen"), [("router", ROUTER_SEES), ("cluster", CLUSTER_SEES)])
+def test_other_packages_see_some_rooms_of_worker_alone(package, seen: set[str]) -> None:
+    def is_breach(module: str, name: str) -> bool:
+        if package_of(module) != package or (room := room_of(name)) is None:
+            return False
+        return not {room, name} & seen
+
+    none_of(forbidden(tree().edges, is_breach))
 
 
-def test_router_sees_the_contract_and_what_is_observed() -> None:
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().edges.items()
-        if module.split(".")[0] == "router"
-        for name in names
-        if (room := room_of(name)) is not None and room not in ROUTER_SEES
-    ]
-    none_of(breaches)
+def test_rooms_floors_and_wings_import_from_those_below() -> None:
+    def floor(module: str) -> str | None:
+        return module.split(".")[1] if module.startswith("cluster.") else None
+
+    none_of(above(ROOMS, room_of) + above(CLUSTER_FLOORS, floor) + above(WINGS, wing_of))
 
 
-def test_cluster_sees_what_a_start_needs_of_worker() -> None:
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().edges.items()
-        if module.split(".")[0] == "cluster"
-        for name in names
-        if (room := room_of(name)) is not None and not {room, name} & CLUSTER_SEES
-    ]
-    none_of(breaches)
+def test_every_module_of_worker_stands_in_a_room_and_of_the_router_in_a_wing() -> None:
+    none_of([f"{room} is not in ROOMS" for room in tree().rooms() if room not in ROOMS])
+    router = REPOSITORY / "router"
+    assert {path.name for path in router.glob("*.py")} == ROUTER_ROOT
+    assert {path.parent.name for path in router.glob("*/__init__.py")} == set(WINGS)
 
 
-def test_folders_of_cluster_import_one_way() -> None:
-    def floor(module: str) -> int:
-        return CLUSTER_FLOORS.index(module.split(".")[1])
-
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().edges.items()
-        for name in names
-        if module.startswith("cluster.") and name.startswith("cluster.")
-        if floor(name) > floor(module)
-    ]
-    none_of(breaches)
+def test_the_root_of_the_router_imports_from_no_wing() -> None:
+    none_of(
+        forbidden(
+            tree().edges,
+            lambda module, name: (
+                package_of(module) == "router" and not wing_of(module) and wing_of(name) is not None
+            ),
+        )
+    )
 
 
-def test_every_module_of_worker_stands_in_a_room() -> None:
-    rooms = tree().rooms()
-    none_of([f"{room} is not in ROOMS" for room in rooms if room not in ROOMS])
-
-
-def test_worker_has_few_rooms_and_arrows() -> None:
+def test_worker_has_few_rooms_arrows_and_files_at_its_root() -> None:
     rooms = tree().rooms()
     assert len(rooms) <= MAX_ROOMS
     assert sum(map(len, rooms.values())) <= MAX_ARROWS
-
-
-def test_the_root_of_worker_is_small() -> None:
     files = sorted(path.name for path in (REPOSITORY / "worker").glob("*.py"))
     assert len(files) <= ROOT_FILES, files
-
-
-def test_rooms_of_worker_import_from_rooms_below() -> None:
-    breaches = [
-        f"{module} imports {name}"
-        for module, names in tree().edges.items()
-        for name in names
-        if (upper := room_of(module)) is not None
-        and (lower := room_of(name)) is not None
-        and upper != lower
-        and ROOMS.index(lower) > ROOMS.index(upper)
-    ]
-    none_of(breaches)
 
 
 @pytest.mark.parametrize("for_types", [False, True])
@@ -197,57 +199,39 @@ def test_what_the_router_imports_is_free_of_torch_even_indirectly() -> None:
 
     def reaches(module: str, seen: set[str]) -> list[str]:
         seen.add(module)
-        if any(name.split(".")[0] == "torch" for name in imports[module]):
-            return [module]
-        for name in edges[module] - seen:
-            path = reaches(name, seen)
-            if path:
-                return [module, *path]
-        return []
+        if any(package_of(name) == "torch" for name in imports[module]):
+            return [module, "torch"]
+        paths = (reaches(name, seen) for name in edges[module] - seen if name not in seen)
+        path = next(filter(None, paths), [])
+        return path and [module, *path]
 
-    lowest = [
-        module
-        for module in imports
-        if room_of(module) == "contract" or module.split(".")[0] == "router"
-    ]
-    paths = [reaches(module, set()) for module in lowest]
-    none_of([" -> ".join([*path, "torch"]) for path in paths if path])
+    lowest = [m for m in imports if room_of(m) == "contract" or package_of(m) == "router"]
+    none_of([" -> ".join(path) for module in lowest if (path := reaches(module, set()))])
 
 
-def test_files_are_short() -> None:
-    breaches = []
+@pytest.mark.parametrize("kind", ["file", "function", "class"])
+def test_files_functions_and_classes_are_short(kind: str) -> None:
+    none_of([f"{place}: {size}, cap {cap}" for place, size, cap in sizes(kind) if size > cap])
+
+
+def sizes(kind: str) -> Iterator[tuple[str, int, int]]:
+    """(place, lines or methods, how many there may be)."""
     for path in tree().modules.values():
-        lines = len(path.read_text().splitlines())
-        cap = KERNEL_FILE_LINES if path.stem.endswith("_triton") else FILE_LINES
-        if lines > cap:
-            breaches.append(f"{path.relative_to(REPOSITORY)}: {lines} lines, cap {cap}")
-    none_of(breaches)
-
-
-def test_functions_are_short() -> None:
-    breaches = []
-    for path in tree().modules.values():
-        for node in functions(tree_of(path)):
-            first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-            lines = (node.end_lineno or first) - first + 1
-            jit = any("jit" in ast.unparse(each) for each in node.decorator_list)
-            cap = JIT_LINES if jit else FUNCTION_LINES
-            if lines > cap:
-                breaches.append(f"{where(path, node)}: {lines} lines, cap {cap}")
-    none_of(breaches)
-
-
-def test_classes_have_few_methods() -> None:
-    breaches = []
-    for path in tree().modules.values():
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ClassDef):
-                count = sum(
-                    isinstance(x, ast.FunctionDef | ast.AsyncFunctionDef) for x in node.body
-                )
-                if count > CLASS_METHODS:
-                    breaches.append(f"{where(path, node)}: {count} methods, cap {CLASS_METHODS}")
-    none_of(breaches)
+        module = tree_of(path)
+        if kind == "file":
+            cap = KERNEL_FILE_LINES if path.stem.endswith("_triton") else FILE_LINES
+            yield str(path.relative_to(REPOSITORY)), len(path.read_text().splitlines()), cap
+        elif kind == "function":
+            for node in functions(module):
+                first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                jit = any("jit" in ast.unparse(each) for each in node.decorator_list)
+                cap = JIT_LINES if jit else FUNCTION_LINES
+                yield where(path, node), (node.end_lineno or first) - first + 1, cap
+        else:
+            for node in ast.walk(module):
+                if isinstance(node, ast.ClassDef):
+                    methods = [x for x in node.body if isinstance(x, FUNCTIONS)]
+                    yield where(path, node), len(methods), CLASS_METHODS
 
 
 def public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -256,7 +240,7 @@ def public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | as
     Not methods that a base class of ours, a Protocol for example, defines and describes.
     """
     for node in body:
-        definition = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        definition = isinstance(node, ast.ClassDef | FUNCTIONS)
         if definition and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
@@ -299,7 +283,7 @@ def protocol_methods() -> frozenset[str]:
         method.name
         for node in protocols
         for method in node.body
-        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(method)
+        if isinstance(method, FUNCTIONS) and ast.get_docstring(method)
     )
 
 
@@ -364,33 +348,7 @@ def test_the_walk_sees_what_runs_and_only_that() -> None:
     assert "worker.cache.pages" in package
 
 
-@pytest.mark.parametrize(
-    ("graph", "expected"),
-    [
-        ({"a": "b", "b": "c", "c": ""}, []),
-        ({"a": "b", "b": "a", "c": "ab"}, [["a", "b"]]),
-        ({"a": "bc", "b": "d", "c": "d", "d": "b"}, [["b", "d"]]),
-        ({"a": "b", "b": "c", "c": "a", "d": "e", "e": "d"}, [["a", "b", "c"], ["d", "e"]]),
-    ],
-)
-def test_knots_are_found(graph: dict[str, str], expected: list[list[str]]) -> None:
-    assert sorted(knots(graph)) == expected
-
-
-def test_floors_are_the_longest_chain() -> None:
-    assert num_floors({"a": "bc", "b": "c", "c": ""}) == 3
-    assert num_floors({"a": "", "b": ""}) == 1
-
-
 def test_rooms_are_folders_of_worker_or_files_at_its_root() -> None:
-    named = {
-        "worker.plan": "contract",
-        "worker.cache.book": "cache",
-        "worker.kernels.gemm.x": "kernels",
-    }
-    assert {name: room_of(name) for name in named} == named
-    assert [room_of(name) for name in ("worker", "router.http.app", "cluster")] == [
-        None,
-        None,
-        None,
-    ]
+    assert room_of("worker.plan") == "contract"
+    assert room_of("worker.kernels.gemm.x") == "kernels"
+    assert not any(map(room_of, ("worker", "router.http.app", "cluster")))

@@ -5,11 +5,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 import pytest
 
+import worker.observe.export
 import worker.observe.spans
 import worker.observe.tracing
 from tests.support.collector import collecting
@@ -58,7 +58,6 @@ def test_stages_within_a_stage_end_with_it(made: Made) -> None:
         ("prefill_queue", 1500, 2000), ("prefill", 0, 2000),
     ]  # fmt: skip
     *inner, outer = made.raw()
-    assert outer.context is not None
     assert {span.parent and span.parent.span_id for span in inner} == {outer.context.span_id}
 
 
@@ -106,7 +105,7 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
 )  # fmt: skip
 @pytest.mark.parametrize("carried", ["", PARENT])
 def test_stages_add_up_to_the_time_of_the_first_token(
-    made: Made, steps: list[tuple[Any, ...]], at: float, expected: Stages, carried: str
+    made: Made, steps, at, expected, carried
 ) -> None:
     timeline = Timeline(1.0, made.tracer, carried)
     for method, *arguments in steps:
@@ -198,10 +197,7 @@ def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) ->
     other.leave(2.0)
     trace.leave(3.0)
     decode, dispatch = made.raw()
-    assert decode.parent is not None
-    assert dispatch.context is not None
     assert decode.parent.span_id == dispatch.context.span_id
-    assert decode.context is not None
     assert f"{decode.context.trace_id:032x}" in PARENT
     assert decode.context.trace_state.to_header() == "a=b,c=d"
 
@@ -228,9 +224,7 @@ def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.M
     assert later - first == pytest.approx(3_600 * 10**9, abs=2_000_000)
 
 
-def test_a_collector_that_does_not_answer_holds_nothing_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) -> None:
     """It is asked, and never answers: whoever waited for it would wait for ever."""
     monkeypatch.setenv(DELAY, "1")
     asked, heard, before = threading.Event(), list[socket.socket](), set(threading.enumerate())
@@ -244,7 +238,6 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         port = silent.getsockname()[1]
         config = TracingConfig(endpoint=f"http://127.0.0.1:{port}", sample_ratio=1.0)
         tracer = tracer_of(config, "router", "router-0")
-        assert tracer is not None
         trace = tracer.of_headers({}, 0.0)
         trace.add("stage", 0.0, 1.0, {})
         assert asked.wait(HANG_S)
@@ -256,15 +249,12 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(
         thread.join(HANG_S)  # or it complains in the middle of another test
 
 
-def test_a_dead_collector_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
+def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     tracer = tracer_of(TracingConfig(endpoint=f"http://127.0.0.1:{port}"), "router", "router-0")
-    assert tracer is not None
     for number in range(3):
         sdk = logging.getLogger(f"opentelemetry.exporter.some.{number}")
         sdk.error("failed\nto export", exc_info=ValueError())
@@ -276,14 +266,11 @@ def test_a_dead_collector_is_one_line(
     assert not logging.getLogger("opentelemetry").propagate
 
 
-def test_other_complaints_keep_their_words_and_hide_no_loss(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_complaints_keep_their_words_and_hide_no_loss(monkeypatch, caplog) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
-    assert tracer is not None
     for _ in range(2):
         tracer.of_headers({"traceparent": PARENT, "tracestate": "no pair"}, 0.0)
         logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
@@ -304,9 +291,7 @@ def test_other_complaints_keep_their_words_and_hide_no_loss(
         ("", "", ""),
     ],
 )
-def test_a_sampler_that_there_is_not_is_refused(
-    name: str, ratio: str, wrong: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sampler_that_there_is_not_is_refused(name, ratio, wrong, monkeypatch) -> None:
     """Where the configuration leaves it to the environment."""
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", name)
     monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", ratio)
@@ -331,7 +316,6 @@ def test_endpoints(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         wanted = endpoint if endpoint == "auto" else collector.url + endpoint
         tracer = tracer_of(TracingConfig(endpoint=wanted), "decode", "decode-0")
-        assert tracer is not None
         tracer.of_headers({}, 0.0).add("stage", 0.0, 1.0, {})
         tracer.close()
     assert collector.paths == {"/otlp/v1/traces" if "otlp" in endpoint else "/v1/traces"}

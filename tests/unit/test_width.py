@@ -24,30 +24,36 @@ STEP_S = {
 }
 
 
-def drawn(width: int, share: float, rng: random.Random, *, finished: bool = False) -> Drawn:
+def drawn(width: int, share: float, rng: random.Random) -> Drawn:
     """A window whose drafts are accepted with a probability of `share` each."""
     num = 1
     while num < width and rng.random() < share:
         num += 1
-    return Drawn((7,) * num, finished, (), (7,) * (width - 1))
+    return Drawn((7,) * num, False, (), (7,) * (width - 1))
 
 
 def run(
     policy: WidthPolicy,
     rows: int,
-    share: float,
+    share: float = 0.0,
     steps: int = 2000,
     seed: int = 1,
     slower: Callable[[int, random.Random], float] = lambda step, rng: 1.0,
+    window: Callable[..., Drawn] | None = None,
 ) -> list[int]:
-    """The widths of steps that take `slower` times as long as on an H200."""
-    rng, widths = random.Random(seed), []
+    """The widths of steps that take `slower` times as long as on an H200.
+
+    window: of a row, by step, row, width, the width before and rng; None: as `drawn`.
+    """
+    draw = window or (lambda step, row, width, before, rng: drawn(width, share, rng))
+    rng, widths, before = random.Random(seed), [], 1
     for step in range(steps):
         width = policy.choose(rows)
         widths.append(width)
-        policy.observe(width, [drawn(width, share, rng) for _ in range(rows)])
+        policy.observe(width, [draw(step, row, width, before, rng) for row in range(rows)])
         step_s = STEP_S[min(r for r in STEP_MS if r >= rows), width]
         policy.took(rows, width, slower(step, rng) * step_s)
+        before = width
     return widths
 
 
@@ -61,9 +67,7 @@ def best(rows: int, share: float) -> int:
 
 
 @pytest.mark.product(rows=(1, 64, 8, 32), share=(0.0, 0.1, 0.5, 0.79, 0.95), measured=(True, False))
-def test_it_finds_the_width_of_most_tokens_a_second(
-    rows: int, share: float, measured: bool
-) -> None:
+def test_it_finds_the_width_of_most_tokens_a_second(rows, share, measured) -> None:
     policy = WidthPolicy(WIDTHS, STEP_S if measured else None)
     widths = run(policy, rows, share)[1500:]
     chosen = max(set(widths), key=widths.count)
@@ -114,25 +118,16 @@ def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
 
 
 @pytest.mark.parametrize("length", [3, 4000, *more(40)])
-def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
-    length: int,
-) -> None:
+def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(length) -> None:
     """A step of width W leaves drafts for a window of W; a row's first window has none."""
-    policy, rows = WidthPolicy(WIDTHS, STEP_S), 32
-    rng, widths, before = random.Random(3), [], 1
-    for step in range(40 * PROBE):
-        share = 0.0 if step < 10 * PROBE else 0.9
-        width = policy.choose(rows)
-        windows = []
-        for row in range(rows):
-            there = 1 if (step + row) % length == 0 else min(before, width)
-            window = drawn(there, share, rng)
-            missing = (-1,) * (width - there)
-            windows.append(Drawn(window.tokens, False, (), window.drafts + missing))
-        policy.observe(width, windows)
-        policy.took(rows, width, STEP_S[rows, width])
-        widths.append(width)
-        before = width
+
+    def window(step: int, row: int, width: int, before: int, rng: random.Random) -> Drawn:
+        there = 1 if (step + row) % length == 0 else min(before, width)
+        made = drawn(there, 0.0 if step < 10 * PROBE else 0.9, rng)
+        return Drawn(made.tokens, False, (), made.drafts + (-1,) * (width - there))
+
+    rows, steps = 32, 40 * PROBE
+    widths = run(WidthPolicy(WIDTHS, STEP_S), rows, steps=steps, seed=3, window=window)
     assert sum(width > 1 for width in widths[5 * PROBE : 10 * PROBE]) <= 10
     last = widths[-5 * PROBE :]
     assert last.count(best(rows, 0.9)) > 0.9 * len(last)
@@ -172,22 +167,14 @@ def test_one_width_is_fixed() -> None:
 def test_drafts_that_a_lookup_does_not_find_are_refusals() -> None:
     """One window in sixteen has drafts, all of them right: at 64 rows that pays for no width."""
 
-    def looked_up(width: int, rng: random.Random, last: int) -> Drawn:
-        num = min(width, last) if rng.random() < 1 / 16 else 1
-        drafts = (7,) * (num - 1) + (-1,) * (width - num)
-        return Drawn((7,) * num, False, (), drafts)
+    def looked_up(step: int, row: int, width: int, before: int, rng: random.Random) -> Drawn:
+        num = min(width, before) if rng.random() < 1 / 16 else 1
+        return Drawn((7,) * num, False, (), (7,) * (num - 1) + (-1,) * (width - num))
 
     chosen = {}
     for may_miss in (True, False):
-        policy = WidthPolicy(WIDTHS, STEP_S, may_miss=may_miss)
-        rng, last, widths = random.Random(1), 1, list[int]()
-        for _ in range(2000):
-            width = policy.choose(64)
-            policy.observe(width, [looked_up(width, rng, last) for _ in range(64)])
-            policy.took(64, width, STEP_S[64, width])
-            widths.append(width)
-            last = width
-        chosen[may_miss] = max(set(widths[500:]), key=widths[500:].count)
+        widths = run(WidthPolicy(WIDTHS, STEP_S, may_miss=may_miss), 64, window=looked_up)[500:]
+        chosen[may_miss] = max(set(widths), key=widths.count)
     assert chosen == {True: 1, False: 8}
 
 

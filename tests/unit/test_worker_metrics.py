@@ -1,14 +1,22 @@
-"""What a worker counts of its steps, from the start; and the port at which it is asked."""
+"""What a worker counts of its steps, logs of them, and the port at which it is asked."""
 
 import socket
 import urllib.request
+from pathlib import Path
 
+import msgspec
 import pytest
+import torch
 
+from tests.support.engines import running
+from tests.support.laws import sections
+from tests.support.prompts import problem_ids
+from tests.support.reference import sampling_of
 from worker.api import FinishReason
 from worker.errors import UserError
 from worker.observe.meter import StepMeter, WindowCounts
 from worker.observe.metrics import OUTCOMES, WorkerMetrics
+from worker.observe.step_log import StepLine, StepLog
 from worker.plan import Chunk, Plan
 
 BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}
@@ -41,7 +49,7 @@ def value(metrics: WorkerMetrics, name: str, **labels: str) -> float | None:
     ],
 )
 def test_a_step_counts_under_its_path_and_an_eager_one_under_its_reason(
-    metrics: WorkerMetrics, said: str, path: str, reason: str | None
+    metrics: WorkerMetrics, said, path, reason
 ) -> None:
     meter, plan = StepMeter(metrics), Plan(1, chunks=(Chunk(1, 0, (5, 6, 7)),))
     meter.launched(plan)
@@ -92,7 +100,7 @@ def test_windows_count_rows_and_what_they_accepted(
 
 @pytest.mark.parametrize(("reads_text", "share"), [(False, 0.75), (True, 0)])
 def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
-    metrics: WorkerMetrics, reads_text: bool, share: float
+    metrics: WorkerMetrics, reads_text, share
 ) -> None:
     meter, drafts = StepMeter(metrics), [(5,), (6,), (7,), (8,)]
     meter.verifies(WindowCounts(2, reads_text=reads_text))
@@ -134,3 +142,41 @@ def test_a_port_that_is_named_is_served_and_one_that_is_taken_is_named() -> None
             second.serve("127.0.0.1", port)
     finally:
         first.close()
+
+
+NUM, MAX_TOKENS = 6, 12
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a decode worker that has served NUM requests by itself."""
+    place = tmp_path_factory.mktemp("steps")
+    config = sections("never", step_log=str(place))
+    with running(config, num_prefill=0) as cluster:
+        found = cluster.client.generate(
+            problem_ids(NUM), [sampling_of(0, MAX_TOKENS) for _ in range(NUM)]
+        )
+        assert not [each.error for each in found if each.error]
+        cluster.wait_idle()
+    (path,) = place.iterdir()
+    return path
+
+
+def test_each_step_has_a_line_that_adds_up(log: Path) -> None:
+    lines = [msgspec.json.decode(text, type=StepLine) for text in log.read_bytes().splitlines()]
+    assert [line.step for line in lines] == list(range(1, len(lines) + 1))
+    assert sum(line.tokens for line in lines) == sum(map(len, problem_ids(NUM)))
+    for line in lines:
+        assert bool(line.rows) != bool(line.tokens)
+        assert line.longest <= line.num_keys <= max(line.rows, 1 + NUM) * line.longest
+        assert line.launch_us > 0
+        assert line.wait_us >= 0
+    assert not lines[0].joined
+    assert any(line.joined for line in lines)
+    assert [line.at for line in lines] == sorted(line.at for line in lines)
+
+
+def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"engine\.step_log: .*/file/decode-0.jsonl: "):
+        StepLog(str(tmp_path / "file"), "decode-0", torch.device("cpu"))

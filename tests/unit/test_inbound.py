@@ -1,16 +1,21 @@
 """A token that comes with the KV: taken once, never asked for again, and never waited for in vain.
 
+How soon decode looks again at pulls that run: soon after they began, then by their age.
+
 Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
 """
 
+import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
 
-from tests.support.pulls import PAGE_SIZE, DecodeSide
-from worker.api import FinishReason, KVReady, Prefill, Release, Sampling
+from tests.support.pulls import OK, PAGE_SIZE, RUNNING, DecodeSide, ScriptedSource
+from worker.api import Error, FinishReason, KVReady, Prefill, PrefillRefused, Release, Sampling
 from worker.transfer.fetch import Fetch
+from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
 
 TOKEN = 700
 PEERS = ("prefill-0/p", "prefill-1/q", "prefill-2/r")
@@ -28,27 +33,17 @@ class Decode(DecodeSide):
         self.req = self.request(num_tokens, sampling)
         self.start(self.req, PEERS)
 
-    def tell(
-        self,
-        first: int,
-        num_pages: int,
-        *,
-        groups: range = range(GROUPS),
-        last: bool = False,
-        token: int | None = None,
-    ) -> bool:
+    def tell(self, first: int, num_pages: int, groups: range = range(GROUPS), **more: Any) -> bool:
         """An announcement of the present attempt; whether it brought the request its token."""
         pages = tuple(range(1 + first, 1 + first + num_pages))
-        message = KVReady(
-            self.asked.xfer, first, pages, groups.start, len(groups), last, token=token
-        )
+        rest = {"last": False} | more
+        message = KVReady(self.asked.xfer, first, pages, groups.start, len(groups), **rest)
         return self.inbound.on_ready(message) is self.req
 
     def poll(self) -> list[Fetch]:
         return self.inbound.poll(time.monotonic())
 
     def landed(self) -> Fetch:
-        """The one fetch, which has all KV now."""
         (fetch,) = self.poll()
         assert fetch.landed
         return fetch
@@ -164,7 +159,6 @@ def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -
 
 
 def test_messages_of_older_versions_are_read() -> None:
-    """Fields that one side does not know are left out by it, or not looked at."""
     decode = Decode(40)
     asked = msgspec.to_builtins(decode.asked)
     told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))
@@ -174,3 +168,48 @@ def test_messages_of_older_versions_are_read() -> None:
     assert (ready.prefill_s, ready.token) == (0.5, None)
     newer = msgspec.convert([*told, "more"], KVReady)
     assert newer.token == TOKEN
+
+
+def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
+    """Even one that blames the request: this worker may still prefill it by itself."""
+    decode = DecodeSide()
+    req, now = decode.request(PAGE_SIZE + 1), time.monotonic()
+    decode.start(req, PEERS[:2], now)
+    ended: list[Fetch] = []
+    for code, prefill in (("invalid_value", "p"), ("busy", "q")):
+        assert not ended
+        assert decode.asked.xfer.prefill == prefill
+        decode.inbound.on_refused(PrefillRefused(decode.asked.xfer, Error(code, "")))
+        ended = decode.inbound.poll(now)
+    assert [(fetch.req, fetch.landed, fetch.ending) for fetch in ended] == [(req, False, None)]
+    assert not decode.inbound.fetches
+    assert not decode.source.pulls
+
+
+def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
+    decode = DecodeSide(source=ScriptedSource(RUNNING))
+    began_at = time.monotonic()  # pulls that are too old are given up by the same clock
+
+    def ready(number: int, at: float) -> None:
+        decode.start(decode.request(PAGE_SIZE + 1, number=number), PEERS, at)
+        decode.inbound.on_ready(KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True))
+        assert not decode.inbound.poll(at)
+
+    def after_s(seconds: float) -> float:
+        return poll_after_s(decode.inbound.pulls_began_at, began_at + seconds)
+
+    def lands(number: int) -> None:
+        decode.source.pulls[number].state = OK
+        assert [fetch.landed for fetch in decode.inbound.poll(began_at + 1)] == [True]
+
+    assert after_s(0) == math.inf
+    ready(0, began_at)
+    assert after_s(0) == after_s(0.9 * YOUNG_S) == 0
+    assert after_s(0.002) == pytest.approx(0.00025)
+    assert after_s(1) == LONGEST_POLL_S
+    ready(1, began_at + 1)
+    assert after_s(1) == 0
+    lands(1)
+    assert after_s(1) == LONGEST_POLL_S  # the first one still runs
+    lands(0)
+    assert after_s(1) == math.inf
