@@ -10,8 +10,7 @@ import pytest
 
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
-from cluster.sites.handles import RayProcess
-from cluster.sites.kill import Identity, Rank
+from cluster.sites.handles import Identity, Rank, RayProcess
 from cluster.sites.process import Process, Report, Site
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import CONFIG, LinksDouble

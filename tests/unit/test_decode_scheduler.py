@@ -15,12 +15,13 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.any_width import AnyWidth
+from tests.support.books import check_book
 from worker.api import FinishReason, Sampling
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
-from worker.schedule.decode import DecodeScheduler, has_work
+from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req, finish_reason
 
 VOCAB = 40
@@ -298,7 +299,7 @@ class Simulation:
         if self.in_flight and rnd.random() > self.load.overlap:
             self.settle()
         decodable = [req for req in self.scheduler.running.values() if self.may_decode(req)]
-        had_work = has_work(self.scheduler)
+        had_work = self.scheduler.has_work
         plan = self.scheduler.plan()
         moves = plan is not None or bool(self.in_flight)
         assert had_work or plan is None, "a step without work"
@@ -549,7 +550,7 @@ class Simulation:
 
     def check(self) -> None:
         scheduler = self.scheduler
-        self.book.check([req.hold for req in self.scripts if req.hold is not None])
+        check_book(self.book, [req.hold for req in self.scripts if req.hold is not None])
         where = Counter(held_by(scheduler))
         where.update(pull.req for pull in self.pulls)
         assert where == Counter(list(self.scripts)), "a request is in exactly one place"

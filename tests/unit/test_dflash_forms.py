@@ -17,13 +17,13 @@ from worker.attention.base import AttentionShape, build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.drafts.build import regions
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.dflash_config import read_dflash_shape
-from worker.drafts.dflash_model import DFlashDrafter
+from worker.drafts.dflash import DFlashDrafter
+from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
 from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import ModelShape, read_model_shape
 from worker.ops.mask import KeyMask
@@ -268,7 +268,7 @@ def test_each_reader_names_the_other(tmp_path: Path) -> None:
 
 SERVED = shallow(4)
 CPU = torch.device("cpu")
-KIND: Any = {"device": CPU, "dtype": torch.float32}
+PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
 OF_SERVED = {"taps": (0, 1, 2), "head_dim": 32}
 CASES: dict[str, dict[str, Any]] = {
     "zlab": {},
@@ -299,7 +299,7 @@ NUM_TEXT, NUM_ROWS = 21, 4
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
     target = read_model_shape(SERVED)
     written = write_dflash(directory, target, **OF_SERVED | options)
-    model = load_model(SERVED, target, SingleCollective(), **KIND)
+    model = load_model(SERVED, target, PLACEMENT)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
     drafter.fill(directory)
     return drafter, written
@@ -331,7 +331,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path
     names = dict.fromkeys(("prefill", "decode", "spec"), "reference")
     of_mask = {
         mask: build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
-        for mask, _ in drafter.runs()
+        for mask, _ in drafter.runs
     }
     text, num = batch_of(0, NUM_TEXT - 1, torch.zeros(1, dtype=torch.int32)), NUM_TEXT - 1
     with forward_context(text, next(iter(of_mask.values())), None):
@@ -343,11 +343,7 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path
     block = batch_of(num, NUM_ROWS, torch.tensor([0, NUM_ROWS], dtype=torch.int32))
     ids = torch.full((NUM_ROWS,), spec.mask_token_id or 0)
     ids[0] = tokens[-1]
-    part, residual = drafter.embed(ids, NUM_ROWS), None
-    for mask, numbers in drafter.runs():
-        with forward_context(block, of_mask[mask], of_mask[mask].plan(block)):
-            part, residual = drafter.run(part, residual, block.positions, numbers)
-    found = drafter.logits(part, residual, NUM_ROWS, NUM_ROWS - 1)
+    found = drafter.logits(replace(block, input_ids=ids), NUM_ROWS, NUM_ROWS - 1, of_mask)
     wanted = reference.block(tokens.tolist(), num, NUM_ROWS)[1:] @ reference.head.T
     assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
     assert (found - wanted.roll(1, 0)).abs().max() > 0.1, "rows are not told apart"
@@ -358,7 +354,7 @@ def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
     target = read_model_shape(SERVED)
     write_dflash(tmp_path, target, num_layers=3, **OF_SERVED)
     change_config(tmp_path, {"num_hidden_layers": 2})
-    model = load_model(SERVED, target, SingleCollective(), **KIND)
+    model = load_model(SERVED, target, PLACEMENT)
     drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
     with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
         drafter.fill(tmp_path)

@@ -8,15 +8,9 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
-from worker.attention import layers_rope_store, layers_rope_store_triton, qk_rope_store
-from worker.drafts import (
-    draft_draws,
-    draft_draws_triton,
-    draft_rows,
-    draft_rows_triton,
-    kept_rows,
-    kept_rows_triton,
-)
+from worker.attention import qk_rope_store, qk_rope_store_triton
+from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
+from worker.drafts.draft_draws import DraftDraws
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
 from worker.ops.rope import rope_inv_freq, rope_table
@@ -72,7 +66,7 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     assert sum(wanted["tail_pages"]) > 0
 
 
-def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
+def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Tensor, DraftDraws]:
     """Arguments of draw_drafts for `num` drafts of five rows: greedy and not, two without one."""
     generator = torch.Generator().manual_seed(num_ids)
     logits = 3 * torch.randn(5 * num, num_ids, generator=generator)
@@ -85,7 +79,7 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
     ids = None
     if mapped:
         ids = torch.randperm(3 * num_ids, generator=generator)[:num_ids].sort().values
-    return logits, rows, position, slots, seed, temperature, ids
+    return logits, DraftDraws(rows, position, slots, seed, temperature, ids)
 
 
 @pytest.mark.parametrize("mapped", [False, True])
@@ -93,9 +87,11 @@ def draws_case(num_ids: int, mapped: bool, num: int = 1) -> tuple[Any, ...]:
 def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
     num, num_ids, mapped
 ) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(num_ids, mapped, num)
+    logits, draws = draws_case(num_ids, mapped, num)
+    rows, position, slots, seed, temperature, ids, _ = draws
+    assert seed is not None
     drafts = torch.full((6, num + 2), 5)
-    found = DRAW(logits, rows, position, slots, seed, temperature, ids, drafts[:, 1 : 1 + num])
+    found = DRAW(logits, draws, drafts[:, 1 : 1 + num])
     own = list(range(num_ids)) if ids is None else ids.tolist()
     for line, row in enumerate(rows.repeat_interleave(num).tolist()):
         noise = gumbel_ref(seed[row : row + 1], position[line : line + 1] + 1, own[-1] + 1)
@@ -109,22 +105,22 @@ def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
 
 
 def test_equal_logits_draw_the_lowest_id() -> None:
-    _, rows, position, slots, seed, _, ids = draws_case(97, True)
-    logits, greedy, drafts = torch.zeros(5, 97), torch.zeros(5), torch.full((6, 1), 5)
-    for seeds in (seed, None):
-        found = DRAW(logits, rows, position, slots, seeds, greedy, ids, drafts)
-        assert found[:3].tolist() == [int(ids[0])] * 3
+    _, draws = draws_case(97, True)
+    assert draws.ids is not None
+    for seed in (draws.seed, None):
+        greedy = draws._replace(temperature=torch.zeros(5), seed=seed)
+        found = DRAW(torch.zeros(5, 97), greedy, torch.full((6, 1), 5))
+        assert found[:3].tolist() == [int(draws.ids[0])] * 3
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
 @pytest.mark.parametrize("mapped", [False, True])
 def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
-    logits, rows, position, slots, seed, temperature, ids = draws_case(1100, mapped)
+    logits, draws = draws_case(1100, mapped)
     logits.fill_(float("nan"))
-    known = set(range(1100) if ids is None else ids.tolist())
-    for seeds in (seed, None):
-        drafts = torch.full((6, 1), 5)
-        found = DRAW(logits, rows, position, slots, seeds, temperature, ids, drafts)
+    known = set(range(1100) if draws.ids is None else draws.ids.tolist())
+    for seed in (draws.seed, None):
+        found = DRAW(logits, draws._replace(seed=seed), torch.full((6, 1), 5))
         assert set(found.tolist()) <= {0} | known
 
 
@@ -133,7 +129,7 @@ def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
     sampled, drawn = step_of(columns, width, seed)
-    op = kept_rows_triton.kept_rows_triton if INTERPRETED else kept_rows.kept_rows_ref
+    op = draft_rows_triton.kept_rows_triton if INTERPRETED else draft_rows.kept_rows_ref
     positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
@@ -155,21 +151,21 @@ if not INTERPRETED:
         columns = columns_of(torch.Generator().manual_seed(0))
         with compiling(draft_rows_triton):
             draft_rows_triton.draft_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
+            draft_rows_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
         for mapped in (False, True):
-            logits, *rest = draws_case(97, mapped, 3)
+            logits, draws = draws_case(97, mapped, 3)
             with compiling(draft_draws_triton):
                 draft_draws_triton.draw_drafts_triton(
-                    logits.bfloat16(), *rest, torch.full((6, 3), 5)
+                    logits.bfloat16(), draws, torch.full((6, 3), 5)
                 )
-        with compiling(kept_rows_triton):
-            kept_rows_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
         kv, table = torch.empty(2, 2048).bfloat16(), torch.empty(64, 128)
         cache, at = torch.empty(2, 8, 64, 128).bfloat16(), torch.zeros(2, dtype=torch.int64)
-        with compiling(layers_rope_store_triton) as found:
-            layers_rope_store_triton.layers_rope_store_triton(
-                kv, at, table, [(cache, cache)], at, kv[:1, :128].contiguous(), 1e-6
+        rotation = qk_rope_store.Rotation(table, at)
+        with compiling(qk_rope_store_triton) as found:
+            qk_rope_store_triton.layers_rope_store_triton(
+                kv, rotation, [(cache, cache)], at, kv[:1, :128].contiguous(), 1e-6
             )
-        assert "st.global.v2.b32" in found["_layers_rope_store_kernel"]
+        assert "st.global.v2.b32" in found["_qk_rope_store_kernel"]
 
     @pytest.mark.parametrize("normed", [False, True])
     def test_layers_are_stored_as_each_by_itself(normed: bool) -> None:
@@ -187,7 +183,8 @@ if not INTERPRETED:
                 memory[0, :, :, layer].unbind(2), slots, norms,
             )  # fmt: skip
         caches = [memory[1, :, :, layer].unbind(2) for layer in range(3)]
-        layers_rope_store.layers_rope_store_ref(kv, positions, table, caches, slots, weights, 1e-6)
+        rotation = qk_rope_store.Rotation(table, positions)
+        qk_rope_store.layers_rope_store_ref(kv, rotation, caches, slots, weights, 1e-6)
         assert torch.equal(*memory)
         assert memory.any()
 
@@ -209,12 +206,12 @@ else:
         weights = torch.rand(num_layers, head_dim, generator=generator) + 0.5 if normed else None
         both = []
         for run in (
-            layers_rope_store_triton.layers_rope_store_triton,
-            layers_rope_store.layers_rope_store_ref,
+            qk_rope_store_triton.layers_rope_store_triton,
+            qk_rope_store.layers_rope_store_ref,
         ):
             memory = torch.full((5, num_heads, num_layers, 2, page_size, head_dim), 7.0)
             caches = [memory[:, :, layer].unbind(2) for layer in range(num_layers)]
-            run(kv, positions, table, caches, slots, weights, 1e-6)
+            run(kv, qk_rope_store.Rotation(table, positions), caches, slots, weights, 1e-6)
             both.append(memory)
         assert torch.equal(both[0] == 7, both[1] == 7), "the same slots"
         assert torch.allclose(*both, atol=1e-6, rtol=1e-6)

@@ -7,8 +7,7 @@ import pytest
 from tests.support import chain_checkpoints, dflash_checkpoints
 from tests.support.chain_checkpoints import ABSENT, check_refused, write_chain
 from tests.support.dflash_checkpoints import write_dflash
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.dflash_config import read_dflash_shape
+from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [FULL, SLIDING]

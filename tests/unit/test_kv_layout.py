@@ -11,10 +11,10 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
+from worker.cache.layout import KVLayout, KVRegion, MemoryRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
 from worker.errors import Incompatible
-from worker.transfer.base import Endpoint, RemoteRegion
+from worker.transfer.base import Endpoint
 from worker.transfer.layout import (
     HeadRange,
     RankPair,
@@ -223,7 +223,7 @@ def test_a_page_outside_a_pool_is_a_bug(pair: tuple[int, int]) -> None:
 def test_pages_are_counted_by_the_bytes_of_every_region(more, pages) -> None:
     one = layout(num_heads=2, num_groups=2, draft_heads=2)
     held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
-    regions = tuple(RemoteRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
+    regions = tuple(MemoryRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
     endpoint = Endpoint("shm", "shm", "", "", 1, 1, regions)
     if pages is not None:
         assert num_pool_pages(one, endpoint) == pages

@@ -7,11 +7,11 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.http.exchange import client_trace_id
 from router.observe.exposition import EOF, encoder
 from router.observe.metrics import RouterMetrics
 from router.observe.vllm import Live
 from router.show.siblings import merged
-from router.show.tracing import client_trace_id
 from tests.support.metrics_pages import (
     DOCUMENT,
     complaints,

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from tests.support.books import check_book
 from worker.cache.book import Hold, PageBook
 from worker.cache.pages import FreeRuns, PageAllocator
 from worker.cache.prefix import Node, PrefixTree
@@ -364,7 +365,7 @@ class Requests:
     def check(self) -> None:
         book = self.book
         tree = self.in_tree()
-        book.check([hold for hold, *_ in self.open])
+        check_book(book, [hold for hold, *_ in self.open])
         private = [page for hold, *_ in self.open for page in hold.private]
         assert len(private) == len(set(private))
         assert not set(private) & set(tree)
@@ -410,5 +411,5 @@ def test_committing_a_prefix_that_another_request_left_keeps_promises() -> None:
     book.close(first)
     third = book.open([9, 9], 2, max_matched=1)  # the free page, and the one that may be evicted
     book.commit(second, [1])
-    book.check([second, third])
+    check_book(book, [second, third])
     assert len(book.bind(third, 2)) == 2

@@ -7,13 +7,12 @@ import torch
 
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
-from tests.support.products import computed, error, noise
+from tests.support.products import computed, error, noise, workspace_of
 from worker.ops.jit import HAS_TRITON
 from worker.ops.norms_triton import swiglu_triton
 from worker.ops.skinny_triton import (
     MAX_ROWS,
     SkinnyTile,
-    SkinnyWorkspace,
     _skinny_gemm_kernel,
     choose,
     skinny_gemm,
@@ -28,16 +27,6 @@ def test_the_twin_accumulates_in_f32():
     x, w = torch.ones(2, 4096, dtype=torch.bfloat16), torch.ones(3, 4096, dtype=torch.bfloat16)
     w[:, ::2] = 0.00390625  # lost one by one beside a bf16 sum of 2048
     assert torch.equal(skinny_gemm_ref(x, w).float(), torch.full((2, 3), 2056.0).bfloat16().float())
-
-
-def test_float32_goes_to_torch():
-    x, w, out = (
-        noise(3, 40, dtype=torch.float32),
-        noise(5, 40, dtype=torch.float32),
-        torch.empty(3, 5),
-    )
-    workspace = SkinnyWorkspace.allocate([], "cpu")
-    assert torch.equal(skinny_gemm(x, w, out, workspace), skinny_gemm_ref(x, w))
 
 
 @pytest.mark.parametrize("k", [64, 100, 128, 4096, 12288])
@@ -118,7 +107,7 @@ else:
         tile = tile_of(m, 1)
         wanted = swiglu_triton(product(x, w, tile))
         around = torch.full((m + 2, width + 3), 77.0, dtype=dtype)
-        workspace = SkinnyWorkspace.allocate([(tile, 2 * width)], "cpu")
+        workspace = workspace_of([(tile, 2 * width)])
         skinny_gemm(x, w, around[1 : m + 1, :width], workspace, tile, gated=True)
         assert torch.equal(around[1 : m + 1, :width], wanted)
         around[1 : m + 1, :width] = 77.0
@@ -158,7 +147,7 @@ else:
 
     def test_a_workspace_serves_one_product_after_the_other():
         tile = tile_of(4, 2)
-        workspace = SkinnyWorkspace.allocate([(tile, 64), (tile, 200)], "cpu")
+        workspace = workspace_of([(tile, 64), (tile, 200)])
         for n in (200, 64, 200):
             x, w = noise(4, 256), noise(n, 256, seed=n)
             out = torch.empty(4, n, dtype=x.dtype)

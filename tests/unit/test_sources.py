@@ -18,9 +18,9 @@ from tests.support.patience import HANG_S
 from tests.support.pulls import FAILED, OK, RUNNING, ScriptedPull, ended
 from tests.support.ranks import NOBODY, NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.api import Member
-from worker.cache.layout import KVRegion, ModelLayout
+from worker.cache.layout import KVRegion, MemoryRegion, ModelLayout
 from worker.errors import Incompatible, Unreachable
-from worker.transfer.base import Endpoint, PullState, RemoteRegion, Run
+from worker.transfer.base import Endpoint, PullState, Run
 from worker.transfer.peers import PrefillPeers
 from worker.transfer.sources import NUM_READS, DialFailed, JoinedPull, Link, LocalRank
 
@@ -223,7 +223,7 @@ LAYOUT, IDENTITY = WHOLE.share(1, 0), WHOLE.identity("tiny", "d")
 def dialled(transport: Scripted, layout_hash: str = IDENTITY.layout_hash) -> Link | DialFailed:
     """The event that a worker with THEIRS pages leads to."""
     memory = tuple(
-        RemoteRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
+        MemoryRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions
     )
     endpoint = msgspec.msgpack.encode(Endpoint("shm", "shm", "", "", 1, 1, memory))
     member = Member(

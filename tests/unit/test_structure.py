@@ -136,7 +136,7 @@ def test_some_packages_are_imported_in_one_place_or_in_none() -> None:
 
 def test_opentelemetry_is_imported_where_tracing_is_on_only() -> None:
     """It is an optional package, and its import takes a quarter of a second."""
-    behind = {"worker.observe.export", "worker.observe.spans"}
+    behind = {"worker.observe.spans"}
 
     def is_breach(module: str, name: str) -> bool:
         if package_of(name) == "opentelemetry":

@@ -12,7 +12,7 @@ from worker.drafts.drafter_config import READERS, check_block
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
-from worker.model.decoder import Decoder, Taps
+from worker.model.decoder import Decoder
 from worker.model.shape import ModelShape
 from worker.ops.mask import KeyMask
 from worker.plan import max_rows
