@@ -51,7 +51,7 @@ class DecodeLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
-        config, metrics, meter = engine.config, engine.metrics, engine.meter
+        config, metrics = engine.config, engine.metrics
         eos_ids, widths = frozenset(engine.spec.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
             engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
@@ -59,7 +59,7 @@ class DecodeLoop:
         scheduler.on_preempt = partial(_preempted, metrics)
         scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
-        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
+        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
         self._peers = PrefillPeers(
             rank,
             self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),

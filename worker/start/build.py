@@ -47,7 +47,11 @@ class Place:
         return f"{self.name}/{self.incarnation}"
 
     def join(self, rank: int, size: int) -> RankGroup:
-        """Join the worker's other ranks; PeerLost if they do not come."""
+        """Join the worker's other ranks.
+
+        Raises:
+            PeerLost: they did not come.
+        """
         return RankGroup(rank, size, self.rendezvous, self.peer)
 
 
@@ -62,7 +66,7 @@ def build_engine(
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
-    name: for logs and metrics; host: for the transport; rank_group: None: a single rank.
+    The name is for logs and metrics, the host for the transport. rank_group: None: a single rank.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
@@ -119,8 +123,8 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
-    configured_len = configured.model.max_model_len
-    return Start(config, configured_len, shape, drafter_shape, layout, rank_group, progress)
+    max_len = configured.model.max_model_len
+    return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
 
 
 def probe() -> Machine:
