@@ -51,7 +51,7 @@ class DecodeLoop:
     def __init__(self, engine: Engine, thread: EngineThread, incarnation: str) -> None:
         self._engine = engine
         self._thread = thread
-        config, metrics, meter = engine.config, engine.metrics, engine.meter
+        config, metrics = engine.config, engine.metrics
         eos_ids, widths = frozenset(engine.spec.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
             engine.book, config.engine, eos_ids, widths=widths, spec=config.spec

@@ -9,6 +9,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from torch import Tensor
 
 from tests.support.books import check_book
 from tests.support.counted import value
@@ -22,6 +23,7 @@ from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeou
 from worker.plan import RowStart
 from worker.run import runner
 from worker.schedule import prefill as prefill_schedule
+from worker.step.rows import SampledRows
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2
 GREEDY = Sampling(14, temperature=0.0)
@@ -282,9 +284,9 @@ def test_it_goes_out_before_the_next_step_is_launched() -> None:
 # What would show if it were wrong.
 
 
-def one_later(*args: Any, **kwargs: Any) -> list[tuple[int, int, int]]:
+def one_later(rows: Tensor, position: Tensor, valid: Tensor) -> SampledRows:
     """The noise of the position after."""
-    return [(at, row, position + 1) for at, row, position in SAMPLED(*args, **kwargs)]
+    return SampledRows(rows, position + 1, valid)
 
 
 def without_minimum(*args: Any, **kwargs: Any) -> RowStart:
@@ -292,12 +294,9 @@ def without_minimum(*args: Any, **kwargs: Any) -> RowStart:
     return RowStart(*args, **{**kwargs, "min_len": 0})
 
 
-SAMPLED = runner._sampled_chunks
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
-    [(runner, "_sampled_chunks", one_later), (prefill_schedule, "RowStart", without_minimum)],
+    [(runner, "SampledRows", one_later), (prefill_schedule, "RowStart", without_minimum)],
 )
 def test_the_same_check_fails_when_it_is_drawn_otherwise(
     owner, name, wrong, asked: list[Asked], expected: list

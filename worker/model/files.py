@@ -12,7 +12,7 @@ INDEX_NAME = "model.safetensors.index.json"
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The weight files that the index names, or all; UserError if it is wrong or files miss."""
+    """The weight files that the index names, or all. UserError: it is wrong, or one is missing."""
     index = path / INDEX_NAME
     if index.exists():
         files = [path / name for name in sorted(set(_weight_map(index).values()))]

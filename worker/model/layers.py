@@ -104,13 +104,13 @@ class ColumnParallelLinear(Linear):
         super().__init__(rows, all_of(in_features), placement, bias=bias)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
-        """Compute only the last `num_parts` of forward()'s parts: [num_tokens, their sizes]."""
+        """The last `num_parts` of forward()'s parts alone: [num_tokens, sum of their sizes]."""
         start = sum(self.part_sizes[:-num_parts])
         bias = None if self.bias is None else self.bias[start:]
         return self.weight.product(x, bias, first_row=start)
 
     def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) · up of the two parts: [num_tokens, in_features] -> [num_tokens, half]."""
+        """silu(gate) · up of two parts: [num_tokens, in_features] -> [num_tokens, size of one]."""
         assert self.bias is None
         return self.weight.gated(x)
 

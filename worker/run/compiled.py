@@ -166,17 +166,14 @@ def fingerprint(piece: GraphModule) -> Hashable:
 
     def key(node: Node) -> Hashable:
         if node.op == "placeholder":
-            return _type_of(node.meta["example_value"])
+            value = node.meta["example_value"]
+            if not isinstance(value, Tensor):
+                return repr(value)
+            return value.dtype, str(value.device), repr((*value.shape,)), repr(value.stride())
         arguments = map_arg((node.args, node.kwargs), lambda node: f"%{number[node]}")
         return node.op, node.target, repr(arguments)
 
     return tuple(map(key, piece.graph.nodes))
-
-
-def _type_of(value: object) -> Hashable:
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return value.dtype, str(value.device), repr((*value.shape,)), repr(value.stride())
 
 
 class TracedForward:

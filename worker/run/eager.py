@@ -60,8 +60,7 @@ def draw_and_propose(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> R
 def draw_rows(loaded: LoadedModel, forwarded: Decoded, draws: Draws) -> Result:
     """Draw for the rows of a forward, and advance them."""
     assert forwarded.sampled is not None
-    head, hidden = loaded.model.head, forwarded.hidden
-    return draw(head, loaded.state, forwarded.sampled, hidden, draws)
+    return draw(loaded.model.head, loaded.state, forwarded.sampled, forwarded.hidden, draws)
 
 
 class EagerChunks(ChunkGraphs):

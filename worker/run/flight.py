@@ -115,7 +115,6 @@ class Step:
         self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
     def done(self) -> bool:
-        """Whether `wait` would return at once."""
         return self.end is not None and self.end.done()
 
     def tells(self, wake: Callable[[], None]) -> bool:

@@ -140,8 +140,7 @@ class PiecewiseChunks(ChunkGraphs):
             assert on_layer is None, "a graph without breaks calls no hook"
             captured.replay()
             return Forward(captured.made, "graph")
-        attn_plan = attention.plan(batch)
-        with forward_context(batch, attention, attn_plan, on_layer=on_layer):
+        with forward_context(batch, attention, attention.plan(batch), on_layer=on_layer):
             captured.replay()
         return Forward(captured.made, "piecewise")
 

@@ -107,8 +107,8 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
-    configured_len = configured.model.max_model_len
-    return Start(config, configured_len, shape, drafter_shape, layout, rank_group, progress)
+    max_len = configured.model.max_model_len
+    return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
 
 
 def probe() -> Machine:
