@@ -108,7 +108,7 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
 def test_stages_add_up_to_the_time_of_the_first_token(
     made: Made, steps: list[tuple[Any, ...]], at: float, expected: Stages, carried: str
 ) -> None:
-    timeline = Timeline(1.0, made.tracer.carried(carried, 1.0))
+    timeline = Timeline(1.0, made.tracer.carried(carried, 1.0) if carried else None)
     for method, *arguments in steps:
         getattr(timeline, method)(*arguments)
     assert timeline.token(at, in_row=steps[-1][0] == "row") == expected
