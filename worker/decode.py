@@ -60,12 +60,9 @@ class DecodeLoop:
         scheduler.on_row = partial(_gets_row, metrics)
         rank = engine.local_rank()
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
-        self.peers = PrefillPeers(
-            rank,
-            self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
-            thread.connect,
-            thread.disconnect,
-        )
+        alone = partial(rank.dial, answer=thread.post)
+        dial = self._ranks.dial if rank.tp_size > 1 else alone
+        self.peers = PrefillPeers(rank, dial, thread.connect, thread.disconnect)
         self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
