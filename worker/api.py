@@ -1,9 +1,6 @@
 """The wire contract: every message between router, decode worker and prefill worker.
 
-All messages are frozen, tagged msgspec structs; a frame on the wire is one of them in msgpack.
-Durations travel, never clock readings: hosts do not share a clock.
-
-Who sends what:
+A frame is one message in msgpack. Durations travel, never clock readings: hosts share no clock.
 
     router  -> decode    Generate, Stop, Abort, Ack
     decode  -> router    Chunks, Refused
@@ -12,10 +9,10 @@ Who sends what:
     leader <-> rank      RankMessage, within a worker of several ranks
     everyone             Ping, Pong (worker.wire sends and answers them)
 
-Identity. A process is a `Member`: a name that outlives restarts and an `incarnation` that does not.
-Peers are addressed by `PeerId` = "name/incarnation", so a message can never reach a successor.
-A request is (req_id, dispatch): `dispatch` counts how often the router has sent it somewhere.
-A transfer is an `Xfer`: (xfer_id, attempt, incarnations of both); what is older is dropped.
+A process is a `Member`: a name that outlives restarts and an `incarnation` that does not. Peers are
+addressed by `PeerId` = "name/incarnation", so a message can never reach a successor. A request is
+(req_id, dispatch): `dispatch` counts how often the router has sent it somewhere. A transfer is an
+`Xfer`: (xfer_id, attempt, incarnations of both); what is older is dropped.
 """
 
 from enum import StrEnum

@@ -25,7 +25,6 @@ from worker.api import (
 )
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.meter import WindowCounts
-from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
@@ -56,16 +55,12 @@ class DecodeLoop:
         self.scheduler = scheduler = DecodeScheduler(
             engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
         )
-        scheduler.on_preempt = partial(_preempted, metrics)
-        scheduler.on_row = partial(_gets_row, metrics)
+        scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank = engine.local_rank()
-        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
-        self.peers = PrefillPeers(
-            rank,
-            self._ranks.dial if rank.tp_size > 1 else partial(rank.dial, answer=thread.post),
-            thread.connect,
-            thread.disconnect,
-        )
+        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
+        alone = partial(rank.dial, answer=thread.post)
+        dial = self._ranks.dial if rank.tp_size > 1 else alone
+        self.peers = PrefillPeers(rank, dial, thread.connect, thread.disconnect)
         self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
@@ -190,6 +185,14 @@ class DecodeLoop:
             if reason is not None:
                 self.requests.end(req, reason, error)
 
+    def _gets_row(self, req: Req, now: float) -> None:
+        if not req.timeline.row_at:
+            self._engine.metrics.row_wait_seconds.observe(now - req.timeline.landed_at)
+
+    def _preempted(self, req: Req) -> None:
+        self._engine.metrics.preemptions.inc()
+        req.timeline.enter("preempted", time.monotonic())
+
     def _stats(self) -> WorkerStats:
         engine, scheduler = self._engine, self.scheduler
         book, meter = engine.book, engine.meter
@@ -223,13 +226,3 @@ def _widths(engine: Engine) -> WidthPolicy:
     chosen = engine.config.spec.chosen
     engine.meter.verifies(WindowCounts(max(chosen), simulated=simulated, reads_text=may_miss))
     return WidthPolicy(chosen, engine.step_s, may_miss=may_miss)
-
-
-def _gets_row(metrics: WorkerMetrics, req: Req, now: float) -> None:
-    if not req.timeline.row_at:
-        metrics.row_wait_seconds.observe(now - req.timeline.landed_at)
-
-
-def _preempted(metrics: WorkerMetrics, req: Req) -> None:
-    metrics.preemptions.inc()
-    req.timeline.enter("preempted", time.monotonic())

@@ -141,9 +141,7 @@ class WorkerMetrics(Families):
     cached_tokens = counter("prompt_tokens_cached", "Prompt tokens found in the prefix tree")
     generated_tokens = counter("generation_tokens", "Output tokens drawn here")
     steps = counter("engine_steps", "Steps settled, by how they were launched", "kind", "path")
-    eager_steps = counter(
-        "engine_eager_steps", "Steps launched op by op, by why no graph served", "kind", "reason"
-    )
+    eager_steps = counter("engine_eager_steps", "Steps without a graph, by why", "kind", "reason")
     step_seconds = histogram(
         "engine_step_seconds", "Time of one step on the device", "kind", buckets=STEP_BUCKETS
     )
@@ -151,9 +149,7 @@ class WorkerMetrics(Families):
     requests = counter("requests", "Requests that ended", "outcome")
 
     spec_steps = reading("spec_steps", "Verify windows: one for each row of a step wider than 1")
-    spec_accepted = reading(
-        "spec_accepted_tokens", "Drafts that windows accepted; each yields one token more"
-    )
+    spec_accepted = reading("spec_accepted_tokens", "Drafts accepted; each yields one token more")
     spec_accepted_at = reading(
         "spec_accepted_at_position", f"Drafts that windows accepted, {BY_PLACE}", "position"
     )
@@ -173,9 +169,7 @@ class WorkerMetrics(Families):
     spec_width = histogram(
         "spec_width", "Width of each decode step of a worker that verifies", buckets=WIDTH_BUCKETS
     )
-    spec_simulated = gauge(
-        "spec_simulated", "1 if acceptance is simulated: kvlane_spec_* is, and answers are junk"
-    )
+    spec_simulated = gauge("spec_simulated", "1 if acceptance is simulated, and answers are junk")
     drafter = gauge("drafter_info", "1 for what proposes drafts; `none`: nothing", "drafter")
 
     ranks = gauge("ranks", "Processes of this worker, which ends with the first that does")
@@ -190,7 +184,7 @@ class WorkerMetrics(Families):
     pull_seconds = stage("kv_pull_seconds", "Time of one pull that landed", "transport")
     fetch_seconds = stage(
         "kv_fetch_seconds",
-        "Time of a request's KV, from asking a prefill worker until all had landed",
+        "From asking for a request's KV until all had landed",
         "transport",
     )
     transfer_seconds = stage(
@@ -198,9 +192,7 @@ class WorkerMetrics(Families):
         "From a request's last announcement, or first token if later, until all KV had landed",
         "transport",
     )
-    row_wait_seconds = stage(
-        "row_wait_seconds", "Wait of a request whose KV had landed for its first step"
-    )
+    row_wait_seconds = stage("row_wait_seconds", "Wait of requests whose KV had landed for a row")
     fetch_retries = counter("kv_fetch_retries", "Attempts to fetch KV that failed", "cause")
     lease_expired = counter("lease_expired", "Leases that ran out without a release")
     dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
@@ -214,9 +206,7 @@ class WorkerMetrics(Families):
     bucket_seconds = gauge(
         "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"
     )
-    bucket_differs = gauge(
-        "graph_bucket_differs", "1 where a graph's result was not eager's", "kind", "rows"
-    )
+    bucket_differs = gauge("graph_bucket_differs", "1 where graph and eager differ", "kind", "rows")
     transport = gauge("transport_info", "1 for the transport in use", "transport")
 
     def __init__(self, *, model: str, role: str, worker: str) -> None:

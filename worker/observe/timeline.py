@@ -10,52 +10,46 @@ another `prefill`. A preempted request is in `preempted` until its KV is got ane
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from worker.api import Error, PeerId, Stages
 
 if TYPE_CHECKING:
-    from worker.observe.spans import Attributes, Trace, Tracer
+    from worker.observe.spans import Attributes, Trace
 
 NONE: Attributes = {}
 
 
+@dataclass(slots=True, eq=False)
 class Timeline:
     """When a request first reached which stage, in monotonic seconds; its spans, if it is traced.
 
-    tracer: of this process, None where tracing is off; carried: Generate.trace, "" if not traced.
+    0 is not yet. What happens after a preemption changes none of the times.
     """
 
-    __slots__ = (
-        "_spans", "announced_at", "first_token_at", "landed_at", "prefill_s", "prefilled_by",
-        "received_at", "row_at", "stage",
-    )  # fmt: skip
-
-    def __init__(
-        self, received_at: float = 0.0, tracer: Tracer | None = None, carried: str = ""
-    ) -> None:
-        self.stage = ""  # the present one
-        self.prefilled_by: PeerId = ""  # "": all but the last token was in a prefix tree
-        self.prefill_s = 0.0  # KVReady.prefill_s, a duration
-        self.received_at = received_at
-        # 0: not yet. What happens after a preemption changes none of them.
-        self.announced_at = self.landed_at = self.row_at = self.first_token_at = 0.0
-        self._spans: Trace | None = None
-        if carried and tracer is not None:
-            self._spans = tracer.carried(carried, received_at)
+    received_at: float = 0.0
+    spans: Trace | None = None
+    stage: str = ""  # the present one
+    prefilled_by: PeerId = ""  # "": all but the last token was in a prefix tree
+    prefill_s: float = 0.0  # KVReady.prefill_s, a duration
+    announced_at: float = 0.0
+    landed_at: float = 0.0
+    row_at: float = 0.0
+    first_token_at: float = 0.0
 
     @property
     def carried(self) -> str:
         """The present stage as the parent of another process's spans; "": it is not traced."""
-        return "" if self._spans is None else self._spans.carried
+        return "" if self.spans is None else self.spans.carried
 
     def enter(
         self, stage: str, now: float, attributes: Attributes = NONE, *, asks: bool = False
     ) -> None:
         """Begin a stage. asks: it waits for another process."""
         self.stage = stage
-        if self._spans is not None:
-            self._spans.enter(stage, now, attributes, asks=asks)
+        if self.spans is not None:
+            self.spans.enter(stage, now, attributes, asks=asks)
 
     def announced(self, now: float, prefill_s: float, peer: PeerId, transport: str) -> None:
         """A prefill worker has announced all KV: what is not here yet is pulled."""
@@ -73,15 +67,15 @@ class Timeline:
         if not self.row_at:
             self.prefilled_by = me
         self.enter("prefill", now, {"kvlane.worker": me, "kvlane.placed": why})
-        if self._spans is not None:
-            self._spans.inner = self._spans.below(self._spans.at)
+        if self.spans is not None:
+            self.spans.inner = self.spans.below(self.spans.at)
             cached = {"kvlane.cached_tokens": num_cached_tokens}
-            self._spans.inner.enter("prefill_queue", now, cached)
+            self.spans.inner.enter("prefill_queue", now, cached)
 
     def chunk(self, began_at: float, now: float, num_tokens: int) -> None:
-        if self._spans is not None and self._spans.inner is not None:
+        if self.spans is not None and self.spans.inner is not None:
             size = {"kvlane.prompt_tokens": num_tokens}
-            self._spans.inner.add("prefill_chunk", began_at, now, size)
+            self.spans.inner.add("prefill_chunk", began_at, now, size)
 
     def row(self, now: float) -> None:
         """It gets a row: its first step begins, unless its prompt is to be prefilled in it."""
@@ -103,19 +97,19 @@ class Timeline:
 
     def pulled(self, num_bytes: int) -> None:
         """So many bytes of KV were pulled in the present stage."""
-        if self._spans is not None:
-            self._spans.note({"kvlane.bytes": num_bytes})
+        if self.spans is not None:
+            self.spans.note({"kvlane.bytes": num_bytes})
 
     def fail(self, now: float, error: str, why: str) -> None:
         """The present stage was cut off by an error; error: its code."""
-        if self._spans is not None:
-            self._spans.leave(now, error=error, why=why)
+        if self.spans is not None:
+            self.spans.leave(now, error=error, why=why)
 
     def end(self, now: float, num_output_tokens: int, error: Error | None = None) -> None:
         """The request has ended, maybe by an error; a second call does nothing."""
-        if self._spans is not None:
+        if self.spans is not None:
             code, why = ("", None) if error is None else (error.code, error.message)
-            self._spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
+            self.spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
 
     def _stages(self) -> Stages:
         if not self.row_at:  # the prefill worker drew the token

@@ -50,6 +50,8 @@ class Admission:
         if num_reqs >= int(config.max_num_reqs) + config.max_waiting:
             raise Busy("too many requests", BUSY_RETRY_S)
         self._check(message)  # looks at every token, so it comes after the checks of load
+        tracer = self._engine.tracer
+        spans = tracer.carried(message.trace, now) if tracer and message.trace else None
         req = Req(
             message.req_id,
             message.dispatch,
@@ -60,7 +62,7 @@ class Admission:
             now + message.timeout_s + DEADLINE_GRACE_S,
             message.candidates,
             is_sibling=bool(message.after),
-            timeline=Timeline(now, self._engine.tracer, message.trace),
+            timeline=Timeline(now, spans),
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages left", BUSY_RETRY_S)

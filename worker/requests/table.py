@@ -35,7 +35,6 @@ class Requests:
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
-        self._eos_ids = frozenset(engine.spec.eos_token_ids)
         self.sweep_at = 0.0
 
     def admit(
@@ -71,7 +70,7 @@ class Requests:
 
     def pass_on(self, req: Req) -> None:
         """Reply with the token that a prefill worker has drawn, before its KV has landed."""
-        reason = finish_reason(req, self._eos_ids)
+        reason = finish_reason(req, self._scheduler.eos_ids)
         self.replies.tokens(req, time.monotonic(), Last(reason=reason))
         if reason is not None:
             self.leave(req, reason)

@@ -63,7 +63,7 @@ class DecodeScheduler:
         self.running: dict[int, Req] = {}  # by row
         self.preempted: list[Req] = []
         self._engine = engine
-        self._eos_ids = eos_ids
+        self.eos_ids = eos_ids
         # Called as a request loses its row, and just before one whose KV is here gets one.
         self.on_preempt: Callable[[Req], None] = lambda req: None
         self.on_row: Callable[[Req, float], None] = lambda req, now: None
@@ -168,11 +168,11 @@ class DecodeScheduler:
             assert num, f"{req.key} drew from an inactive row"
             if num == 1 and req.matcher is None:  # most rows of most steps
                 req.tokens.append(result.tokens[0])
-                reason = finish_reason(req, self._eos_ids)
+                reason = finish_reason(req, self.eos_ids)
                 assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
                 req.num_computed_tokens = len(req.tokens) - 1
             else:
-                num, reason = _append(req, result, self._eos_ids)
+                num, reason = _append(req, result, self.eos_ids)
             if from_chunk:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
