@@ -61,11 +61,8 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See add_rms_norm_ref.
-
-    The sum goes to memory of its own: writing it over `residual` would save no traffic, and a
-    model's first residual is the embedding's output, which its caller keeps.
-    """
+    # The sum goes to memory of its own: writing it over `residual` would save no traffic, and a
+    # model's first residual is the embedding's output, which its caller keeps.
     assert total is None or total.shape == x.shape
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed) if total is None else total

@@ -19,17 +19,11 @@ def pair_norm_ref(
 ) -> Tensor:
     """Each row's embedded token and hidden state, both normed, one behind the other.
 
-    Args:
-        ids: [n] i64, rows of `tokens`; None: row i of `tokens` is row i's token.
-        tokens: [vocab_size, size], an embedding; or [n, size].
-        hidden: [n, size] of one dtype with `tokens`; each row contiguous.
-        token_weight: [size], of the token's norm; None: neither is normed.
-        hidden_weight: [size]; None if and only if token_weight is.
-        eps: of both norms; see rms_norm_ref.
-        hidden_first: does the hidden state stand before the token?
-
-    Returns:
-        [n, 2 · size], contiguous.
+    ids: [n] i64, rows of `tokens`; None: row i of `tokens` is row i's token.
+    tokens: [vocab_size, size], an embedding; or [n, size].
+    hidden: [n, size] of one dtype with `tokens`; each row contiguous.
+    token_weight, hidden_weight: [size], of the norms; None, both: neither is normed.
+    hidden_first: does the hidden state stand before the token? Returns [n, 2 · size], contiguous.
     """
     token = tokens if ids is None else F.embedding(ids, tokens)
     if token_weight is not None and hidden_weight is not None:

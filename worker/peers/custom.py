@@ -53,11 +53,9 @@ class CustomCollective(Collective):
     reads its input wherever it lies. For two shots an input that is not in one of `buffer` is
     copied into the next, and the sum is returned there.
 
-    Raises:
-        Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's
-            memory; at all ranks together. NCCL can do all that.
-        UserError: the device is not a GPU.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises Unsupported, at all ranks together, for more than 8 ranks, ranks on different hosts, and
+    GPUs that cannot map each other's memory: NCCL can do all that. UserError: the device is not a
+    GPU. PeerLost: not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True

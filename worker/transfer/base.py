@@ -30,10 +30,7 @@ POLL_BUDGET_S = 1e-3
 
 
 class Run(NamedTuple):
-    """One contiguous range to pull: offsets in bytes from the start of region number `region`.
-
-    `region` counts in the order of registration, which is the same on both sides.
-    """
+    """A range of bytes to pull, at offsets in a region; regions count by order of registration."""
 
     region: int
     local_offset: int
@@ -90,10 +87,7 @@ class Pull(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Issue no further reads. `poll` returns FAILED once those under way have ended.
-
-        Does nothing to a pull that is over.
-        """
+        """Issue no further reads; a RUNNING pull is FAILED once those under way have ended."""
         ...
 
 

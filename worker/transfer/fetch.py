@@ -144,10 +144,7 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether all pages of tokens[:-1] have landed under a lease; not while a token is awaited.
-
-        That token will be the last one, so the KV of all present tokens is wanted.
-        """
+        """Whether all pages of tokens[:-1] have landed; not while the last token is awaited."""
         return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
 
     @property
@@ -179,10 +176,7 @@ class Fetch:
         self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried))
 
     def announced(self, message: KVReady) -> bool:
-        """Queue pages for pulling; a renewal announces all settled KV again, which is skipped.
-
-        Returns whether the message brought the awaited token, which is now the last of req.tokens.
-        """
+        """Queue pages that are new; returns whether a token came, which ends req.tokens now."""
         req = self.req
         if len(req.tokens) == req.num_prompt_tokens:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)

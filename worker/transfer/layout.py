@@ -36,10 +36,7 @@ RegionHeads = tuple[HeadRange | None, ...]  # of each region; None: no head of i
 
 
 def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
-    """How many pages of `layout` the owner of `endpoint` has registered.
-
-    Raises Incompatible if that is no whole number, or not the same in every region.
-    """
+    """How many pages of `layout` an endpoint's owner has; Incompatible if its regions disagree."""
     sizes = [region.num_bytes for region in endpoint.regions]
     num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
     if sizes != [num_pages * region.page_bytes for region in layout.regions]:

@@ -204,10 +204,7 @@ class Engines:
             thread.start()
 
     def close(self) -> None:
-        """Destroy the serving engine; returns when all that were discarded are gone.
-
-        The engine of a first contact that is under way is destroyed when the contact ends.
-        """
+        """Destroy the serving engine; returns when all that were discarded so far are gone."""
         with self._lock:
             serving, self._serving = self._serving, None
         if serving is not None:

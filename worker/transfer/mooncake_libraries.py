@@ -22,10 +22,7 @@ OTHER_LIBRARIES = {
 
 
 def check_installed() -> None:
-    """Look for the wheel and its system libraries without loading them.
-
-    MissingLibrary names all that is missing and how to install it.
-    """
+    """Look for the wheel and its system libraries without loading them, or MissingLibrary."""
     spec = find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
         raise explain(ModuleNotFoundError("mooncake"))
