@@ -10,7 +10,7 @@ from worker.drafts.drafter_shape import ChainShape
 from worker.model.decoder import Decoder, FeedForward, SelfAttention
 from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.shard import Shard
-from worker.ops.pair_norm import pair_norm
+from worker.ops.norms import pair_norm
 
 
 class ChainDrafter(DrafterModel):
