@@ -29,11 +29,10 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE
 from worker.ops.norms import add_rms_norm
-from worker.peers.custom import CustomCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
 from worker.peers.gloo import GlooCollective
 from worker.peers.peer_layout import fits_one_shot
 from worker.peers.rendezvous import free_rendezvous
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
 Way = tuple[Tensor, Callable[[], Any]]  # the input, and what sums it and returns the sum
 SIZES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB

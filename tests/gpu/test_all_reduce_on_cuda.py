@@ -19,9 +19,8 @@ from worker.ops.norms import add_rms_norm_ref
 from worker.ops.skinny_triton import choose, skinny_gemm
 from worker.peers import all_reduce_triton as kernels
 from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm
-from worker.peers.custom import CustomCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
 from worker.peers.peer_layout import fits_fused, fits_one_shot
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(2)

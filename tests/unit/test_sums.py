@@ -11,8 +11,8 @@ from tests.equivalence.test_ranks import asked, sections
 from tests.support.engines import running
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.base import SingleCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.peers.gloo import GlooCollective
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
 from worker.run.sums import Sums
 

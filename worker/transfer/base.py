@@ -49,8 +49,7 @@ def pieces(runs: Sequence[Run], max_bytes: int) -> Iterator[Run]:
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one transport of one process; travels as msgpack on the control channel.
 
-    (host_key, pid, start_ticks) names one process for all time: a restarted worker differs in it
-    even if it got back its old pid and port.
+    (host_key, pid, start_ticks) names one process for all time, whatever pids and ports come back.
     """
 
     transport: str  # key of TRANSPORTS
@@ -88,7 +87,6 @@ class Pull(Protocol):
 
     def cancel(self) -> None:
         """Issue no further reads; a RUNNING pull is FAILED once those under way have ended."""
-        ...
 
 
 class Peer(Protocol):
@@ -107,7 +105,6 @@ class Peer(Protocol):
         Returns at once when no pull is RUNNING. Otherwise cancels the pulls and blocks until they
         are over, so a loop that cares cancels and polls them first.
         """
-        ...
 
 
 class KVTransport(Protocol):
@@ -126,7 +123,6 @@ class KVTransport(Protocol):
         The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
         transport cannot serve such memory.
         """
-        ...
 
     def endpoint(self) -> Endpoint:
         """What peers need in order to `connect`."""
@@ -146,20 +142,12 @@ class KVTransport(Protocol):
 
     def close(self) -> None:
         """Close all peers and give everything back; a second call does nothing."""
-        ...
 
 
 def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]) -> Endpoint:
     """The endpoint of the calling process with `regions` registered."""
-    return Endpoint(
-        transport=transport,
-        kind=kind,
-        name=name,
-        host_key=host_key(),
-        pid=os.getpid(),
-        start_ticks=process_stat(os.getpid()).start_ticks,
-        regions=tuple(regions),
-    )
+    pid, start_ticks = os.getpid(), process_stat(os.getpid()).start_ticks
+    return Endpoint(transport, kind, name, host_key(), pid, start_ticks, tuple(regions))
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:

@@ -44,7 +44,6 @@ class PageSource(Protocol):
 
     def close(self) -> None:
         """Let go of the peer, as Peer.close; a second call does nothing."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
