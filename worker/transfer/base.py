@@ -133,10 +133,8 @@ class KVTransport(Protocol):
         """Reach the peer and warm the way to it, so that the first pull is like any other.
 
         Blocks up to `timeout_s`: call it in a thread of its own, never on the hot path.
-
-        Raises:
-            Unreachable: no answer within `timeout_s`, or nobody is there.
-            Incompatible: another transport, kind, host or set of regions, or no access.
+        Raises Unreachable without an answer in time; Incompatible for another transport, kind, host
+        or set of regions, and without access.
         """
         ...
 
