@@ -92,9 +92,7 @@ class _Loading(ThreadPoolExecutor):
 class _Zeros(TorchFunctionMode):
     """Makes torch allocate zeros where it is asked for memory of any content."""
 
-    _ALLOCATE = frozenset(
-        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
-    )
+    _ALLOCATE = torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

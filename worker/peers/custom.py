@@ -25,9 +25,6 @@ from worker.peers.peer_layout import (
     NUM_BUFFERS,
     PeerLayout,
     PeerMemory,
-    fits_fused,
-    fits_gather,
-    fits_one_shot,
 )
 from worker.peers.rank_group import TIMEOUT_S, exchange, open_store
 
@@ -97,7 +94,7 @@ class CustomCollective(Collective):
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
         chosen = choose(self.table, num_bytes)
-        if chosen == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+        if chosen == ONE_SHOT and not self.memory.layout.fits_one_shot(num_bytes):
             chosen = TWO_SHOT
         if chosen == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
             chosen = NCCL
@@ -120,14 +117,14 @@ class CustomCollective(Collective):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
-        fused = fits_fused(self.memory.layout, num_rows, row_bytes)
+        fused = self.memory.layout.fits_fused(num_rows, row_bytes)
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
             return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = x.contiguous()
-        if not fits_gather(self.memory.layout, x.nbytes):
+        if not self.memory.layout.fits_gather(x.nbytes):
             return self._nccl.all_gather(x, dim)
         return join_parts(gather(self.memory, x), dim)
 
@@ -230,7 +227,7 @@ def measure(
     meet = captured(ONE_SHOT, zeros(MEASURED_BYTES[0]))
     times: dict[int, dict[str, float]] = {}
     for num_bytes in (size for size in MEASURED_BYTES if size <= layout.buffer_bytes):
-        ways = [TWO_SHOT, NCCL] + [ONE_SHOT] * fits_one_shot(layout, num_bytes)
+        ways = [TWO_SHOT, NCCL] + [ONE_SHOT] * layout.fits_one_shot(num_bytes)
         x = zeros(num_bytes)
         times[num_bytes] = {name: _seconds(captured(name, x), meet.replay) for name in ways}
     return times
