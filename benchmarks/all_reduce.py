@@ -29,11 +29,9 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE
 from worker.ops.norms import add_rms_norm
-from worker.peers.custom import CustomCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
 from worker.peers.gloo import GlooCollective
-from worker.peers.peer_layout import fits_one_shot
 from worker.peers.rendezvous import free_rendezvous
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
 
 Way = tuple[Tensor, Callable[[], Any]]  # the input, and what sums it and returns the sum
 SIZES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
@@ -75,7 +73,7 @@ class Rank:
         calls: dict[str, Callable[[Tensor], Tensor]] = {"chosen": ours.all_reduce}
         if isinstance(ours, CustomCollective):
             names = [NCCL, TWO_SHOT]
-            names += [ONE_SHOT] * fits_one_shot(ours.memory.layout, num_bytes)
+            names += [ONE_SHOT] * ours.memory.layout.fits_one_shot(num_bytes)
             calls |= {name: partial(ours.all_reduce_by, name) for name in names}
         return self._on_buffers(calls, size)
 

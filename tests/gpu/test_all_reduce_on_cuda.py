@@ -19,9 +19,7 @@ from worker.ops.norms import add_rms_norm_ref
 from worker.ops.skinny_triton import choose, skinny_gemm
 from worker.peers import all_reduce_triton as kernels
 from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm
-from worker.peers.custom import CustomCollective
-from worker.peers.peer_layout import fits_fused, fits_one_shot
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = pytest.mark.gpu(2)
@@ -109,9 +107,9 @@ class Calls:
             found = self.collective.all_gather(part[:1], dim=0)
             self.bad += differ(found, case.parts[:, 0], nan=False)
             return
-        fits = fits_one_shot(self.layout, part.nbytes)
+        fits = self.layout.fits_one_shot(part.nbytes)
         if kind == FUSED and hidden in FUSED_WIDTHS:
-            fits = fits_fused(self.layout, num_rows, hidden * part.element_size())
+            fits = self.layout.fits_fused(num_rows, hidden * part.element_size())
         elif kind == FUSED:
             kind = ONE_SHOT
         kind = kind if fits or kind == NCCL else TWO_SHOT

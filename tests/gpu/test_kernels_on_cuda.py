@@ -26,12 +26,13 @@ from worker.ops.best_pairs import VocabPart
 from worker.ops.norms import (
     add_rms_norm,
     add_rms_norm_ref,
+    pair_norm,
+    pair_norm_ref,
     rms_norm,
     rms_norm_ref,
     swiglu,
     swiglu_ref,
 )
-from worker.ops.pair_norm import pair_norm, pair_norm_ref
 from worker.ops.philox import gumbel_ref
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step import rows as step_rows

@@ -31,9 +31,6 @@ from worker.peers.peer_layout import (
     GATHER_BLOCK,
     PeerLayout,
     PeerMemory,
-    fits_fused,
-    fits_gather,
-    fits_one_shot,
     one_shot_tiles,
     share_of,
     two_shot_tiles,
@@ -165,14 +162,14 @@ if not INTERPRETED:
             share, tiles = share_of(chunks, world), two_shot_tiles(chunks, world)
             assert share * world >= chunks
             assert tiles.programs * tiles.steps * tiles.block >= share
-        assert fits_one_shot(layout, 1 << 20)
-        assert not fits_one_shot(layout, 1 << 26)
-        assert fits_fused(layout, 128, 16384)
-        assert not fits_fused(layout, 1, 1000), "rows are whole chunks"
-        assert not fits_fused(layout, 1, 65536), "a row is held in registers"
-        assert fits_gather(layout, 8)
-        assert not fits_gather(layout, 4)
-        assert not fits_gather(layout, 1 << 20)
+        assert layout.fits_one_shot(1 << 20)
+        assert not layout.fits_one_shot(1 << 26)
+        assert layout.fits_fused(128, 16384)
+        assert not layout.fits_fused(1, 1000), "rows are whole chunks"
+        assert not layout.fits_fused(1, 65536), "a row is held in registers"
+        assert layout.fits_gather(8)
+        assert not layout.fits_gather(4)
+        assert not layout.fits_gather(1 << 20)
 
 else:
 

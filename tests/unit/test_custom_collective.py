@@ -17,11 +17,18 @@ from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
 from worker.model.layers import Placement, RowParallelLinear, VocabParallelEmbedding
 from worker.peers import custom
-from worker.peers.custom import CustomCollective
+from worker.peers.custom import (
+    NCCL,
+    ONE_SHOT,
+    TWO_SHOT,
+    CustomCollective,
+    choose,
+    default_table,
+    table_of,
+)
 from worker.peers.gloo import GlooCollective
 from worker.peers.peer_layout import MIB, PeerLayout
 from worker.peers.rank_group import exchange
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, table_of
 
 KIB = 1 << 10
 

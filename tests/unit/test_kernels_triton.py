@@ -19,7 +19,7 @@ from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.draw import draw_rows_triton as draw_rows
 from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows, draw_ref
-from worker.ops import norms, norms_triton, pair_norm, pair_norm_triton, philox, philox_triton
+from worker.ops import norms, norms_triton, philox, philox_triton
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step import rows as step_rows
 from worker.step import rows_triton as step_rows_triton
@@ -153,8 +153,8 @@ if not INTERPRETED:
             norms_triton.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
         ids, weight = torch.zeros(2, dtype=torch.int64), empty(4096)
         for given in (ids, weight, weight), (None, None, None):
-            with compiling(pair_norm_triton):
-                pair_norm_triton.pair_norm_triton(
+            with compiling(norms_triton, "_pair_norm_kernel"):
+                norms_triton.pair_norm_triton(
                     given[0], empty(9, 4096), empty(2, 4096), *given[1:], 1e-6, False
                 )
         for rows in (2, norms_triton.MANY_ROWS):
@@ -237,7 +237,7 @@ else:
         ids = torch.tensor([8, 3, 3, 0, 0]) if gathers else None
         weights = [noise(40, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
         given = ids, tokens if gathers else tokens[:5], hidden, *weights, 1e-5, hidden_first
-        got, wanted = pair_norm_triton.pair_norm_triton(*given), pair_norm.pair_norm_ref(*given)
+        got, wanted = norms_triton.pair_norm_triton(*given), norms.pair_norm_ref(*given)
         close(got, wanted)
         if not normed:
             assert torch.equal(got, wanted)

@@ -25,7 +25,7 @@ from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder, FeedForward, SelfAttention
 from worker.model.layers import ReplicatedLinear, RMSNorm
-from worker.ops.pair_norm import pair_norm
+from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows
 from worker.step.state import StepState
 

@@ -13,10 +13,7 @@ BLOCK = 128
 
 @triton.jit
 def key_of(x, BITS: tl.constexpr):
-    """Signed integers in the order of x, which is not -0.
-
-    BITS = 16 keeps the upper half. It is all of a bf16: the lower half is 0.
-    """
+    """Signed integers in the order of x, which is not -0; BITS = 16: of a bf16, as many bits."""
     bits = x.to(tl.int32, bitcast=True)
     key = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
     if BITS == 16:

@@ -31,13 +31,8 @@ def compile_ahead(step: Callable[[], object]) -> int:
 
     What a kernel would have written stays as it was, and memory that `step` allocates is zeros: ids
     and rows that torch's own ops read from it are then valid. So its values must not steer `step`,
-    which holds for whatever can be captured as a graph. Other threads launch as ever.
-
-    Returns:
-        The number of kernels.
-
-    Raises:
-        Whatever the compiler raises for one of them.
+    which holds for whatever can be captured as a graph. Other threads launch as ever. Returns the
+    number of kernels; raises what the compiler raises for one of them.
     """
     return copy_context().run(_compile_ahead, step)  # in which an error leaves Triton's mode active
 
@@ -97,9 +92,7 @@ class _Loading(ThreadPoolExecutor):
 class _Zeros(TorchFunctionMode):
     """Makes torch allocate zeros where it is asked for memory of any content."""
 
-    _ALLOCATE = frozenset(
-        {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty}
-    )
+    _ALLOCATE = torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -9,6 +9,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -38,18 +39,10 @@ elif HAS_TRITON:
             gdc_launch_dependents()
 else:
 
-    class _Absent:
-        """Stands for both modules: `jit` and `constexpr` leave their argument as it is."""
+    def _jit(function: Any = None, **_options: Any) -> Any:
+        return function if function is not None else _jit
 
-        @staticmethod
-        def jit(function: Any = None, **_options: Any) -> Any:
-            return function if function is not None else lambda each: each
-
-        @staticmethod
-        def constexpr(value: Any) -> Any:
-            return value
-
-    triton = tl = _Absent()
+    triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
     enter = gdc_launch_dependents = gdc_wait = None
 
 

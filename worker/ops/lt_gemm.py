@@ -63,10 +63,7 @@ class Table(msgspec.Struct, frozen=True):
 
 
 def algorithms_for(device: str, version: int, folder: Path = TUNED) -> dict[Shape, Words]:
-    """The table in `folder` for devices of this name and this cuBLASLt; without one it is empty.
-
-    ValueError: it is broken.
-    """
+    """The table for devices of this name and this cuBLASLt, or {}; ValueError: a broken file."""
     path = folder / f"{device.replace(' ', '_').replace('/', '_')}.json"
     if not path.exists():
         return {}

@@ -20,14 +20,9 @@ def _mul_hi_lo(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox_ref(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor) -> tuple[Tensor, ...]:
-    """Four words of 32 random bits for each counter.
+    """Four words of 32 random bits for each counter: i64 in [0, 2**32), of the broadcast shape.
 
-    Args:
-        c0..c3: int64 counters in [0, 2**32), broadcastable.
-        seed: int64 key; its low and high 32 bits are the two key words.
-
-    Returns:
-        Four int64 tensors of the broadcast shape, values in [0, 2**32).
+    c0..c3: i64 counters in [0, 2**32). seed: i64; its low and high 32 bits are the two key words.
     """
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(ROUNDS):
@@ -41,14 +36,9 @@ def philox_ref(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, seed: Tensor) -> 
 def gumbel_ref(seed: Tensor, position: Tensor, num_ids: int, first: int = 0) -> Tensor:
     """Standard Gumbel noise for some token ids at one position of each row.
 
-    Args:
-        seed: [num_rows] i64.
-        position: [num_rows] i64, index of the token to be drawn in prompt + output.
-        num_ids: number of token ids.
-        first: the first of them, a multiple of 4.
-
-    Returns:
-        [num_rows, num_ids] f32; entry (r, v) depends on (seed[r], position[r], first + v) alone.
+    seed: [num_rows] i64; position: [num_rows] i64, index of the token to be drawn in prompt +
+    output; first: of the `num_ids` token ids, a multiple of 4. Returns [num_rows, num_ids] f32;
+    entry (r, v) depends on (seed[r], position[r], first + v) alone.
     """
     assert first % 4 == 0
     blocks = first // 4 + torch.arange(-(-num_ids // 4), device=seed.device)

@@ -13,10 +13,7 @@ if HAS_TRITON:
 
 @triton.jit
 def natural_log(x, EXACT: tl.constexpr):
-    """log of f32, right to about the last bit; the fast log fails near 1, where noise needs it.
-
-    EXACT: CUDA's accurate log; else that of Triton's interpreter.
-    """
+    """log of f32; EXACT: CUDA's accurate log (the fast one fails near 1), not the interpreter's."""
     if EXACT:
         return _log(x)
     return tl.log(x)

@@ -35,8 +35,9 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None
     if (tile := _tile(x, w)) is not None:
         out = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
         return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
-    if (tuned := _tuned(x, w, out)) is not None:
-        return tuned
+    tuned = tuned_gemm(x.device) if x.is_cuda and x.shape[0] > OWN_ROWS else None
+    if tuned is not None and (result := tuned(x, w, out)) is not None:
+        return result
     return F.linear(x, w) if out is None else torch.mm(x, w.t(), out=out)
 
 
@@ -60,14 +61,6 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
         return None
     tile = choose(m, n, k, product_follows=product_follows)
     return tile if tile.num_tiles(n) <= MAX_TILES and has_dependent_launch(x) else None
-
-
-def _tuned(x: Tensor, w: Tensor, out: Tensor | None) -> Tensor | None:
-    """By the algorithm that a search found for exactly this shape; None: there is none."""
-    if not (x.is_cuda and x.shape[0] > OWN_ROWS):
-        return None
-    gemm = tuned_gemm(x.device)
-    return None if gemm is None else gemm(x, w, out)
 
 
 @cache

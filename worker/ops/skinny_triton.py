@@ -124,10 +124,7 @@ def _gated(acc, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr, dtype):
 
 @dataclass(frozen=True, slots=True)
 class SkinnyTile:
-    """How one product is cut into programs.
-
-    `trigger`: the next kernel may start when so many steps are left.
-    """
+    """How one product is cut into programs."""
 
     block_m: int
     block_n: int
@@ -135,7 +132,7 @@ class SkinnyTile:
     split: int
     num_warps: int
     num_stages: int
-    trigger: int
+    trigger: int  # the next kernel may start when so many steps are left
 
     def num_tiles(self, n: int) -> int:
         """Tiles along the output's columns."""

@@ -27,8 +27,6 @@ from worker.peers.peer_layout import (
     CHUNK_BYTES,
     GATHER_BLOCK,
     PeerMemory,
-    fits_fused,
-    fits_gather,
     one_shot_tiles,
     share_of,
     tiles_of,
@@ -440,7 +438,7 @@ def one_shot_rms_norm(
     hidden, layout = x.shape[-1], memory.layout
     row_bytes, num_rows = hidden * x.element_size(), x.numel() // hidden
     assert chunks_of(x)
-    assert fits_fused(layout, num_rows, row_bytes)
+    assert layout.fits_fused(num_rows, row_bytes)
     normed = torch.empty_like(x)
     total = torch.empty_like(x) if total is None else total
     assert total.dtype == x.dtype
@@ -494,7 +492,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     """[world, *x.shape]: every rank's x, of any dtype, bit for bit; fits_gather."""
     assert x.is_contiguous()
     layout = memory.layout
-    assert fits_gather(layout, x.nbytes)
+    assert layout.fits_gather(x.nbytes)
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
     tiles = tiles_of(num_pairs, GATHER_BLOCK)

@@ -70,10 +70,7 @@ class Collective(Protocol):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def calibrate(self) -> None:
-        """Choose algorithms by what is fastest here: all ranks at once, at the start.
-
-        Before any graph is captured: those keep what they were captured with.
-        """
+        """Choose algorithms by what is fastest here: all ranks at once, before any is captured."""
 
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
@@ -83,10 +80,7 @@ class Collective(Protocol):
         """
 
     def close(self) -> None:
-        """Leave the group and free its sockets and memory; idempotent.
-
-        Graphs that hold its calls have to be gone.
-        """
+        """Leave the group and free what it has; no graph may hold its calls. Idempotent."""
 
 
 class SingleCollective(Collective):

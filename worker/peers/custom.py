@@ -3,7 +3,9 @@
 import json
 import logging
 import math
+import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -19,20 +21,23 @@ from worker.peers.peer_layout import (
     CONTROL_WORDS,
     FAULT,
     LIMIT_NS,
+    MIB,
     NUM_BUFFERS,
     PeerLayout,
     PeerMemory,
-    fits_fused,
-    fits_gather,
-    fits_one_shot,
 )
 from worker.peers.rank_group import TIMEOUT_S, exchange, open_store
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose, default_table, measure, table_of
 
 log = logging.getLogger("kvlane.comm")
 
 MAX_SIZE = 8  # ranks
 CLOSE_S = 2.0  # for peers to be done with this rank's memory
+ONE_SHOT, TWO_SHOT, NCCL = "one_shot", "two_shot", "nccl"
+MEASURED_BYTES = tuple(1 << power for power in range(13, 27))  # 8 KiB to 64 MiB
+MEASURED_CALLS, MEASURED_REPLAYS = 40, 5
+
+# Rows (most bytes of a message, algorithm), in order; beyond the last one it is NCCL.
+Table = Sequence[tuple[int, str]]
 
 
 def pinned_zeros(count: int) -> Tensor:
@@ -53,11 +58,9 @@ class CustomCollective(Collective):
     reads its input wherever it lies. For two shots an input that is not in one of `buffer` is
     copied into the next, and the sum is returned there.
 
-    Raises:
-        Unsupported: more than 8 ranks, ranks on different hosts, GPUs that cannot map each other's
-            memory; at all ranks together. NCCL can do all that.
-        UserError: the device is not a GPU.
-        PeerLost: not all ranks came to `init_method` in time.
+    Raises Unsupported, at all ranks together, for more than 8 ranks, ranks on different hosts, and
+    GPUs that cannot map each other's memory: NCCL can do all that. UserError: the device is not a
+    GPU. PeerLost: not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True
@@ -91,7 +94,7 @@ class CustomCollective(Collective):
         if dtype not in DTYPES or num_bytes % CHUNK_BYTES:
             return NCCL
         chosen = choose(self.table, num_bytes)
-        if chosen == ONE_SHOT and not fits_one_shot(self.memory.layout, num_bytes):
+        if chosen == ONE_SHOT and not self.memory.layout.fits_one_shot(num_bytes):
             chosen = TWO_SHOT
         if chosen == TWO_SHOT and num_bytes > self.memory.layout.buffer_bytes:
             chosen = NCCL
@@ -114,14 +117,14 @@ class CustomCollective(Collective):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
-        fused = fits_fused(self.memory.layout, num_rows, row_bytes)
+        fused = self.memory.layout.fits_fused(num_rows, row_bytes)
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
             return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = x.contiguous()
-        if not fits_gather(self.memory.layout, x.nbytes):
+        if not self.memory.layout.fits_gather(x.nbytes):
             return self._nccl.all_gather(x, dim)
         return join_parts(gather(self.memory, x), dim)
 
@@ -175,3 +178,69 @@ class CustomCollective(Collective):
         self.table = tuple((limit, name) for limit, name in json.loads(tables[0]))
         rows = ", ".join(f"{name} to {limit >> 10} KiB" for limit, name in self.table)
         log.info("all-reduce of %d ranks: %s, then %s", self.size, rows, NCCL)
+
+
+def default_table(size: int) -> Table:
+    """What holds until `calibrate` has measured: by the traffic that each algorithm makes."""
+    return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
+
+
+def choose(table: Table, num_bytes: int) -> str:
+    """The algorithm for a message of so many bytes."""
+    return next((name for limit, name in table if num_bytes <= limit), NCCL)
+
+
+def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
+    """The fastest algorithm for each size measured, sizes of one algorithm in one row.
+
+    times: bytes -> algorithm -> seconds. A size stands for those up to it, from the one before on.
+    """
+    rows: list[tuple[int, str]] = []
+    for num_bytes, took in sorted(times.items()):
+        best = min(took, key=lambda name: (took[name], name))
+        if rows and rows[-1][1] == best:
+            rows.pop()
+        rows.append((num_bytes, best))
+    return tuple(rows)
+
+
+def measure(
+    all_reduce_by: Callable[[str, Tensor], Tensor],
+    buffer: Callable[[tuple[int, ...], torch.dtype], Tensor],
+    layout: PeerLayout,
+) -> dict[int, dict[str, float]]:
+    """Bytes -> algorithm -> seconds of a call, among others in a graph; all ranks together."""
+
+    def captured(algorithm: str, x: Tensor) -> torch.cuda.CUDAGraph:
+        all_reduce_by(algorithm, x)  # compiled, before the capture
+        torch.cuda.synchronize(x.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            for _ in range(MEASURED_CALLS):
+                all_reduce_by(algorithm, x)
+        return graph
+
+    def zeros(num_bytes: int) -> Tensor:
+        return buffer((num_bytes // 2,), torch.bfloat16).zero_()
+
+    # Calls that go before, while which every host launches what is measured.
+    meet = captured(ONE_SHOT, zeros(MEASURED_BYTES[0]))
+    times: dict[int, dict[str, float]] = {}
+    for num_bytes in (size for size in MEASURED_BYTES if size <= layout.buffer_bytes):
+        ways = [TWO_SHOT, NCCL] + [ONE_SHOT] * layout.fits_one_shot(num_bytes)
+        x = zeros(num_bytes)
+        times[num_bytes] = {name: _seconds(captured(name, x), meet.replay) for name in ways}
+    return times
+
+
+def _seconds(graph: torch.cuda.CUDAGraph, meet: Callable[[], None]) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    took: list[float] = []
+    for _ in range(MEASURED_REPLAYS):
+        meet()
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        took.append(begin.elapsed_time(end) / 1e3 / MEASURED_CALLS)
+    return statistics.median(took[1:])

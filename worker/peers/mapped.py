@@ -20,7 +20,6 @@ from worker.errors import Unsupported
 from worker.peers.peer_layout import PeerLayout
 from worker.peers.rank_group import exchange
 
-HANDLE_BYTES = 64
 LAZY_PEER_ACCESS = 1
 BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of a host
 
@@ -28,7 +27,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # the same in all containers of 
 class Handle(ctypes.Structure):
     """CUipcMemHandle."""
 
-    _fields_ = (("reserved", c_char * HANDLE_BYTES),)
+    _fields_ = (("reserved", c_char * 64),)
 
 
 class DriverError(RuntimeError):

@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import (
 from worker.errors import PeerLost, UserError
 from worker.peers.base import Collective, join_parts
 from worker.peers.rank_group import TIMEOUT_S, open_store
-from worker.peers.table import NCCL
 
 # Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the
 # GPUs of a shared host out of service, and ours needs none. A call that is late aborts its group
@@ -86,7 +85,7 @@ class NcclCollective(Collective):
         return join_parts(parts, dim)
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        return NCCL
+        return "nccl"
 
     def check(self) -> None:
         if not self._lost and self._group is not None:

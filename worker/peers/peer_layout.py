@@ -63,6 +63,21 @@ class PeerLayout:
         """Size of a region."""
         return self.buffers + NUM_BUFFERS * self.buffer_bytes
 
+    def fits_one_shot(self, num_bytes: int) -> bool:
+        """Whether a message of so many bytes can go by one shot."""
+        tiles = one_shot_tiles(-(-num_bytes // CHUNK_BYTES))
+        return tiles.steps * tiles.block <= self.piece
+
+    def fits_fused(self, num_rows: int, row_bytes: int) -> bool:
+        """Whether rows of so many bytes can be summed and normed by one kernel."""
+        row = row_bytes // CHUNK_BYTES
+        whole = row_bytes % CHUNK_BYTES == 0 and 0 < row <= MAX_ROW_CHUNKS
+        return whole and -(-num_rows // CHANNELS) * row <= self.piece
+
+    def fits_gather(self, num_bytes: int) -> bool:
+        """Whether parts of so many bytes can be gathered by our kernel."""
+        return num_bytes % 8 == 0 and 0 < num_bytes // 8 <= self.marked_piece * CHANNELS
+
     def clear(self, region: Tensor) -> None:
         """Make a region, u8 [num_bytes], ready for the first calls."""
         region[: self.slots].zero_()
@@ -125,21 +140,3 @@ def two_shot_tiles(num_chunks: int, world: int) -> Tiles:
     share = share_of(num_chunks, world)
     large = 2048 if world == 2 else 1024
     return tiles_of(share, 512 if share <= CHANNELS * 512 else large)
-
-
-def fits_one_shot(layout: PeerLayout, num_bytes: int) -> bool:
-    """Whether a message of so many bytes can go by one shot."""
-    tiles = one_shot_tiles(-(-num_bytes // CHUNK_BYTES))
-    return tiles.steps * tiles.block <= layout.piece
-
-
-def fits_fused(layout: PeerLayout, num_rows: int, row_bytes: int) -> bool:
-    """Whether rows of so many bytes can be summed and normed by one kernel."""
-    row = row_bytes // CHUNK_BYTES
-    whole = row_bytes % CHUNK_BYTES == 0 and 0 < row <= MAX_ROW_CHUNKS
-    return whole and -(-num_rows // CHANNELS) * row <= layout.piece
-
-
-def fits_gather(layout: PeerLayout, num_bytes: int) -> bool:
-    """Whether parts of so many bytes can be gathered by our kernel."""
-    return num_bytes % 8 == 0 and 0 < num_bytes // 8 <= layout.marked_piece * CHANNELS

@@ -20,10 +20,7 @@ START_TIMEOUT_S = 1800.0
 
 
 def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
-    """Open the store of a group that alone uses `init_method`; keys stay until the group is gone.
-
-    Raises PeerLost if the rank that keeps the store did not come in time.
-    """
+    """The store of a group that alone uses `init_method`; PeerLost: its keeper came too late."""
     try:
         stores = rendezvous(init_method, rank, size, timeout=timedelta(seconds=TIMEOUT_S))
         store, _, _ = next(iter(stores))
@@ -71,10 +68,7 @@ class RankGroup:
             raise PeerLost(f"rank {rank} of {size}: no rendezvous at {rendezvous}: {e}") from e
 
     def gather(self, value: bytes) -> list[bytes]:
-        """Give `value` to all ranks; returns the values of all, in rank order. Blocks.
-
-        Raises PeerLost if a rank did not come in time, or rank 0 is gone.
-        """
+        """Every rank's `value`, in rank order; blocks. PeerLost: one is late, or rank 0 is gone."""
         if self._store is None:
             return [value]
         self._num_calls += 1

@@ -30,10 +30,7 @@ POLL_BUDGET_S = 1e-3
 
 
 class Run(NamedTuple):
-    """One contiguous range to pull: offsets in bytes from the start of region number `region`.
-
-    `region` counts in the order of registration, which is the same on both sides.
-    """
+    """A range of bytes to pull, at offsets in a region; regions count by order of registration."""
 
     region: int
     local_offset: int
@@ -52,8 +49,7 @@ def pieces(runs: Sequence[Run], max_bytes: int) -> Iterator[Run]:
 class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """How to reach one transport of one process; travels as msgpack on the control channel.
 
-    (host_key, pid, start_ticks) names one process for all time: a restarted worker differs in it
-    even if it got back its old pid and port.
+    (host_key, pid, start_ticks) names one process for all time, whatever pids and ports come back.
     """
 
     transport: str  # key of TRANSPORTS
@@ -90,11 +86,7 @@ class Pull(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Issue no further reads. `poll` returns FAILED once those under way have ended.
-
-        Does nothing to a pull that is over.
-        """
-        ...
+        """Issue no further reads; a RUNNING pull is FAILED once those under way have ended."""
 
 
 class Peer(Protocol):
@@ -113,7 +105,6 @@ class Peer(Protocol):
         Returns at once when no pull is RUNNING. Otherwise cancels the pulls and blocks until they
         are over, so a loop that cares cancels and polls them first.
         """
-        ...
 
 
 class KVTransport(Protocol):
@@ -132,7 +123,6 @@ class KVTransport(Protocol):
         The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
         transport cannot serve such memory.
         """
-        ...
 
     def endpoint(self) -> Endpoint:
         """What peers need in order to `connect`."""
@@ -143,29 +133,19 @@ class KVTransport(Protocol):
         """Reach the peer and warm the way to it, so that the first pull is like any other.
 
         Blocks up to `timeout_s`: call it in a thread of its own, never on the hot path.
-
-        Raises:
-            Unreachable: no answer within `timeout_s`, or nobody is there.
-            Incompatible: another transport, kind, host or set of regions, or no access.
+        Raises Unreachable without an answer in time; Incompatible for another transport, kind, host
+        or set of regions, and without access.
         """
         ...
 
     def close(self) -> None:
         """Close all peers and give everything back; a second call does nothing."""
-        ...
 
 
 def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]) -> Endpoint:
     """The endpoint of the calling process with `regions` registered."""
-    return Endpoint(
-        transport=transport,
-        kind=kind,
-        name=name,
-        host_key=host_key(),
-        pid=os.getpid(),
-        start_ticks=process_stat(os.getpid()).start_ticks,
-        regions=tuple(regions),
-    )
+    pid, start_ticks = os.getpid(), process_stat(os.getpid()).start_ticks
+    return Endpoint(transport, kind, name, host_key(), pid, start_ticks, tuple(regions))
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:

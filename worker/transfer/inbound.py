@@ -60,20 +60,14 @@ class Inbound:
         return True
 
     def cancel(self, req: Req, reason: FinishReason) -> None:
-        """Cancel the fetch of a request that ends; `poll` returns it once none of its pulls runs.
-
-        The reason of the first call becomes `Fetch.ending`.
-        """
+        """Cancel a request's fetch for the first reason given; `poll` returns it as any other."""
         for fetch in self.fetches.values():
             if fetch.req is req and fetch.ending is None:
                 fetch.ending = reason
                 fetch.drain()
 
     def on_ready(self, message: KVReady) -> Req | None:
-        """Pass an announcement to its fetch, or drop it if it is outdated.
-
-        Returns the request if the message brought a token, which is now the last of `req.tokens`.
-        """
+        """Pass an announcement to its fetch; returns the request if that has got a token by it."""
         fetch = self._find(message.xfer, "KVReady")
         return fetch.req if fetch is not None and fetch.announced(message) else None
 

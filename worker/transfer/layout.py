@@ -36,10 +36,7 @@ RegionHeads = tuple[HeadRange | None, ...]  # of each region; None: no head of i
 
 
 def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
-    """How many pages of `layout` the owner of `endpoint` has registered.
-
-    Raises Incompatible if that is no whole number, or not the same in every region.
-    """
+    """How many pages of `layout` an endpoint's owner has; Incompatible if its regions disagree."""
     sizes = [region.num_bytes for region in endpoint.regions]
     num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
     if sizes != [num_pages * region.page_bytes for region in layout.regions]:
@@ -92,8 +89,8 @@ def rank_plan(
 class RankPair:
     """The pools of a local and a remote rank, and the heads that the local one pulls.
 
-    The layouts differ at most in their numbers of heads. Page p of layer group g of a region begins
-    at (g * pages of that side + p) * group_bytes.
+    The layouts are shares of one model, so they differ at most in their numbers of heads. Page p of
+    layer group g of a region begins at (g * pages of that side + p) * group_bytes.
     """
 
     local: KVLayout
@@ -101,15 +98,6 @@ class RankPair:
     local_pages: int  # of each side's pool, page 0 included
     remote_pages: int
     heads: RegionHeads
-
-    def __post_init__(self) -> None:
-        regions = zip(self.heads, self.local.regions, self.remote.regions, strict=True)
-        for heads, here, there in regions:
-            assert here.head_bytes == there.head_bytes, f"{here} and {there} do not match"
-            assert here.num_groups == there.num_groups, f"{here} and {there} do not match"
-            if heads is not None:
-                assert 0 <= heads.local_first <= here.num_kv_heads - heads.num_heads, heads
-                assert 0 <= heads.remote_first <= there.num_kv_heads - heads.num_heads, heads
 
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.

@@ -166,10 +166,7 @@ class MooncakePeer(Peer):
         self._pulls: list[MooncakePull] = []
 
     def read(self, piece: Run) -> int:
-        """Start one read; its batch id, or 0 if the engine refused.
-
-        One piece a batch: the status of a batch is that of its first entry.
-        """
+        """Start one read; its batch id, or 0: refused. A batch's status is that of its first."""
         assert self._engine is not None
         here = self._transport.endpoint().regions[piece.region].address + piece.local_offset
         there = self._endpoint.regions[piece.region].address + piece.remote_offset
@@ -212,11 +209,7 @@ class MooncakeTransport(KVTransport):
 
     `host`, which peers dial, is not checked by the engine. `rdma` fails loudly without a card;
     nothing falls back. `tcp` copies CUDA memory slice by slice through the host (1.6 to 1.9 GB/s):
-    it is for tests.
-
-    Raises:
-        Unsupported: unknown kind, a second kind in one process, or no such hardware.
-        MissingLibrary: mooncake or one of its system libraries is not installed.
+    it is for tests. A process has one kind.
     """
 
     name = "mooncake"

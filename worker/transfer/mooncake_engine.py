@@ -204,10 +204,7 @@ class Engines:
             thread.start()
 
     def close(self) -> None:
-        """Destroy the serving engine; returns when all that were discarded are gone.
-
-        The engine of a first contact that is under way is destroyed when the contact ends.
-        """
+        """Destroy the serving engine; returns when all that were discarded so far are gone."""
         with self._lock:
             serving, self._serving = self._serving, None
         if serving is not None:
@@ -226,8 +223,7 @@ class Engines:
         held_ms = (time.perf_counter() - began) * 1e3
         log.debug("destroyed the mooncake engine of port %d: GIL held for %.1f ms", port, held_ms)
 
-    def _set_device(self) -> None:
-        """Make this thread's device the one on which IPC handles are opened and closed."""
+    def _set_device(self) -> None:  # IPC handles are opened and closed on this thread's device
         if self._device is not None:
             torch.cuda.set_device(self._device)
 

@@ -22,10 +22,7 @@ OTHER_LIBRARIES = {
 
 
 def check_installed() -> None:
-    """Look for the wheel and its system libraries without loading them.
-
-    MissingLibrary names all that is missing and how to install it.
-    """
+    """Look for the wheel and its system libraries without loading them, or MissingLibrary."""
     spec = find_spec("mooncake")
     if spec is None or not spec.submodule_search_locations:
         raise explain(ModuleNotFoundError("mooncake"))
@@ -40,14 +37,10 @@ def check_installed() -> None:
 
 def check_links(ldd_output: str) -> None:
     """Raise MissingLibrary if ldd misses a library. CUDA's do not count: torch brings them."""
-    lines = ldd_output.splitlines()
-    absent = [line.split()[0] for line in lines if line.endswith("=> not found")]
-    packages = {
-        name: package
-        for name in absent
-        for library, package in APT_PACKAGES.items()
-        if name.startswith(library)
-    }
+    lines = [line for line in ldd_output.splitlines() if line.endswith("=> not found")]
+    absent = [line.split()[0] for line in lines]
+    known = APT_PACKAGES.items()
+    packages = {name: package for name in absent for lib, package in known if name.startswith(lib)}
     if packages:
         raise MissingLibrary(
             f"mooncake needs the system libraries {', '.join(packages)}: "

@@ -86,7 +86,12 @@ class Outbound:
         for older in attempts:
             self._drop(self._outgoing[older])  # decode asks again only when its pulls are over
         try:
-            req = self._admit(message)
+            if not 0 <= message.num_matched < len(message.tokens) - 1:
+                raise UserError("nothing to prefill")
+            if self.draining:
+                raise Busy("draining")
+            if (req := self.scheduler.admit(message)) is None:
+                raise Busy("no room")
         except KvlaneError as error:
             log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
             self.send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
@@ -105,16 +110,6 @@ class Outbound:
             if req.num_computed_tokens == req.num_target_tokens:
                 req.trace.leave(now)
         self._announce(outgoing, first_page)
-
-    def _admit(self, message: Prefill) -> PrefillReq:
-        if not 0 <= message.num_matched < len(message.tokens) - 1:
-            raise UserError("nothing to prefill")
-        if self.draining:
-            raise Busy("draining")
-        req = self.scheduler.admit(message)
-        if req is None:
-            raise Busy("no room")
-        return req
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
         """Extend the leases that live, announce their pages again, and acknowledge the leases."""
@@ -145,7 +140,7 @@ class Outbound:
                 continue
             req.num_announced_groups = num_final
             end, first_page = chunk.start + len(chunk.tokens), req.num_announced_pages
-            if self._all_groups_announced(req):
+            if req.num_announced_groups == self.num_groups:
                 req.prefill_s = now - req.started_at
             if self._pages(req, first_page, end):
                 self._send_ready(self._by_req[req], first_page, end, groups)
@@ -153,7 +148,7 @@ class Outbound:
     def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
         """Announce what the settled step made final and `announce_groups` has not announced yet."""
         for req in reqs:
-            if req.token is not None or not self._all_groups_announced(req):
+            if req.token is not None or req.num_announced_groups < self.num_groups:
                 req.prefill_s = now - req.started_at
             self._announce(self._by_req[req], req.num_announced_pages, req.num_announced_groups)
             req.num_announced_groups = 0
@@ -165,9 +160,6 @@ class Outbound:
                 log.warning("xfer_id=%s: its lease ended without a release", outgoing.xfer.xfer_id)
                 self.metrics.lease_expired.inc()
                 self._drop(outgoing, Revoked.code)
-
-    def _all_groups_announced(self, req: PrefillReq) -> bool:
-        return req.num_announced_groups == self.num_groups
 
     def _announce(self, outgoing: _Outgoing, first_page: int, first_group: int = 0) -> None:
         """Announce computed pages from index `first_page` on, layer groups from `first_group` on.

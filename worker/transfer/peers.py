@@ -30,10 +30,8 @@ class _Known:
 class PrefillPeers:
     """The live prefill workers. Other threads may only read num_connected and call `measured`.
 
-    Args:
-        rank: of the leader, for `measured`.
-        dial: begins to dial, from all ranks; leads to an event for `dialled` or `failed`.
-        connect, disconnect: of the wire.
+    rank: the leader's, for `measured`. dial: has all ranks dial, which leads to an event for
+    `dialled` or `failed`. connect, disconnect: the wire's.
     """
 
     def __init__(
@@ -73,10 +71,7 @@ class PrefillPeers:
         return [peer for peer in self.known if peer not in self._listed]
 
     def lose(self, peer: PeerId) -> None:
-        """Forget a peer that died or vanished; its link is closed once no pull uses it.
-
-        It is dialled again after RETRY_S while the control plane lists it.
-        """
+        """Forget a peer that died or vanished; while it is listed, dial it again after RETRY_S."""
         if (known := self.known.pop(peer, None)) is None:
             return
         self._disconnect(peer)

@@ -100,10 +100,7 @@ class _RunningPull(NamedTuple):
 class RankPulls:
     """What one rank dials and pulls by the leader's orders. Belongs to the rank's loop.
 
-    Args:
-        own: this rank.
-        tell: sends an answer to the leader; called by the loop.
-        post: hands the loop an OwnDialled, from any thread; it is for `on`.
+    tell: sends an answer to the leader. post: hands the loop an event for `on`, from any thread.
     """
 
     def __init__(
@@ -203,11 +200,8 @@ class _Dial:
 class LeaderPulls:
     """What all ranks of this worker dial and pull, ordered by rank 0. Belongs to its loop.
 
-    Args:
-        own: the leader's rank; also says how many there are.
-        tell: sends an order to all other ranks, in order; called by the loop.
-        post: hands the loop an event. OwnDialled is for `on`; `dial` leads to the other two.
-        num_settled: how many steps the leader has settled.
+    own: the leader's rank. tell: sends an order to all other ranks, in order. post: hands the loop
+    an event: OwnDialled is for `on`, `dial` leads to the others. num_settled: the leader's steps.
     """
 
     def __init__(

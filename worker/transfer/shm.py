@@ -107,10 +107,7 @@ class ShmPeer(Peer):
 
 
 class ShmTransport(KVTransport):
-    """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory.
-
-    host: unused; a peer is opened by its pid.
-    """
+    """Pull from processes of this host and pid namespace; needs memfd-backed (CPU) memory."""
 
     name = "shm"
 

@@ -44,7 +44,6 @@ class PageSource(Protocol):
 
     def close(self) -> None:
         """Let go of the peer, as Peer.close; a second call does nothing."""
-        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,11 +112,9 @@ class LocalRank:
     def connect(self, member: Member) -> Sources:
         """Connect to the ranks of `member` that hold heads of this rank; may block.
 
-        Raises:
-            Incompatible: it holds KV of another model, heads cannot be shared by so many ranks, or
-                its transport or regions differ from ours.
-            TransferError: one of those ranks cannot be reached.
-            OSError: no descriptor or memory is left.
+        Raises Incompatible for KV of another model, heads that so many ranks cannot share, and
+        another transport or other regions; TransferError if one of those ranks cannot be reached;
+        OSError if no descriptor or memory is left.
         """
         identity = Identity(member.model, member.digest, member.layout_hash)
         if identity.layout_hash != self.identity.layout_hash:
