@@ -392,13 +392,6 @@ def test_what_is_unknown_ambiguous_or_another_target_s_is_refused_by_name(
     check_refused(tmp_path, lambda path: read_chain_shape(path, TARGET), fields, message)
 
 
-def test_broken_weights_are_named(tmp_path: Path) -> None:
-    write_chain(tmp_path, "specforge", TARGET)
-    weights(tmp_path).write_bytes(b"torn")
-    with pytest.raises(UserError, match=r"model\.safetensors: cut short"):
-        read_chain_shape(tmp_path, TARGET)
-
-
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> None:
