@@ -165,7 +165,7 @@ def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
         assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
 
 
-SWA = {**ZLAB, "use_swa": True}
+SWA, OTHER = {**ZLAB, "use_swa": True}, {"form": "speculators"}
 
 
 @pytest.mark.parametrize(
@@ -189,23 +189,14 @@ SWA = {**ZLAB, "use_swa": True}
         ({"dflash_config": {**SWA, "causal": True}, "sliding_window": 9}, (KeyMask(window=9),) * 2),
         ({"dflash_config": SWA, "sliding": (0, 1)}, (KeyMask(window=3),) * 2),
         ({"dflash_config": {**ZLAB, "use_swa": False, "swa_window_size": 7}}, (BLOCK, BLOCK)),
+        ({**OTHER, "sliding_window_non_causal": ABSENT}, (BLOCK, BLOCK)),
+        ({**OTHER, "causal": True}, (BLOCK, BLOCK)),  # of sliding layers only
+        ({**OTHER, "sliding": (1,)}, (BLOCK, KeyMask(window=3))),
+        ({**OTHER, "sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
     ],
 )
 def test_masks_by_layer(flags, expected, tmp_path: Path) -> None:
     assert read(tmp_path, **flags).masks == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"sliding_window_non_causal": ABSENT}, (BLOCK, BLOCK)),
-        ({"causal": True}, (BLOCK, BLOCK)),  # of sliding layers only
-        ({"sliding": (1,)}, (BLOCK, KeyMask(window=3))),
-        ({"sliding": (1,), "causal": False}, (BLOCK, KeyMask(causal=False, window=3))),
-    ],
-)
-def test_masks_by_layer_of_speculators(flags, expected, tmp_path: Path) -> None:
-    assert read(tmp_path, "speculators", **flags).masks == expected
 
 
 PUBLISHED = {

@@ -43,11 +43,9 @@ class AttentionCaps:
     masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
 
     def region(self, pool: KVPool, shape: AttentionShape) -> KVRegion:
-        """The region to be served.
+        """The region to be served: of rows of tokens, of the shape's kv heads and head_dim.
 
-        Raises:
-            Unsupported: it cannot be; the message names the first reason. The region must hold
-                rows of tokens, of the shape's kv heads and head_dim.
+        Raises Unsupported, which names the first reason, if it cannot be.
         """
         region, kv = pool.region(shape.region), (shape.num_kv_heads, shape.head_dim)
         if shape.num_heads % kv[0]:
@@ -96,9 +94,8 @@ class AttentionBackend(LayerAttention, Protocol):
     def plan(self, batch: Batch) -> object:
         """What all layers of one pass share; goes into forward_context(). Never waits.
 
-        Without `static_plan` it may reuse the buffers of the plan two steps back, so that step must
-        be over. The engine's loops see to it: they settle a step before they launch the one after
-        next.
+        Without `static_plan` it may reuse the buffers of the plan two steps back: loops settle a
+        step before they launch the one after next.
         """
         ...
 
@@ -140,12 +137,9 @@ class Attentions:
 def build_attentions(names: Mapping[str, str], pool: KVPool, shape: AttentionShape) -> Attentions:
     """Build the backends that `names` gives for the fields of Attentions, each name once.
 
-    Without `spec`, where there are no windows, it is that of `decode`.
-
-    Raises:
-        UserError: an unknown name, or Unsupported: what a backend's caps refuse, or one without
-            `static_plan` for `spec`. The message and `param` begin with the field, as
-            "engine.attention.prefill".
+    Without `spec`, where there are no windows, it is that of `decode`. Raises UserError for an
+    unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
+    `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
     """
     built: dict[str, AttentionBackend] = {}
     for kind, name in names.items():

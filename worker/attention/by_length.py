@@ -1,8 +1,7 @@
 """Prompts by two backends: our kernels for steps that graphs hold, FlashInfer's for long ones."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -14,8 +13,7 @@ from worker.forward.context import current, forward_context
 from worker.registry import resolve
 
 
-@dataclass(frozen=True, slots=True)
-class ByLengthPlan:
+class ByLengthPlan(NamedTuple):
     """A plan and the backend that made it."""
 
     backend: AttentionBackend
@@ -44,9 +42,8 @@ class ByLengthAttention:
         )
 
     def plan(self, batch: Batch) -> ByLengthPlan:
-        backend = self._backend(batch.bounds)
-        if batch.host is None:  # windows: the host does not know their lengths
-            backend = self._short
+        # Of windows the host does not know the lengths.
+        backend = self._short if batch.host is None else self._backend(batch.bounds)
         return ByLengthPlan(backend, backend.plan(batch))
 
     def variant(self, bounds: Bounds) -> Hashable:
@@ -57,10 +54,10 @@ class ByLengthAttention:
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         context = current()
-        plan = context.attn_plan
-        assert isinstance(plan, ByLengthPlan), "the plan must be this backend's own"
-        with forward_context(context.batch, plan.backend, plan.plan):
-            return plan.backend.forward(q, layer_id, out)
+        assert isinstance(context.attn_plan, ByLengthPlan), "the plan must be this backend's own"
+        backend, plan = context.attn_plan
+        with forward_context(context.batch, backend, plan):
+            return backend.forward(q, layer_id, out)
 
     def _backend(self, bounds: Bounds) -> AttentionBackend:
         is_long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1

@@ -166,11 +166,10 @@ class FlashInferAttention(PoolAttention):
         ]
 
     def _workspace_bytes(self, device: torch.device) -> int:
-        """The most that split requests need, by the library's own rule.
+        """The most that split requests need: at most two tiles a multiprocessor.
 
-        It splits as long as there are at most two tiles a multiprocessor. Each tile keeps its rows
-        and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each query head of one
-        kv head.
+        Each keeps its rows and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each
+        query head of one kv head.
         """
         num_heads, num_kv_heads, head_dim, _ = self._sizes
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -7,8 +7,6 @@ takes a hundredth of what 8192 rows over them take, and dense blocks load a thir
 A row takes its keys in units of BLOCK_N, counted from its first one, and a unit without a key that
 it sees leaves its sums as they are. So its bits depend neither on where its prompt is cut into
 chunks, nor on the other rows.
-
-The twin in plain torch is `worker.attention.reference`.
 """
 
 from collections.abc import Sequence
@@ -164,11 +162,7 @@ class PromptPlan:
 
 
 def serves(k_cache: Tensor) -> bool:
-    """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view.
-
-    Not below compute capability 9.0, with too little shared memory, and for other pages, head_dims
-    and dtypes than it knows.
-    """
+    """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view."""
     _, _, page_size, head_dim = k_cache.shape
     known = k_cache.dtype.itemsize == 2 and BLOCK_N % page_size == 0 and head_dim in HEAD_DIMS
     return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))

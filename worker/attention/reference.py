@@ -55,9 +55,8 @@ class ReferenceAttention(PoolAttention):
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
         self._rows_per_page = page_stride // self.head_dim
-        rows_per_head = head_stride // self.head_dim
         heads = torch.arange(self.num_kv_heads, device=pool.device)
-        self._head_rows = (heads * rows_per_head).view(1, -1, 1)
+        self._head_rows = (heads * (head_stride // self.head_dim)).view(1, -1, 1)
 
     def plan(self, batch: Batch) -> ReferencePlan:
         width = batch.max_query_len

@@ -22,10 +22,7 @@ FROM_KEY_1 = KeyMask(first_key=1)  # a chain drafter has no row for slot 0
 
 
 def read_drafter(config: WorkerConfig, target: ModelShape) -> DrafterShape | None:
-    """The shape of the drafter that is configured; None: it has no weights.
-
-    Raises UserError as its reader and `check_block`.
-    """
+    """The shape of the configured drafter, None without weights; UserError as its reader."""
     if not config.spec.has_weights:
         return None
     shape = READERS[config.spec.drafter](config.model.drafter_directory(config.spec), target)
@@ -75,10 +72,8 @@ def build_drafter(
 ) -> Drafter | None:
     """Put the drafter that is configured beside `target`, whose taps are set.
 
-    model: loaded; None: a drafter without weights, of which prefill workers build nothing.
-
-    Raises:
-        UserError: the attention backend of windows cannot serve the drafter's heads or masks.
+    model: loaded; None: a drafter without weights, of which prefill workers build nothing. Raises
+    UserError if the attention backend of windows cannot serve the drafter's heads or masks.
     """
     if model is None:
         if state.text is None:
@@ -100,11 +95,12 @@ def build_drafter(
 def _attention(
     config: WorkerConfig, model: DrafterModel, pool: KVPool, mask: KeyMask
 ) -> AttentionBackend:
-    spec, backend = model.spec, config.engine.attention.spec
+    backend = config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
-    heads = model.heads.num_heads, model.heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+    heads, size = model.heads, model.spec.head_dim
+    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, size, size**-0.5, mask, "draft")
     try:
-        return build_attentions(names, pool, AttentionShape(*heads, mask, "draft")).spec
+        return build_attentions(names, pool, shape).spec
     except UserError as refusal:
         raise type(refusal)(f"spec.drafter: {refusal}", "spec.drafter") from refusal
 
@@ -117,8 +113,7 @@ def poison(pool: KVPool) -> None:
 
 
 def _most_tokens(config: WorkerConfig) -> int:
-    engine = config.engine
-    most, chunk = int(engine.max_num_reqs), int(engine.max_prefill_tokens)
+    most, chunk = int(config.engine.max_num_reqs), int(config.engine.max_prefill_tokens)
     if config.role == "prefill":
         return chunk
     return max(chunk, *(w * max_rows(w, most) for w in config.spec.all_widths))

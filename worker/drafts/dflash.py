@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ from worker.ops.mask import KeyMask
 from worker.ops.product import product
 from worker.step.rows import SampledRows, read_rows
 from worker.step.state import StepState
+
+Attentions: TypeAlias = Mapping[KeyMask, AttentionBackend]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +115,8 @@ class DFlashDrafter(DrafterModel):
             hidden.view(-1, block, hidden.shape[1])[:, 1:] = mask
         return hidden
 
-    def logits(
-        self,
-        batch: Batch,
-        block: int,
-        num_drafts: int,
-        attentions: Mapping[KeyMask, AttentionBackend],
-        *,
-        whole: bool = True,
-    ) -> Tensor:
-        """Logits of the first drafts of each block, [n · num_drafts, vocab_size] of draft ids.
+    def logits(self, batch: Batch, block: int, num_drafts: int, attentions: Attentions) -> Tensor:
+        """Logits of the first drafts of each block, [n · num_drafts, this rank's draft ids].
 
         batch: blocks of one token and masks, see `embed`; attentions: by the mask of layers.
         """
@@ -133,7 +128,7 @@ class DFlashDrafter(DrafterModel):
                     part, residual = layer(part, residual, batch.positions)
         normed, _ = self.final_norm.reduce_add(part, residual)
         drafts = normed.view(-1, block, normed.shape[1])[:, 1 : 1 + num_drafts]
-        return self.head.logits(drafts.reshape(-1, normed.shape[1]), whole=whole)
+        return self.head.logits(drafts.reshape(-1, normed.shape[1]), whole=False)
 
 
 class DFlash(Drafter):
@@ -145,7 +140,7 @@ class DFlash(Drafter):
     def __init__(
         self,
         features: Features[DFlashDrafter],
-        attentions: Mapping[KeyMask, AttentionBackend],
+        attentions: Attentions,
         pool: KVPool,
         state: StepState,
         min_block: int,
@@ -186,7 +181,7 @@ class DFlash(Drafter):
         rows = read_rows(sampled.rows, self._blocks, self._page_size, num_pages, block)
         batch = rows.batch(self._starts[block], block, bound)
         model, state = self._model, self._state
-        logits = model.logits(batch, block, num_drafts, self._attentions, whole=False)
+        logits = model.logits(batch, block, num_drafts, self._attentions)
         before, own = rows.positions.view(n, block), rows.slots.view(n, block)
         # Of blocks of two tokens flatten() is a view with a stride.
         position = before[:, :num_drafts].flatten().contiguous()

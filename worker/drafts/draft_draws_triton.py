@@ -10,7 +10,6 @@ from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import gumbel_at, gumbel_block
 
 BLOCK, WARPS = 1024, 4
-NO_ID = 1 << 30
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -92,7 +91,7 @@ def draw_drafts_triton(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Ten
     )  # fmt: skip
     pairs = None
     if part is not None:
-        pairs = part.gather(best_pairs_triton(values, tokens, NO_ID))
+        pairs = part.gather(best_pairs_triton(values, tokens, 1 << 30))
         blocks = len(pairs)
     _keep_draft_kernel[(n,)](
         values, tokens, pairs, rows, slots, drafts, out, drafts.stride(0),

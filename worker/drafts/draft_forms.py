@@ -6,6 +6,7 @@ is a value that we do not compute, or a field with two readings.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -192,22 +193,19 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
         parts=_DFLASH_PARTS, own=_DFLASH_OWN,
     ),
 }}  # fmt: skip
-TRUE_UNLESS_SAID = frozenset({"bias"})  # flags that are true where they are absent
 DRAFTS = {"chain": "token by token", "dflash": "by blocks"}
 
-# Relatives that are known and need a part that is missing here, by a word in their name or in a
-# field of theirs.
+# Relatives that are known and need a part that is missing here, by a word (or by words, with a "|"
+# between them) in their name or in a field of theirs.
 MISSING: Mapping[str, str] = {
     "confidence": "a confidence head (DSpark)",
     "conv_": "grouped convolutions (DFlash 2)",
     "deepseekv3": "latent attention (MLA) and experts",
     "dflare": "a fusion of hidden states in every layer (DFlare)",
     "dflash2": "a selector and grouped convolutions (DFlash 2)",
-    "domino": "a GRU behind the block (Domino)",
-    "dspark": "a Markov head (DSpark)",
+    "domino|gru": "a GRU behind the block (Domino)",
+    "dspark|markov": "a Markov head (DSpark)",
     "glm4moe": "experts",
-    "gru": "a GRU behind the block (Domino)",
-    "markov": "a Markov head (DSpark)",
     "mask_hidden": "a hidden state that stands for what is not known (P-EAGLE)",
     "peagle": "drafting in parallel, from a hidden state for what is not known (P-EAGLE)",
     "projector_type": "a projector of its own (Domino, DSpark, DFlash 2)",
@@ -301,7 +299,7 @@ class DrafterFile:
     def _flag(self, place: str | bool) -> bool:
         if isinstance(place, bool):
             return place
-        return self._holder(place).flag(place, default=place in TRUE_UNLESS_SAID)
+        return self._holder(place).flag(place, default=place == "bias")  # true unless said
 
     def names(self, shape: Mapping[str, Any], without: Collection[str] = ()) -> dict[str, str]:
         """Where the form's parts, but for `without`, stand in the weight files, if any."""
@@ -375,4 +373,4 @@ def _check(where: Fields, rules: Rules) -> None:
 
 
 def _missing_part(name: str) -> str:
-    return next((part for word, part in MISSING.items() if word in name.lower()), "")
+    return next((part for words, part in MISSING.items() if re.search(words, name.lower())), "")

@@ -79,10 +79,9 @@ class DrafterModel(nn.Module):
         return name.endswith(Decoder.ignored_suffixes)
 
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
-        """Fill the weights from directory `path`, in eval mode; see load_model.
+        """Fill the weights from directory `path`, in eval mode; see load_model, and `_map_ids`.
 
-        "dummy" gives a reduced vocabulary evenly spread ids. Raises ValueError as load_model, or
-        if the drafter's ids do not fit the target's.
+        "dummy" gives a reduced vocabulary evenly spread ids.
         """
         if load_format == "dummy":
             # Names of its own: a part that is called as one of the target's is not to equal it.
@@ -103,8 +102,7 @@ class DrafterModel(nn.Module):
     def _map_ids(self, path: Path) -> None:
         """Make `id_map` of the tables, which are filled by now. Waits for the device.
 
-        Raises UserError if an id is not the target's, or stands twice or out of order, or the two
-        tables of directory `path` disagree.
+        Raises UserError if ids are not the target's or not ascending, or the two tables disagree.
         """
         names, size, offsets = self.spec.names, self.spec.target_vocab_size, self.tables["d2t"]
         targets = torch.arange(self.spec.vocab_size, device=offsets.device) + offsets

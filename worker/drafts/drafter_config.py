@@ -11,8 +11,7 @@ from worker.model.fields import Fields
 from worker.model.shape import ModelShape, read_dtype
 from worker.ops.mask import KeyMask
 
-IDS = "eagle_aux_hidden_state_layer_ids"
-FUSES = "use_aux_hidden_state"
+IDS, FUSES = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 

@@ -75,15 +75,11 @@ def list_rows(
 ) -> None:  # fmt: skip
     """List the rows that try, or with `checked` those with something left to do.
 
-    Args:
-        limits: temperature, top_k and top_p of the n rows.
-        kept: [n] u8, whether the row has its token; read with `checked` only.
-        long_slots: [n] i64 or None; rows with one are in the last two lists as well.
-        lists: i32 [NUM_LISTS, n + 1 or more], each its length and then its rows, ascending: rows
-            that try (without `checked` this alone is written); all without a token; those of
-            them that are sampled; of these those with top_k; with top_p; with top_k and a long
-            slot; with top_p and a long slot.
-        least: see `tries`.
+    limits: temperature, top_k and top_p of the n rows; kept: [n] u8, whether the row has its token,
+    read with `checked` only; long_slots: [n] i64 or None; least: see `tries`.
+    lists: i32 [NUM_LISTS, n + 1 or more], each its length and then its rows, ascending: rows that
+    try (without `checked` this alone is written); all without a token; those of them that are
+    sampled; of these those with top_k; with top_p; with top_k and a long slot; with top_p and one.
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,

@@ -28,8 +28,7 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
-        # The grammar is complete: the request ends with the token just consumed.
-        self.stopped = False
+        self.stopped = False  # the grammar is complete: the token just consumed is the last
         # llguidance has given up on the grammar (too complex: a UserError), or failed.
         self.error: KvlaneError | None = None
         self._run(lambda: None)
@@ -82,19 +81,16 @@ class Grammars:
     """Matchers and masks for one tokenizer. The first grammar loads it."""
 
     def __init__(self, directory: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._path = directory / "tokenizer.json"
+        self._path, self._eos_ids = directory / "tokenizer.json", list(eos_ids)
         self._vocab_size = vocab_size
-        self._eos_ids = list(eos_ids)
         self._tokenizer: LLTokenizer | None = None
         self._unusable: KvlaneError | None = None  # why there is no tokenizer
 
     def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Make a matcher that has consumed `output`.
 
-        Raises:
-            UserError: this is no grammar, or the output does not follow it.
-            Unsupported: llguidance cannot use this model's tokenizer.
-            LibraryError: llguidance failed.
+        Raises UserError if this is no grammar or the output does not follow it, Unsupported if
+        llguidance cannot use this model's tokenizer, LibraryError if llguidance failed.
         """
         tokenizer = self._loaded()
         with contained("llguidance"):
@@ -133,9 +129,8 @@ class Grammars:
         """
         width = len(drafts[0]) + 1 if drafts else 1
         line = [0] * (width * len(matchers))
-        words = -(-self._vocab_size // 32)
         num_masks = width * sum(matcher is not None for matcher in matchers)
-        masks = torch.full((1 + num_masks, words), -1, dtype=torch.int32)
+        masks = torch.full((1 + num_masks, -(-self._vocab_size // 32)), -1, dtype=torch.int32)
         last = 0
         for row, matcher in enumerate(matchers):
             if matcher is not None:

@@ -57,7 +57,10 @@ def draw_ref(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw one token for each row.
+    """Draw one token for each row: [n] i64; of equal values the lowest id.
+
+    A row's token is the same under every tail that serves it, and with `changes` that do not
+    concern it.
 
     Args:
         logits: [n, vocab], of the model's dtype; not written.
@@ -65,10 +68,6 @@ def draw_ref(
         changes: penalties, biases and masks; None when no row has any.
         part: which tokens the columns of logits are, if other ranks have others. Then neither a
             filter nor `changes` is served; all ranks call, and draw the same.
-
-    Returns:
-        [n] i64; of equal values the lowest id. A row's token is the same under every tail that
-        serves it, and with `changes` that do not concern it.
     """
     if part is None:
         return _perturbed(logits, rows, tail, changes).argmax(-1)

@@ -41,6 +41,7 @@ RADIX_BITS = 4
 # By itself the compiler takes up to 255, and then two programs run at a time instead of three.
 BEST_REGISTERS, WALK_REGISTERS = 128, 168
 NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
+Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
 
 
@@ -360,9 +361,6 @@ def _winner_kernel(
     tl.store(out + row, token.to(tl.int64))
 
 
-Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
-
-
 class _Draw:
     """Scratch of one call, and the launches of its passes.
 
@@ -499,7 +497,7 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """No host sync, and fit for a CUDA graph. Rows of logits and each tensor are contiguous.
+    """Draw with no host sync, fit for a CUDA graph. Rows of logits and each tensor are contiguous.
 
     The tokens kept may differ from draw_ref's in two cases. The probability before a token is
     within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two

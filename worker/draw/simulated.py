@@ -28,9 +28,8 @@ class SimulatedAcceptance:
     def change(self, kept: float) -> None:
         """Set how much is kept from now on, also by graphs that are captured already.
 
-        kept: from 1 on, mean tokens of a step; a step keeps the whole number below or above. Below
-            1, the share of drafts that count if all drafts before them did: a window of W tokens
-            keeps (1 - kept^W) / (1 - kept) tokens on average.
+        kept: from 1 on, mean tokens of a step, which keeps the whole number below or above; below
+        1, the share of drafts that count if all before them did, (1 - kept^W) / (1 - kept) of W.
         """
         assert kept > 0
         zero = torch.zeros((), dtype=torch.int64)
