@@ -301,7 +301,7 @@ class RouterServer:
         limits = self._settings.router
         config = uvicorn.Config(
             application(self.front),
-            http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]
+            http=type("Protocol", (LimitedProtocol,), {"limits": limits}),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address

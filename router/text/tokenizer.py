@@ -159,7 +159,7 @@ class Text:
         begins |= set(special.values())
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
-        self._token_bytes = cache(lambda token: token_bytes(self.piece(token)))
+        self._token_bytes = cache(self._bytes_of)
         self._token_text = cache(self._text_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -218,6 +218,9 @@ class Text:
             return ByteDetokenizer(self._token_bytes, self._token_text, skip)
         decode = partial(self.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, prompt, skip)
+
+    def _bytes_of(self, token: int) -> bytes:
+        return token_bytes(self.piece(token))
 
     def _text_of(self, token: int) -> str | None:
         """The text of a token whose bytes are whole characters."""
