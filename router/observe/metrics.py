@@ -1,11 +1,10 @@
 """The router's metric families, in a registry of their own."""
 
-from collections.abc import Callable
 from functools import partial
 
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from router.observe.exposition import text
+from router.observe.exposition import rendered
 from router.observe.stages import STAGES, StageTimes, by_stage
 from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
@@ -139,6 +138,6 @@ class RouterMetrics(Families):
         self.on_scrape(self.prompt_chars, lambda: encoder.num_chars)
         self.on_scrape(self.prompt_chars_known, lambda: encoder.num_known)
 
-    def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
-        """The page that `encode` writes."""
-        return encode(self.registry)
+    def render(self, form: str = CONTENT_TYPE_LATEST) -> bytes:
+        """The page in the form of this content type."""
+        return rendered(self.registry, form)
