@@ -103,6 +103,7 @@ class RouterMetrics(Families):
         )  # fmt: skip
         self.stale_chunks = self.dropped("chunk")
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
+        self.live = Live()
         self._vllm = VllmMetrics(self)
         if vllm:
             self.registry.register(self._vllm)
@@ -126,12 +127,12 @@ class RouterMetrics(Families):
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
+        self.live = live
         self.on_scrape(self.running, live.running)
         self.on_scrape(self.waiting, live.waiting)
         self.on_scrape(self.decoding, lambda: len(live.outputs()))
         for role in WORKER_ROLES:
             self.on_scrape(self.alive(role), partial(live.alive, role))
-        self._vllm.live = live
 
     def watch_encoder(self, encoder: Encoder) -> None:
         """Read these counts when they are scraped."""

@@ -55,7 +55,6 @@ class VllmMetrics(Collector):
     """The families of one router; `ours` are its own, whose counts they share."""
 
     def __init__(self, ours: Families) -> None:
-        self.live = Live()
         self._model, self._router = ours.bound["model"], ours.bound["worker"]
         self._engine = self._model, self._router.rpartition("-")[2]
         self._ours: Any = ours
@@ -88,8 +87,9 @@ class VllmMetrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        at_workers, decoding = self.live.running(), len(self.live.outputs())
-        queued, unstarted, stats = self.live.waiting(), at_workers - decoding, self.live.decodes()
+        live: Live = self._ours.live
+        at_workers, decoding = live.running(), len(live.outputs())
+        queued, unstarted, stats = live.waiting(), at_workers - decoding, live.decodes()
         num_pages = sum(worker.num_pages for worker in stats)
         free = sum(worker.num_free_pages for worker in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
@@ -117,7 +117,7 @@ class VllmMetrics(Collector):
             yield _gauge(name, text, figures, *labels)
 
     def _counters(self) -> Iterator[Metric]:
-        ours, live = self._ours, self.live
+        ours, live = self._ours, self._ours.live
         (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
         cached = total(ours.cached_tokens)
         arrived = sum(self._ended.values()) + live.running() + live.waiting()
@@ -139,7 +139,7 @@ class VllmMetrics(Collector):
         """Where a worker verifies; a draft is a window's, a draft token one place of it."""
         stats = {
             (self._model, name.rpartition("-")[2]): stats
-            for name, stats in self.live.drafting(self._router).items()
+            for name, stats in self._ours.live.drafting(self._router).items()
             if stats.drafted
         }
         for make, name, text, figure in DRAFTS:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from router.dispatch.queue import Req
 from router.observe.board import History, Part, Rates, Spread, together
 from router.observe.metrics import RouterMetrics
 from router.observe.tally import total
@@ -34,8 +33,8 @@ class Reading:
     at: float = field(default_factory=time.monotonic)
 
 
-def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
-    """What the metrics count now; `reqs` are those that have not ended."""
+def read(metrics: RouterMetrics) -> Reading:
+    """What the metrics count now."""
     tallies = {
         "time_to_first_token": metrics.first_tokens,
         "inter_token": (metrics.itl,),
@@ -43,15 +42,13 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
     }
     families = metrics.collectors["requests"].collect()
     ended = {s.labels["outcome"]: s.value for family in families for s in family.samples}
-    running = sum(req.choice is not None for req in reqs.values())
-    open_tokens = sum(len(req.tokens) for req in reqs.values())
     return Reading(
-        running=running,
-        waiting=len(reqs) - running,
+        running=metrics.live.running(),
+        waiting=metrics.live.waiting(),
         outcomes=ended,
         prompt_tokens=total(metrics.prompt_tokens),
         cached_tokens=total(metrics.cached_tokens),
-        output_tokens=total(metrics.generation_tokens) + open_tokens,
+        output_tokens=total(metrics.generation_tokens) + sum(metrics.live.outputs()),
         latencies={
             name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
         },
