@@ -107,9 +107,7 @@ class Answer(Response):
     async def _deltas(self) -> list[Delta]:
         """The next deltas. An error among them ends the list, and the next call raises it.
 
-        Raises:
-            ApiError: a choice has failed, and with it the request.
-            _Gone: the client has closed the connection.
+        Raises an ApiError if a choice has failed, _Gone if the client has closed the connection.
         """
         deltas = await self._mailbox.get() if self._error is None else []
         if self._error is not None:  # of the deltas before, or of `_write_now`

@@ -12,6 +12,7 @@ which is an engine of its own here. All routers know it, so only the first by na
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import Metric
@@ -176,18 +177,16 @@ class VllmMetrics(Collector):
             yield family
 
 
-def _gauge(name: str, text: str, figures: Figures, *labels: str) -> Metric:
-    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
-
-
-def _counter(name: str, text: str, figures: Figures, *labels: str) -> Metric:
-    return _filled(CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, figures: Figures) -> Metric:
-    for labels, value in figures.items():
-        family.add_metric(labels, value)
+def _family(
+    make: Callable[..., Any], name: str, text: str, figures: Figures, *labels: str
+) -> Metric:
+    family = make(PREFIX + name, text, labels=(*LABELS, *labels))
+    for values, figure in figures.items():
+        family.add_metric(values, figure)
     return family
+
+
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _emitted(stats: WorkerStats) -> int:
