@@ -59,8 +59,7 @@ class Members:
     def note_changes(self, changes: Sequence[Change]) -> list[Change]:
         """Take the controller's whole list of changes, the oldest first.
 
-        Returns:
-            Deaths of workers that the list before did not have; none for the first list.
+        Returns the deaths of workers that the list before did not have; none for the first list.
         """
         known = set(map(IDENTITY, self._changes))
         self._changes, self._noted_at = changes, time.monotonic()

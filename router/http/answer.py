@@ -14,14 +14,13 @@ from contextlib import suppress
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from router.config import RouterConfig
-from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.mailbox import Delta, Mailbox
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
 from router.openai.body import Body, Prepared, merged, num_scored
 from router.openai.logprobs import mean
+from router.show.front import Front
 from worker.api import FinishReason
 
 DONE = b"data: [DONE]\n\n"
@@ -41,27 +40,16 @@ class _Gone(Exception):
 class Answer(Response):
     """Runs a prepared request; aborts what is left of it when the client goes.
 
-    The choices are added to `exchange`. `config` limits how long a stream is silent (`sse_ping_s`)
-    and how long a client may read nothing (`keep_alive_s`). `closed` is called once, when nothing
-    of the request is left.
+    The choices are added to `exchange`. When nothing of the request is left, `front` is told.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        dispatcher: Dispatcher,
-        exchange: Exchange,
-        config: RouterConfig,
-        closed: Callable[[], None],
-    ) -> None:
+    def __init__(self, prepared: Prepared, front: Front, exchange: Exchange) -> None:
         self.background = None
         self.status_code = 200
         self._prepared = prepared
-        self._dispatcher = dispatcher
+        self._front = front
         self._exchange = exchange
-        self._ping_s = config.sse_ping_s
-        self._read_timeout_s = config.keep_alive_s
-        self._closed = closed
+        self._ping_s = front.served.config.sse_ping_s
         self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
         self._reqs, exchange.n = exchange.reqs, prepared.num_kept
         self._num_open = len(prepared.reqs)
@@ -90,26 +78,24 @@ class Answer(Response):
             self._outlet.watch(None)
             self._mailbox.close()
             self._leave()
-            self._closed()
+            self._front.closed()
 
     def _submit(self) -> None:
         exchange = self._exchange
         for req in self._prepared.reqs:
             req.req_id = f"{exchange.unique_id}-{req.index}"
             req.mailbox, req.trace_id = self._mailbox, exchange.trace_id
-            self._dispatcher.submit(req, exchange.trace)
+            self._front.dispatcher.submit(req, exchange.trace)
             self._reqs.append(req)
 
     def _leave(self) -> None:
         for req in self._reqs:
-            self._dispatcher.give_up(req)
+            self._front.dispatcher.give_up(req)
 
     async def _deltas(self) -> list[Delta]:
         """The next deltas. An error among them ends the list, and the next call raises it.
 
-        Raises:
-            ApiError: a choice has failed, and with it the request.
-            _Gone: the client has closed the connection.
+        Raises an ApiError if a choice has failed, _Gone if the client has closed the connection.
         """
         deltas = await self._mailbox.get() if self._error is None else []
         if self._error is not None:  # of the deltas before, or of `_write_now`
@@ -212,7 +198,7 @@ class Answer(Response):
         message = {"type": "http.response.body", "body": body, "more_body": more}
         if self._outlet.is_full:
             try:
-                async with asyncio.timeout(self._read_timeout_s):
+                async with asyncio.timeout(self._front.served.config.keep_alive_s):
                     await send(message)
             except TimeoutError:
                 raise _Gone from None

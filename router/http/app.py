@@ -150,10 +150,8 @@ class Place:
 class RouterServer:
     """Serves HTTP in a thread of its own until it is stopped. Methods are for any thread.
 
-    `tracer` makes the spans of requests and is closed at the end; None: nothing is traced.
-
-    Raises:
-        UserError: the model directory or the file of API keys is unfit, or no policy has the name.
+    `tracer` makes the spans of requests and is closed at the end; None: nothing is traced. Raises a
+    UserError if the model directory or the file of API keys is unfit, or no policy has the name.
     """
 
     def __init__(self, settings: Settings, place: Place, *, tracer: Tracer | None = None) -> None:
@@ -301,7 +299,7 @@ class RouterServer:
         limits = self._settings.router
         config = uvicorn.Config(
             application(self.front),
-            http=partial(LimitedProtocol, limits),  # type: ignore[arg-type]
+            http=type("Protocol", (LimitedProtocol,), {"limits": limits}),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address

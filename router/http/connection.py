@@ -71,9 +71,9 @@ class Outlet:
     def is_open(self) -> bool:
         """Whether a part of the body may leave now: its head has, and the client reads."""
         cycle = self._cycle
-        has_begun = cycle.chunked_encoding and not self._holds
+        is_to_begin = self._holds or not cycle.chunked_encoding
         is_full = cycle.flow.write_paused
-        return has_begun and not (is_full or self.is_gone or cycle.response_complete)
+        return not (is_to_begin or is_full or self.is_gone or cycle.response_complete)
 
     @property
     def is_full(self) -> bool:
@@ -109,8 +109,9 @@ class _Awaited(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection, within the limits of a configuration."""
+    """One connection. A subclass has the limits of a configuration."""
 
+    limits: RouterConfig
     leave: Callable[[], None] | None = None  # of the answer that is being written
     _state = _Awaited.ANYTHING
     _moved = False  # what arrived last was a part of a body, or began or ended something
@@ -118,10 +119,6 @@ class LimitedProtocol(HttpToolsProtocol):
     _refused = ""  # why what came after the last whole request is no request
     _timed: tuple[object, object] = (None, None)  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, limits: RouterConfig, **uvicorn: Any) -> None:
-        super().__init__(**uvicorn)
-        self._limits = limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here."""
@@ -239,7 +236,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._stop()
             self._timed = state, self.cycle
             body = state is _Awaited.BODY
-            limits = self._limits
+            limits = self.limits
             limit_s = limits.body_timeout_s + GRACE_S if body else limits.header_timeout_s
             self._timer = self.loop.call_later(limit_s, self._cut)
 
@@ -253,7 +250,7 @@ class LimitedProtocol(HttpToolsProtocol):
         part = "body" if self._state is _Awaited.BODY else "head"
         log.debug("%s: cut, its %s took too long", self.client, part)
         if self._state is _Awaited.HEAD:
-            limit_s = self._limits.header_timeout_s
+            limit_s = self.limits.header_timeout_s
             message = f"the request's head did not arrive within {limit_s:g} s"
             response = ApiError("request_timeout", message).response
             lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)

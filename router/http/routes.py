@@ -106,8 +106,7 @@ class Routes:
             front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
-        exchange = Exchange.of(request.scope)
-        return Answer(prepared, front.dispatcher, exchange, self._served.config, front.closed)
+        return Answer(prepared, front, Exchange.of(request.scope))
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config

@@ -5,7 +5,6 @@ twenty times a second. What a series is called does not change, so that is made 
 by prometheus_client 0.26 would also have `vllm_` for `vllm:` in samples alone.
 """
 
-from collections.abc import Callable
 from functools import lru_cache
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -17,38 +16,31 @@ NUM_SERIES = 8192  # a router has 650
 EOF = "# EOF\n"  # of OpenMetrics
 
 
-def encoder(accepted: str) -> tuple[Callable[[Collector], bytes], str]:
-    """What writes a page in the form that a scraper's `Accept` asks for, and its content type."""
-    if OPENMETRICS.partition(";")[0] in accepted:
-        return openmetrics, OPENMETRICS
-    return text, CONTENT_TYPE_LATEST
+def form_of(accepted: str) -> str:
+    """The content type of the form that a scraper's `Accept` asks for."""
+    return OPENMETRICS if OPENMETRICS.partition(";")[0] in accepted else CONTENT_TYPE_LATEST
 
 
-def text(registry: Collector) -> bytes:
-    """Counters, gauges and histograms as `prometheus_client.generate_latest` writes them."""
-    return _page(registry, counters="_total", exemplars=False).encode()
+def rendered(registry: Collector, form: str = CONTENT_TYPE_LATEST) -> bytes:
+    """Counters, gauges and histograms as `prometheus_client.generate_latest` writes them.
 
-
-def openmetrics(registry: Collector) -> bytes:
-    """The same with exemplars, which no other form has."""
-    return (_page(registry, counters="", exemplars=True) + EOF).encode()
-
-
-def _page(registry: Collector, *, counters: str, exemplars: bool) -> str:
-    """counters: the suffix of their families, whose samples have `_total` in both forms."""
+    OpenMetrics also has exemplars, which no other form has; samples of its counters have `_total`,
+    but their families do not.
+    """
     parts: list[str] = []
+    is_open = form == OPENMETRICS
     for family in registry.collect():
-        name = family.name + counters if family.type == "counter" else family.name
+        name = family.name if is_open or family.type != "counter" else f"{family.name}_total"
         about = family.documentation.replace("\\", r"\\").replace("\n", r"\n")
         parts.append(f"# HELP {name} {about}\n# TYPE {name} {family.type}\n")
         for sample in family.samples:
             labels = _labels(tuple(sample.labels.items()))
             parts.append(f"{sample.name}{labels} {floatToGoString(sample.value)}")
-            if exemplars and (last := sample.exemplar) is not None:
+            if is_open and (last := sample.exemplar) is not None:
                 trace_id, value = last.labels["trace_id"], floatToGoString(last.value)
                 parts.append(f' # {{trace_id="{trace_id}"}} {value} {last.timestamp:.3f}')
             parts.append("\n")
-    return "".join(parts)
+    return "".join([*parts, EOF] if is_open else parts).encode()
 
 
 @lru_cache(NUM_SERIES)

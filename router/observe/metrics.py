@@ -1,11 +1,10 @@
 """The router's metric families, in a registry of their own."""
 
-from collections.abc import Callable
 from functools import partial
 
-from prometheus_client.registry import Collector
+from prometheus_client import CONTENT_TYPE_LATEST
 
-from router.observe.exposition import text
+from router.observe.exposition import rendered
 from router.observe.stages import STAGES, StageTimes, by_stage
 from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
@@ -104,6 +103,7 @@ class RouterMetrics(Families):
         )  # fmt: skip
         self.stale_chunks = self.dropped("chunk")
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
+        self.live = Live()
         self._vllm = VllmMetrics(self)
         if vllm:
             self.registry.register(self._vllm)
@@ -127,18 +127,18 @@ class RouterMetrics(Families):
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
+        self.live = live
         self.running.set_function(live.running)
         self.waiting.set_function(live.waiting)
         self.decoding.set_function(lambda: len(live.outputs()))
         for role in WORKER_ROLES:
             self.alive(role).set_function(partial(live.alive, role))
-        self._vllm.live = live
 
     def watch_encoder(self, encoder: Encoder) -> None:
         """Read these counts when they are scraped."""
         self.prompt_chars.set_function(lambda: encoder.num_chars)
         self.prompt_chars_known.set_function(lambda: encoder.num_known)
 
-    def render(self, encode: Callable[[Collector], bytes] = text) -> bytes:
-        """The page that `encode` writes."""
-        return encode(self.registry)
+    def render(self, form: str = CONTENT_TYPE_LATEST) -> bytes:
+        """The page in the form of this content type."""
+        return rendered(self.registry, form)

@@ -12,6 +12,7 @@ which is an engine of its own here. All routers know it, so only the first by na
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import Metric
@@ -55,7 +56,6 @@ class VllmMetrics(Collector):
     """The families of one router; `ours` are its own, whose counts they share."""
 
     def __init__(self, ours: Families) -> None:
-        self.live = Live()
         self._model, self._router = ours.bound["model"], ours.bound["worker"]
         self._engine = self._model, self._router.rpartition("-")[2]
         self._ours: Any = ours
@@ -88,8 +88,9 @@ class VllmMetrics(Collector):
         yield from self._histograms()
 
     def _gauges(self) -> Iterator[Metric]:
-        at_workers, decoding = self.live.running(), len(self.live.outputs())
-        queued, unstarted, stats = self.live.waiting(), at_workers - decoding, self.live.decodes()
+        live: Live = self._ours.live
+        at_workers, decoding = live.running(), len(live.outputs())
+        queued, unstarted, stats = live.waiting(), at_workers - decoding, live.decodes()
         num_pages = sum(worker.num_pages for worker in stats)
         free = sum(worker.num_free_pages for worker in stats)
         used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
@@ -117,7 +118,7 @@ class VllmMetrics(Collector):
             yield _gauge(name, text, figures, *labels)
 
     def _counters(self) -> Iterator[Metric]:
-        ours, live = self._ours, self.live
+        ours, live = self._ours, self._ours.live
         (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
         cached = total(ours.cached_tokens)
         arrived = sum(self._ended.values()) + live.running() + live.waiting()
@@ -139,7 +140,7 @@ class VllmMetrics(Collector):
         """Where a worker verifies; a draft is a window's, a draft token one place of it."""
         stats = {
             (self._model, name.rpartition("-")[2]): stats
-            for name, stats in self.live.drafting(self._router).items()
+            for name, stats in self._ours.live.drafting(self._router).items()
             if stats.drafted
         }
         for make, name, text, figure in DRAFTS:
@@ -176,18 +177,16 @@ class VllmMetrics(Collector):
             yield family
 
 
-def _gauge(name: str, text: str, figures: Figures, *labels: str) -> Metric:
-    return _filled(GaugeMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
-
-
-def _counter(name: str, text: str, figures: Figures, *labels: str) -> Metric:
-    return _filled(CounterMetricFamily(PREFIX + name, text, labels=(*LABELS, *labels)), figures)
-
-
-def _filled(family: GaugeMetricFamily | CounterMetricFamily, figures: Figures) -> Metric:
-    for labels, value in figures.items():
-        family.add_metric(labels, value)
+def _family(
+    make: Callable[..., Any], name: str, text: str, figures: Figures, *labels: str
+) -> Metric:
+    family = make(PREFIX + name, text, labels=(*LABELS, *labels))
+    for values, figure in figures.items():
+        family.add_metric(values, figure)
     return family
+
+
+_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
 
 
 def _emitted(stats: WorkerStats) -> int:

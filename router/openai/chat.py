@@ -24,7 +24,6 @@ from router.openai.schema import Message, OfTemplate, mapping
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
-from worker.errors import UserError
 
 
 class ChatWriter(AnswerWriter):
@@ -127,11 +126,9 @@ def rendered(
     knows_developer = "developer" in text.template_source
     plain: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        content = message.content
-        try:
-            shown = content if isinstance(content, str) else text_of_parts(content)
-        except UserError as error:
-            raise UserError(str(error), f"messages.{i}.content") from None
+        shown = message.content
+        if not isinstance(shown, str):
+            shown = text_of_parts(shown, f"messages.{i}.content")
         role = message.role
         role = "system" if role == "developer" and not knows_developer else role
         one = {"role": role, "content": shown, **(message.model_extra or {})}

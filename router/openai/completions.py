@@ -40,20 +40,14 @@ class TextWriter(AnswerWriter):
         return self._choice(index, delta, echo + delta.text)
 
     def _choice(self, index: int, delta: Delta, text: str) -> Choice:
+        logprobs: TextLogprobs | None = None
+        if delta.scored and self._bytes_of is not None:
+            offset = self._offsets.get(delta.index, 0)
+            logprobs = text_logprobs(delta.scored, self._bytes_of, offset)
+            self._offsets[delta.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
         return TextChoice(
-            index=index,
-            text=text,
-            logprobs=self._logprobs(delta) if delta.scored else None,
-            finish_reason=delta.finish_reason,
+            index=index, text=text, logprobs=logprobs, finish_reason=delta.finish_reason
         )
-
-    def _logprobs(self, delta: Delta) -> TextLogprobs | None:
-        if self._bytes_of is None:
-            return None
-        offset = self._offsets.get(delta.index, 0)
-        logprobs = text_logprobs(delta.scored, self._bytes_of, offset)
-        self._offsets[delta.index] = logprobs.text_offset[-1] + len(logprobs.tokens[-1])
-        return logprobs
 
 
 def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:

@@ -18,18 +18,14 @@ class Constraint(NamedTuple):
     param: str
 
 
-def _choice_part(choice: Any, param: str) -> Part:
-    items = cast("list[Any]", choice) if isinstance(choice, list) else []
-    if not items or not all(isinstance(item, str) and item for item in items):
-        raise invalid(f"{param}: must be a list of strings, none empty", param)
-    return {"lark_grammar": "start: " + " | ".join(quoted(item) for item in items)}
-
-
 def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
     if kind == "json":
         return schema_part(value, param, bounds)
     if kind == "choice":
-        return _choice_part(value, param)
+        items = cast("list[Any]", value) if isinstance(value, list) else []
+        if not items or not all(isinstance(item, str) and item for item in items):
+            raise invalid(f"{param}: must be a list of strings, none empty", param)
+        return {"lark_grammar": "start: " + " | ".join(map(quoted, items))}
     if not isinstance(value, str) or not value:
         raise invalid(f"{param}: must be a string that is not empty", param)
     if kind == "regex":

@@ -65,11 +65,13 @@ class Preparer:
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
         tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+        is_parsed = tools.functions or think is not Think.NEVER
         writer = chat.ChatWriter(
-            self._parser(tools, think), text.token_bytes if body.num_logprobs >= 0 else None
+            (lambda: _thinking(parser(self._format, tools), think)) if is_parsed else Plain,
+            text.token_bytes if body.num_logprobs >= 0 else None,
         )
         job = _Job(writer, "messages", *self._grammar(body, tools, think))
-        if tools.functions or think is not Think.NEVER:
+        if is_parsed:
             job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
 
@@ -96,12 +98,6 @@ class Preparer:
         if end.endswith(THINK_END):
             return Think.NEVER
         return Think.OPENED if end.endswith(THINK) else Think.MAYBE
-
-    def _parser(self, tools: Tools, think: Think) -> Callable[[], Parser]:
-        def make() -> Parser:
-            return _thinking(parser(self._format, tools), think)
-
-        return make if tools.functions or think is not Think.NEVER else Plain
 
     def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
         """A function that says when the only call allowed has ended; None if more are allowed."""

@@ -33,7 +33,7 @@ class Front:
     period: Period = field(init=False)  # of what it has done
 
     def __post_init__(self) -> None:
-        self.period = Period(lambda: read(self.dispatcher.reqs, self.metrics))
+        self.period = Period(lambda: read(self.metrics))
 
     def closed(self) -> None:
         """An HTTP generation request has ended."""

@@ -5,7 +5,7 @@ A chat does.
 """
 
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,11 @@ class Pages:
 
     async def data(self) -> Response:
         """GET /dashboard/data: the whole cluster."""
-        texts = await self._front.siblings.ask_routers("/dashboard/own")
-        parts = {name: _part(text) for name, text in texts.items()}
+        parts = dict[str, Part | None]()
+        for name, text in (await self._front.siblings.ask_routers("/dashboard/own")).items():
+            parts[name] = None
+            with suppress(msgspec.MsgspecError):  # of a version that says other things
+                parts[name] = None if text is None else msgspec.json.decode(text, type=Part)
         return _json(self._board(parts))
 
     async def own(self) -> Response:
@@ -84,8 +87,7 @@ class Pages:
         front, own = self._front, self._own()
         parts = [own, *(part for part in other_parts.values() if part is not None)]
         changes = front.served.members.changes()
-        routers = _sorted(self._routers({own.name: own, **other_parts}, changes))
-        workers = _sorted(self._workers(changes))
+        routers, workers = self._rows({own.name: own, **other_parts}, changes)
         state, summary = board.verdict(workers, routers)
         outcomes = board.outcomes(parts)
         return Board(
@@ -113,30 +115,26 @@ class Pages:
             ],
         )
 
-    def _routers(self, parts: dict[str, Part | None], changes: list[Change]) -> Iterator[RouterRow]:
-        nodes = {known.member.name: known.member.node for known in self._front.served.members.all()}
-        for name, part in parts.items():
-            node = nodes.get(name, "")
-            if part is None:
-                yield RouterRow(name, "silent", node)
-            else:
-                state = "draining" if part.draining else "ready"
-                yield RouterRow(name, state, node, part.running, part.waiting)
-        for change in _gone(changes, parts):
-            if change.role == "router":
-                yield RouterRow(change.name, "lost", reason=change.text)
-
-    def _workers(self, changes: list[Change]) -> Iterator[WorkerRow]:
-        listed = self._front.served.members.all()
-        for known in listed:
-            if known.member.role in WORKERS:
-                yield _worker(known)
-        for change in _gone(changes, {known.member.name for known in listed}):
-            if change.role != "router":
-                yield WorkerRow(
-                    change.name, change.role, "lost",
-                    incarnation=change.incarnation, reason=change.text,
-                )  # fmt: skip
+    def _rows(
+        self, parts: dict[str, Part | None], changes: list[Change]
+    ) -> tuple[list[RouterRow], list[WorkerRow]]:
+        """Every router and worker, and those that were lost and have no successor yet."""
+        listed = {known.member.name: known for known in self._front.served.members.all()}
+        routers = [
+            _router(name, listed[name].member.node if name in listed else "", part)
+            for name, part in parts.items()
+        ]
+        workers = [_worker(known) for known in listed.values() if known.member.role in WORKERS]
+        seen = {*listed, *parts}
+        for c in changes:  # the last first
+            if c.name not in seen and c.state == "lost":
+                if c.role == "router":
+                    routers.append(RouterRow(c.name, "lost", reason=c.text))
+                else:
+                    lost = WorkerRow(c.name, c.role, "lost", "", c.incarnation, reason=c.text)
+                    workers.append(lost)
+            seen.add(c.name)
+        return sorted(routers, key=_role_and_number), sorted(workers, key=_role_and_number)
 
 
 def _json(body: msgspec.Struct) -> Response:
@@ -144,20 +142,11 @@ def _json(body: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json", headers=headers)
 
 
-def _part(text: str | None) -> Part | None:
-    try:
-        return None if text is None else msgspec.json.decode(text, type=Part)
-    except msgspec.MsgspecError:  # of a version that says other things
-        return None
-
-
-def _gone(changes: list[Change], listed: dict[str, Any] | set[str]) -> Iterator[Change]:
-    """The last change of every name that was lost and has no successor yet."""
-    seen = set(listed)
-    for change in changes:
-        if change.name not in seen and change.state == "lost":
-            yield change
-        seen.add(change.name)
+def _router(name: str, node: str, part: Part | None) -> RouterRow:
+    if part is None:
+        return RouterRow(name, "silent", node)
+    state = "draining" if part.draining else "ready"
+    return RouterRow(name, state, node, part.running, part.waiting)
 
 
 def _worker(known: Known) -> WorkerRow:
@@ -187,6 +176,5 @@ def _worker(known: Known) -> WorkerRow:
     )
 
 
-def _sorted(rows: Iterator[Any]) -> list[Any]:
-    """By role, then by number."""
-    return sorted(rows, key=lambda row: (row.name.rpartition("-")[0], len(row.name), row.name))
+def _role_and_number(row: RouterRow | WorkerRow) -> tuple[str, int, str]:
+    return row.name.rpartition("-")[0], len(row.name), row.name

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from router.dispatch.queue import Req
 from router.observe.board import History, Part, Rates, Spread, together
 from router.observe.metrics import RouterMetrics
 from router.observe.tally import total
@@ -34,8 +33,8 @@ class Reading:
     at: float = field(default_factory=time.monotonic)
 
 
-def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
-    """What the metrics count now; `reqs` are those that have not ended."""
+def read(metrics: RouterMetrics) -> Reading:
+    """What the metrics count now."""
     tallies = {
         "time_to_first_token": metrics.first_tokens,
         "inter_token": (metrics.itl,),
@@ -43,15 +42,13 @@ def read(reqs: Mapping[str, Req], metrics: RouterMetrics) -> Reading:
     }
     families = metrics.collectors["requests"].collect()
     ended = {s.labels["outcome"]: s.value for family in families for s in family.samples}
-    running = sum(req.choice is not None for req in reqs.values())
-    open_tokens = sum(len(req.tokens) for req in reqs.values())
     return Reading(
-        running=running,
-        waiting=len(reqs) - running,
+        running=metrics.live.running(),
+        waiting=metrics.live.waiting(),
         outcomes=ended,
         prompt_tokens=total(metrics.prompt_tokens),
         cached_tokens=total(metrics.cached_tokens),
-        output_tokens=total(metrics.generation_tokens) + open_tokens,
+        output_tokens=total(metrics.generation_tokens) + sum(metrics.live.outputs()),
         latencies={
             name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
         },
@@ -78,6 +75,20 @@ class Period:
         """What has happened from the oldest reading until now."""
         now = self._read()
         first = self._readings[0] if self._readings else now
+        older = [reading for reading in self._readings if now.at - reading.at >= RATE_S]
+        then = older[-1] if older else first
+        seconds = max(now.at - then.at, STEP_S)  # of a router that has just started
+        rates = Rates(
+            requests=sum(_difference(now.outcomes, then.outcomes).values()) / seconds,
+            prompt_tokens=(now.prompt_tokens - then.prompt_tokens) / seconds,
+            output_tokens=(now.output_tokens - then.output_tokens) / seconds,
+        )
+        steps = list(pairwise(self._readings))
+        history = History(
+            tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in steps),
+            tuple(float(reading.running) for _, reading in steps),
+            tuple(float(reading.waiting) for _, reading in steps),
+        )
         return Part(
             name=name,
             draining=draining,
@@ -87,31 +98,11 @@ class Period:
             outcomes=_difference(now.outcomes, first.outcomes),
             prompt_tokens=int(now.prompt_tokens - first.prompt_tokens),
             cached_tokens=int(now.cached_tokens - first.cached_tokens),
-            rates=self._rates(first, now),
+            rates=rates,
             latencies={
                 name: spread.since(first.latencies[name]) for name, spread in now.latencies.items()
             },
-            history=self._history(),
-        )
-
-    def _rates(self, first: Reading, now: Reading) -> Rates:
-        older = [reading for reading in self._readings if now.at - reading.at >= RATE_S]
-        then = older[-1] if older else first
-        seconds = max(now.at - then.at, STEP_S)  # of a router that has just started
-        num_ended = sum(_difference(now.outcomes, then.outcomes).values())
-        return Rates(
-            num_ended / seconds,
-            (now.prompt_tokens - then.prompt_tokens) / seconds,
-            (now.output_tokens - then.output_tokens) / seconds,
-        )
-
-    def _history(self) -> History:
-        readings = list(self._readings)
-        pairs = pairwise(readings)
-        return History(
-            tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in pairs),
-            tuple(float(reading.running) for reading in readings[1:]),
-            tuple(float(reading.waiting) for reading in readings[1:]),
+            history=history,
         )
 
 

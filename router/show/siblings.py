@@ -10,11 +10,11 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 import httpx
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge
 
 from router.dispatch.members import Members
 from router.observe import vllm
-from router.observe.exposition import EOF, encoder
+from router.observe.exposition import EOF, rendered
 from worker.api import Member
 
 TIMEOUT_S = 1.0  # for another router's page
@@ -48,15 +48,11 @@ class Siblings:
         """Whether it is the shared port, and not the one that this router has of its own."""
         return self._member.address.endswith(f":{port}")
 
-    async def page(self, own: bytes, accepted: str = "") -> bytes:
-        """The metrics of all of them, `own` first, and how many answered.
-
-        `accepted`: the scraper's header `Accept`, by which each chooses the form of its page.
-        """
+    async def page(self, own: bytes, form: str = CONTENT_TYPE_LATEST) -> bytes:
+        """The metrics of all of them, `own` first, and how many answered, in the form of `own`."""
         mine, port = self._member, attrgetter("node", "address")
         others = [k.member for k in self._members.all() if k.member.name != mine.name]
         addresses = [other.metrics_address for other in others if port(other) == port(mine)]
-        encode, form = encoder(accepted)
         now = time.monotonic()
         pages_now = await self._ask_all(addresses, "/metrics", form)
         for address, page in zip(addresses, pages_now, strict=True):
@@ -68,7 +64,7 @@ class Siblings:
         silent = pages_now.count(None)
         for state, number in (("answered", 1 + len(addresses) - silent), ("silent", silent)):
             self._count.labels(mine.model, mine.role, state).set(number)
-        counted = encode(self._registry)  # last: it ends as a page of its form has to
+        counted = rendered(self._registry, form)  # last: it ends as a page of its form has to
         return merged([own.decode(), *pages]).encode() + counted
 
     async def ask_routers(self, path: str) -> dict[str, str | None]:

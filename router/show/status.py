@@ -7,7 +7,7 @@ from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from router.dispatch.members import WORKERS, Known
-from router.observe.exposition import encoder
+from router.observe.exposition import form_of
 from router.show.front import Front
 
 RDMA_NOTE = "RDMA is configured but has not been run on hardware yet"
@@ -82,12 +82,11 @@ class StatusRoutes:
 
     async def metrics(self, request: Request) -> Response:
         """GET /metrics: of all routers of this port; on a router's own port, those of that one."""
-        accepted = request.headers.get("accept", "")  # exemplars are in OpenMetrics' form only
-        encode, content_type = encoder(accepted)
-        page, siblings = self._front.metrics.render(encode), self._front.siblings
+        form = form_of(request.headers.get("accept", ""))  # exemplars are in OpenMetrics' only
+        page, siblings = self._front.metrics.render(form), self._front.siblings
         if siblings.shares(request.scope["server"][1]):
-            page = await siblings.page(page, accepted)
-        return Response(page, media_type=content_type)
+            page = await siblings.page(page, form)
+        return Response(page, media_type=form)
 
     async def targets(self) -> Response:
         """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""

@@ -159,7 +159,7 @@ class Text:
         begins |= set(special.values())
         encode = encode_of(file, self._tokenizer, backend)
         self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
-        self._token_bytes = cache(lambda token: token_bytes(self.piece(token)))
+        self._token_bytes = cache(self._bytes_of)
         self._token_text = cache(self._text_of)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
@@ -219,6 +219,9 @@ class Text:
         decode = partial(self.decode, skip_special_tokens=False)
         return WindowDetokenizer(decode, prompt, skip)
 
+    def _bytes_of(self, token: int) -> bytes:
+        return token_bytes(self.piece(token))
+
     def _text_of(self, token: int) -> str | None:
         """The text of a token whose bytes are whole characters."""
         try:
@@ -266,14 +269,15 @@ def _template_source(directory: Path, named: Mapping[str, Any]) -> str | None:
     return source
 
 
-def text_of_parts(parts: Sequence[Mapping[str, Any]]) -> str:
-    """The text of a message whose content is `parts`; raises a UserError if one is not text."""
+def text_of_parts(parts: Sequence[Mapping[str, Any]], param: str) -> str:
+    """The text of `parts`, the content of a message; a UserError for `param` if one is not text."""
     texts: list[str] = []
     for part in parts:
         if part.get("type") not in ("text", "refusal"):
-            raise UserError(f"content parts of type {part.get('type')!r} are not supported")
+            message = f"content parts of type {part.get('type')!r} are not supported"
+            raise UserError(message, param)
         text = part.get("text", part.get("refusal"))
         if not isinstance(text, str):
-            raise UserError("a content part of type text needs a string in `text`")
+            raise UserError("a content part of type text needs a string in `text`", param)
         texts.append(text)
     return "\n".join(texts)

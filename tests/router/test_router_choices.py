@@ -9,7 +9,7 @@ import msgspec
 import openai
 import pytest
 from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, seed_of
@@ -21,7 +21,6 @@ from tests.fault.router_doubles import (
     Script,
     Serve,
     Served,
-    events,
     speak,
     wait_until,
 )
@@ -52,13 +51,9 @@ def test_streamed_logprobs_are_those_of_the_whole_answer(
     client: openai.OpenAI, served: Served, double: DecodeDouble
 ) -> None:
     body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    whole = served.post("chat/completions", **body).json()
-    stream = served.post("chat/completions", **body, stream=True)
-    found: list[Any] = []
-    for chunk in events(stream):
-        ChatCompletionChunk.model_validate(chunk)
-        found += (chunk["choices"][0]["logprobs"] or {"content": []})["content"]
-    assert found == whole["choices"][0]["logprobs"]["content"]
+    whole, streamed = (served.told("chat/completions", way, **body) for way in (False, True))
+    assert streamed == whole
+    assert whole[0][0]["logprobs"]
     with client.chat.completions.stream(model="small", messages=HELLO, logprobs=True) as events_:
         kinds = {event.type for event in events_}
     assert {"logprobs.content.delta", "logprobs.content.done", "content.done"} <= kinds
@@ -85,22 +80,14 @@ def test_many_logprobs_are_written_off_the_loop(
 def test_logprobs_of_a_completion(
     served: Served, double: DecodeDouble, text: Text, streamed: bool
 ) -> None:
-    response = served.post("completions", prompt="a", logprobs=2, stream=streamed)
-    chunks = events(response) if streamed else [response.json()]
-    choices = [chunk["choices"][0] for chunk in chunks]
-    for choice in choices:
-        Completion.model_validate(
-            {"id": "", "created": 0, "model": "", "object": "text_completion"}
-            | {"choices": [choice | {"finish_reason": "stop"}]}
-        )
-    parts = [choice["logprobs"] for choice in choices if choice["logprobs"]]
-    tokens = [token for part in parts for token in part["tokens"]]
-    offsets = [offset for part in parts for offset in part["text_offset"]]
+    asked: dict[str, Any] = {"prompt": "a", "logprobs": 2}
+    Completion.model_validate(served.post("completions", **asked).json())
+    (choice,), _ = served.told("completions", streamed, **asked)
+    offsets, logprobs, tokens, tops = zip(*choice["logprobs"], strict=True)
     ids = text.encode(ANSWER, add_special_tokens=False)
-    assert offsets == [sum(map(len, tokens[:i])) for i in range(len(tokens))]
-    assert [value for part in parts for value in part["token_logprobs"]] == [-i / 8 for i in ids]
-    for part in parts:
-        assert all(map(contains, part["top_logprobs"], part["tokens"]))
+    assert offsets == tuple(sum(map(len, tokens[:i])) for i in range(len(tokens)))
+    assert logprobs == tuple(-i / 8 for i in ids)
+    assert all(map(contains, tops, tokens))
 
 
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(

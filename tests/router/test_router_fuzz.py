@@ -130,7 +130,7 @@ async def rounds(
             batch = bodies[start : start + NUM_AT_ONCE]
             await asyncio.gather(*(one(client, path, raw, counts) for path, raw in batch))
     assert front.num_open == 0
-    assert not front.dispatcher.reqs
+    assert front.metrics.live.running() == front.metrics.live.waiting() == 0
     assert front.metrics.render().decode().count("kvlane") > 0
     assert wire.num_generates > 0
     return counts

@@ -198,6 +198,8 @@ def test_broken_files_are_named(tmp_path: Path, name: str) -> None:
 
 
 def test_parts_of_a_message_are_joined() -> None:
-    assert text_of_parts([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]) == "a\nb"
+    assert (
+        text_of_parts([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "m") == "a\nb"
+    )
     with pytest.raises(UserError, match="image_url"):
-        text_of_parts([{"type": "image_url"}])
+        text_of_parts([{"type": "image_url"}], "m")

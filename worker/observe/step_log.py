@@ -83,6 +83,7 @@ class StepLog:
     def settled(
         self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float, drawn: Sequence[Drawn]
     ) -> None:
+        """Write the line of a step that has settled; times are seconds."""
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
         since = cpu_at if self._cpu_at is None else self._cpu_at
         line = StepLine(
