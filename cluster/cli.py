@@ -82,8 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_command(given: Sequence[str]) -> int:
-    if given[:1] == ["bench"]:
+    if given[:1] != ["serve"]:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if given[:1] == ["bench"]:
         return clients.bench(given[1:])
     if given[:1] == ["--version"]:
         from router.show.status import version  # which others need not wait for
@@ -92,8 +93,6 @@ def _run_command(given: Sequence[str]) -> int:
         return 0
     args = parser_of_commands().parse_args(given)
     command: Run = args.command
-    if command is not _serve:  # which has its own way, see `supervisor`
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(args)
 
 
@@ -109,20 +108,15 @@ def _guarded(command: Callable[[], int], tell: Callable[[str, str], None] = _pla
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output has gone, as in `kvlane config | head`
-        _drop_output()
-        return 141
-    except OSError as error:
-        if error.errno != errno.ENOSPC:  # as in `kvlane config > /dev/full`
+    except OSError as error:  # as in `kvlane config | head`, and `kvlane config > /dev/full`
+        if error.errno not in (errno.EPIPE, errno.ENOSPC):
             raise
-        _drop_output()
+        # What is still buffered must not fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:  # whoever read our output has gone
+            return 141
         tell("ERROR", f"cannot write: {error.strerror}")
         return 1
-
-
-def _drop_output() -> None:
-    """What is still buffered must not fail again at the end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser_of_commands() -> argparse.ArgumentParser:

@@ -102,60 +102,44 @@ def test_generated_files_are_those_of_today() -> None:
         assert path.read_text() == expected, f"{path}: python -m helm.generate"
 
 
-def refused(values: str, *, major: int = 4) -> str:
-    done = template(major=major, values=values)
-    assert done.returncode != 0, f"rendered: {values}"
-    return done.stderr
+# A dot is a slash in some messages of Helm.
+REFUSED = (
+    ("prefil: {replicas: 2}", "prefil"),
+    ("prefill: {replica: 2}", "prefill.*replica"),
+    ("decode: {replicas: 0}", "decode.replicas.*1"),
+    ("decode: {gpus: 17}", "decode.gpus.*16"),
+    ("image: {tag: latest}", "image.tag"),
+    ("config: {decode: {engine: {max_reqs: 3}}}", "config.decode.engine.*max_reqs"),
+    ("config: {cluster: {drain_timeout_s: soon}}", "config.cluster.drain_timeout_s.*number"),
+    ("config: {prefill: {replicas: 2}}", "config.prefill.replicas.*set prefill.replicas"),
+    ("config: {decode: {tp: 2}}", "config.decode.tp.*set decode.gpus"),
+    ("config: {cluster: {port: 80}}", "config.cluster.port"),
+    ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
+    ("model: {source: hf}", "model.hf.name"),
+    ("model: {source: pvc}", "model.pvc.existingClaim"),
+    ("config: {transport: {name: shm}}", "config.transport"),
+    ("prefill: {rdma: {enabled: true}}", "prefill.rdma.enabled.*TCP.*kind: rdma"),
+    ("config: {cluster: {drain_timeout_s: 600}}", "terminationGracePeriodSeconds"),
+    ("decode: {pdb: {enabled: true}}", "decode.pdb.maxUnavailable"),
+    ("decode: {autoscaling: {kind: hpa}}", "monitoring.podMonitor"),
+    ("monitoring: {prometheusRule: {enabled: true}}", "serviceMonitor"),
+    ("{cluster: {kind: kuberay}, decode: {autoscaling: {kind: hpa}}}", "decode.autoscaling"),
+    ("ingress: {enabled: true}", "ingress.hosts"),
+)
 
 
 @pytest.mark.parametrize("major", [3, 4])
-@pytest.mark.parametrize(
-    ("values", "path", "said"),
-    [
-        ("prefil: {replicas: 2}", "", "prefil"),
-        ("prefill: {replica: 2}", "prefill", "replica"),
-        ("decode: {replicas: 0}", "decode.replicas", "1"),
-        ("decode: {gpus: 17}", "decode.gpus", "16"),
-        ("image: {tag: latest}", "image.tag", ""),
-        ("config: {decode: {engine: {max_reqs: 3}}}", "config.decode.engine", "max_reqs"),
-        ("config: {cluster: {drain_timeout_s: soon}}", "config.cluster.drain_timeout_s", "number"),
-    ],
-)
-def test_the_schema_refuses_a_wrong_key_with_its_path(
-    major: int, values: str, path: str, said: str
-) -> None:
-    error = refused(values, major=major).replace("/", ".")
-    assert path in error
-    assert said in error
+@pytest.mark.parametrize(("values", "said"), REFUSED)
+def test_what_would_not_work_is_refused_with_what_to_do(major: int, values: str, said: str) -> None:
+    done = template(major=major, values=values)
+    assert done.returncode != 0, f"rendered: {values}"
+    assert re.search(said, done.stderr), done.stderr
 
 
 @pytest.mark.parametrize("graph", ["eager", "{decode: full}"])
 def test_the_schema_takes_one_word_for_a_section_as_the_product_does(graph: str) -> None:
     done = template(values=f"config: {{decode: {{engine: {{graph: {graph}}}}}}}")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ("config: {prefill: {replicas: 2}}", "config.prefill.replicas.*set prefill.replicas"),
-        ("config: {decode: {tp: 2}}", "config.decode.tp.*set decode.gpus"),
-        ("config: {cluster: {port: 80}}", "config.cluster.port"),
-        ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
-        ("model: {source: hf}", "model.hf.name"),
-        ("model: {source: pvc}", "model.pvc.existingClaim"),
-        ("config: {transport: {name: shm}}", "config.transport"),
-        ("prefill: {rdma: {enabled: true}}", "prefill.rdma.enabled.*TCP.*kind: rdma"),
-        ("config: {cluster: {drain_timeout_s: 600}}", "terminationGracePeriodSeconds"),
-        ("decode: {pdb: {enabled: true}}", "decode.pdb.maxUnavailable"),
-        ("decode: {autoscaling: {kind: hpa}}", "monitoring.podMonitor"),
-        ("monitoring: {prometheusRule: {enabled: true}}", "serviceMonitor"),
-        ("{cluster: {kind: kuberay}, decode: {autoscaling: {kind: hpa}}}", "decode.autoscaling"),
-        ("ingress: {enabled: true}", "ingress.hosts"),
-    ],
-)
-def test_what_would_not_work_is_refused_with_what_to_do(values: str, said: str) -> None:
-    assert re.search(said, refused(values))
 
 
 def pods_of(name: str) -> dict[str, Any]:
