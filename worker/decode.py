@@ -57,7 +57,7 @@ class DecodeLoop:
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank = engine.local_rank()
-        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, engine.num_settled)
+        self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
         alone = partial(rank.dial, answer=thread.post)
         dial = self._ranks.dial if rank.tp_size > 1 else alone
         self.peers = PrefillPeers(rank, dial, thread.connect, thread.disconnect)

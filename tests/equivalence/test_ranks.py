@@ -22,9 +22,9 @@ from worker.api import Sampling
 from worker.model.decoder import SelfAttention
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.base import SingleCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.peers.gloo import GlooCollective
 from worker.peers.peer_layout import NUM_BUFFERS
-from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
 from worker.run.runner import count_sums
 

@@ -8,7 +8,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.http.exchange import client_trace_id
-from router.observe.exposition import EOF, encoder
+from router.observe.exposition import EOF, form_of
 from router.observe.metrics import RouterMetrics
 from router.observe.vllm import Live
 from router.show.siblings import merged
@@ -83,9 +83,9 @@ def test_each_bucket_names_the_last_trace_that_fell_into_it() -> None:
     metrics = RouterMetrics("small", "router-0")
     for value, trace_id in ((0.004, TRACE), (0.0045, ""), (0.2, TRACE), (0.19, OTHER), (99, TRACE)):
         metrics.ttft("local").observe(value, trace_id)
-    encode, content_type = encoder(OPENMETRICS)
-    assert content_type.startswith("application/openmetrics-text")
-    assert found(metrics.render(encode).decode()) == {
+    form = form_of(OPENMETRICS)
+    assert form.startswith("application/openmetrics-text")
+    assert found(metrics.render(form).decode()) == {
         ("router-0", "0.005"): (TRACE, 0.004),
         ("router-0", "0.2"): (OTHER, 0.19),
         ("router-0", "+Inf"): (TRACE, 99.0),
@@ -95,13 +95,12 @@ def test_each_bucket_names_the_last_trace_that_fell_into_it() -> None:
 
 @pytest.mark.parametrize("accept", ["", OPENMETRICS])
 def test_pages_of_several_routers_make_one_of_either_form(accept: str) -> None:
-    encode, _ = encoder(accept)
     pages = []
     for name in ("router-0", "router-1"):
         metrics = RouterMetrics("small", name)
         metrics.ttft("local").observe(0.1, TRACE)
         metrics.ended("stop")
-        pages.append(metrics.render(encode).decode())
+        pages.append(metrics.render(form_of(accept)).decode())
     page = merged(pages)
     assert EOF not in page
     if accept:

@@ -68,10 +68,6 @@ class Engine:
         if self.runner.ranks is not None:
             self.runner.ranks.tell(message)
 
-    def num_settled(self) -> int:
-        """How many steps have been settled."""
-        return self.meter.num_steps
-
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""
         return LocalRank(
