@@ -56,7 +56,7 @@ class DecodeLoop:
             engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
-        rank = engine.local_rank()
+        rank, meter = engine.local_rank(), engine.meter
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
         alone = partial(rank.dial, answer=thread.post)
         dial = self._ranks.dial if rank.tp_size > 1 else alone
@@ -68,7 +68,7 @@ class DecodeLoop:
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
-        self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
+        self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
         metrics.running.set_function(lambda: len(scheduler.running))
         metrics.waiting.set_function(lambda: len(requests.reqs) - len(scheduler.running))
         metrics.leases.set_function(lambda: len(self._inbound.fetches))
