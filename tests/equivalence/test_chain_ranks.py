@@ -3,19 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.support.chain_checkpoints import TARGET
 from tests.support.chain_rows import ChainRows
-from tests.support.processes import run_ranks
+from tests.support.processes import on_ranks
 from tests.unit.test_chain_forms import CPU, write_case
 from worker.drafts.chain_config import read_chain_shape
 from worker.drafts.chain_model import ChainDrafter
 from worker.model.loader import load_model
 from worker.peers.base import Collective, SingleCollective
-from worker.peers.gloo import GlooCollective
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
 
 
@@ -38,21 +39,11 @@ def drafted(path: Path, collective: Collective) -> list[Tensor]:
     return [g, *found, drafter.head.logits(found[1])]
 
 
-def run_rank(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    for case in DIVIDED:
-        group = GlooCollective(rank, 2, CPU, f"file://{root}/{case}-rendezvous")
-        torch.save(drafted(root / case, group), root / f"{case}-{rank}.pt")
-        group.close()
-
-
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    for case in DIVIDED:
-        write_case(tmp_path / case, case)
-    run_ranks(run_rank, tmp_path, num_ranks=2)
-    for case in DIVIDED:
-        expected = drafted(tmp_path / case, SingleCollective())
-        for rank in (0, 1):
-            found = torch.load(tmp_path / f"{case}-{rank}.pt")
-            for got, wanted in zip(found, expected, strict=True):
-                assert torch.allclose(got, wanted, atol=1e-4), case
+@pytest.mark.parametrize("case", DIVIDED)
+def test_two_ranks_equal_one(case: str, tmp_path: Path) -> None:
+    path = tmp_path / case
+    write_case(path, case)
+    expected = drafted(path, SingleCollective())
+    for found in on_ranks(2, tmp_path, lambda group: drafted(path, group)):
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-4)
