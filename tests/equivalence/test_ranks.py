@@ -83,7 +83,6 @@ def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) 
 
 @cache
 def of_one_rank(drafter: str, *, plain: bool = False) -> list[Answer]:
-    """What one process of one rank answers."""
     with running(sections(drafter, "never"), num_prefill=0) as cluster:
         return asked(cluster, PLAIN if plain else WISHES)
 
@@ -101,9 +100,7 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
 )
-def test_only_what_looks_at_all_tokens_gathers_logits(
-    drafter: str, tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_looks_at_all_tokens_gathers_logits(drafter: str, tp: int, monkeypatch) -> None:
     """Else 8 bytes a row of each rank, in drafts too."""
     gathered: list[tuple[torch.dtype, int, int]] = []
     all_gather = GlooCollective.all_gather
@@ -140,9 +137,7 @@ def buffers_that_are_reused(after: int) -> Any:
 
 
 @pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
-def test_nothing_outlives_the_buffers_that_are_summed_in(
-    drafter: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outlives_the_buffers_that_are_summed_in(drafter: str, monkeypatch) -> None:
     monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
     with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
         alike(asked(cluster), of_one_rank(drafter), pulled=True)
@@ -161,9 +156,7 @@ def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     decode=(1, 2, 4),
     num_groups=(1, 2),
 )
-def test_kv_is_pulled_between_any_numbers_of_ranks(
-    drafter: str, prefill: int, decode: int, num_groups: int
-) -> None:
+def test_kv_is_pulled_between_any_numbers_of_ranks(drafter, prefill, decode, num_groups) -> None:
     wanted = sections(drafter, "always", num_groups=num_groups)
     with running(wanted, prefill_tp=prefill, decode_tp=decode) as cluster:
         found = asked(cluster)
@@ -171,9 +164,7 @@ def test_kv_is_pulled_between_any_numbers_of_ranks(
         assert all(each.stages[0].prefilled_by for each in found[: len(PROMPTS)])
 
 
-def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_stores_a_drafters_rows_late_spoils_none(monkeypatch) -> None:
     """The leader, which announces them, has stored its own long before."""
     store = SelfAttention.store
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.engines import Running, running, worker_config
+from tests.support.engines import running, worker_config
 from tests.support.prompts import problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
@@ -21,45 +21,28 @@ SECTIONS: dict[str, dict[str, object]] = {
 PROMPTS = [prompt * 2 for prompt in problem_ids(8)]
 
 
-def ask(cluster: Running) -> list[list[int]]:
-    answers = cluster.answers(PROMPTS, Sampling(12, 0.0))
-    assert all(each.stages[0].prefilled_by == "prefill-0/i0" for each in answers)
-    return [each.tokens for each in answers]
-
-
 def test_all_regions_of_a_page_travel_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with running(SECTIONS) as cluster:
-        expected = ask(cluster)
+    """What nobody computes, too; that the target's KV comes whole, every pulled text shows."""
     add_regions(monkeypatch)
     with running(SECTIONS) as cluster:
-        there, here = (
-            cluster.workers[name].engine.pool for name in ("prefill-0", "decode-0")
-        )  # fmt: skip
-        for cache in (*there.layer(0, "draft"), there.page_rows("tail")):
+        there, here = (cluster.workers[f"{role}-0"].engine.pool for role in ("prefill", "decode"))
+        extra = [[*pool.layer(0, "draft"), pool.page_rows("tail")] for pool in (there, here)]
+        for cache in extra[0]:
             cache.normal_()
-        assert ask(cluster) == expected
-        draft_here, draft_there = (pool.layer(0, "draft") for pool in (here, there))
-        tails, num_whole = there.page_rows("tail"), 0
-        for page, tail in enumerate(here.page_rows("tail")):
-            if not tail.any():
-                assert not any(cache[page].any() for cache in draft_here)
-                continue
-            (source,) = (tails == tail).all(1).nonzero().flatten().tolist()
-            for ours, theirs in zip(draft_here, draft_there, strict=True):
-                assert torch.equal(ours[page], theirs[source])
-            num_whole += all(
-                torch.equal(ours[page], theirs[source])
-                for layer in range(here.region().num_layers)
-                for ours, theirs in zip(here.layer(layer), there.layer(layer), strict=True)
-            )
-    assert num_whole >= sum(len(prompt) // 16 for prompt in PROMPTS)
+        answers = cluster.answers(PROMPTS, Sampling(12, 0.0))
+        assert all(each.stages[0].prefilled_by == "prefill-0/i0" for each in answers)
+        theirs, ours = ([each.flatten(1) for each in caches] for caches in extra)
+        pulled = ours[-1].any(1)
+        sources = (theirs[-1] == ours[-1][pulled, None]).all(2).nonzero()[:, 1]
+        for source, found in zip(theirs, ours, strict=True):
+            assert torch.equal(found[pulled], source[sources])
+            assert not found[~pulled].any()
+    assert pulled.sum() >= sum(len(prompt) // 16 for prompt in PROMPTS)
 
 
 @pytest.mark.parametrize("region", ["draft", "tail", None])
 @torch.inference_mode()
-def test_the_start_up_check_compares_all_regions(
-    monkeypatch: pytest.MonkeyPatch, region: str | None
-) -> None:
+def test_the_start_up_check_compares_all_regions(monkeypatch, region: str | None) -> None:
     add_regions(monkeypatch)
     engine = build_engine(worker_config("prefill", SECTIONS), name="prefill-0", host="127.0.0.1")
     loaded, launch = engine.runner.loaded, EagerChunks(engine.runner.loaded).launch
