@@ -22,14 +22,18 @@ PROMPTS = [prompt * 2 for prompt in problem_ids(8)]
 
 
 def test_all_regions_of_a_page_travel_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody computes, too; that the target's KV comes whole, every pulled text shows."""
+    """What nobody computes, too; and texts are as without it."""
+    greedy = Sampling(12, temperature=0.0)
+    with running(SECTIONS) as cluster:
+        expected = [each.tokens for each in cluster.answers(PROMPTS, greedy)]
     add_regions(monkeypatch)
     with running(SECTIONS) as cluster:
         there, here = (cluster.workers[f"{role}-0"].engine.pool for role in ("prefill", "decode"))
         extra = [[*pool.layer(0, "draft"), pool.page_rows("tail")] for pool in (there, here)]
         for cache in extra[0]:
             cache.normal_()
-        answers = cluster.answers(PROMPTS, Sampling(12, 0.0))
+        answers = cluster.answers(PROMPTS, greedy)
+        assert [each.tokens for each in answers] == expected
         assert all(each.stages[0].prefilled_by == "prefill-0/i0" for each in answers)
         theirs, ours = ([each.flatten(1) for each in caches] for caches in extra)
         pulled = ours[-1].any(1)
