@@ -9,17 +9,16 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from unittest import mock
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from tests.support import pairwise
-from tests.support.counted import value
-from tests.support.engines import Answer, Client, Running, running
+from tests.support.engines import Answer, Client, Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import EOS, TINY, VOCAB, ll_tokenizer, problem_ids, tokenizer
 from tests.support.shallow import shallow
@@ -102,13 +101,6 @@ def expected(alone: Running) -> list[Answer]:
         ended(alone.client.generate([prompt], sampling))[0]
         for prompt, sampling in zip(problem_ids(NUM), wishes(), strict=True)
     ]
-
-
-def check(cluster: Running, expected: list[Answer], rounds: int = 2) -> None:
-    """All at once, cold and then with whatever the prefix trees kept."""
-    for _ in range(rounds):
-        same(cluster.client.generate(problem_ids(NUM), wishes()), expected)
-    cluster.wait_idle()
 
 
 # The oracle.
@@ -226,10 +218,10 @@ def test_whatever_serves_a_request_changes_nothing(
     config = sections(place, **{name: n for name, n in changes.items() if n is not None})
     config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
     longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
-    few: dict[str, object] = {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}
-    other = {"engine": few if pages == "few" else {}}
-    with running(config, decode_sections=other) as cluster:
-        check(cluster, expected, rounds=2 if penalty_rows is None else 1)
+    few = {"engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}}
+    with running(config, decode_sections=few if pages == "few" else None) as cluster:
+        for _ in range(2 if penalty_rows is None else 1):  # cold, then with what the trees kept
+            same(cluster.client.generate(problem_ids(NUM), wishes()), expected)
         preempted = value(cluster.workers["decode-0"].engine.metrics.preemptions)
     if pages == "few":
         assert preempted > 0, "the pool was not small enough to show anything"
@@ -281,34 +273,24 @@ def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:
     alone.wait_idle()
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
-    alone: Running, expected: list[Answer]
-) -> None:
-    prompts = problem_ids(2)
-    limits = LLParserLimits(max_lexer_states=3)
-    with mock.patch("worker.draw.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
-        sampling = Sampling(40, 0.0, grammar=GRAMMARS["schema"])
-        sent = [alone.client.submit(prompts[0], sampling)]
-        sent.append(alone.client.submit(prompts[0], wishes()[0]))
-        cut, free = alone.client.wait(sent)
-    assert (cut.error.code, cut.finish_reason) == ("invalid_value", FinishReason.ERROR)
-    assert cut.num_finals == 1
-    assert "<state>" not in cut.error.message
-    same([free], expected[:1])
-    alone.wait_idle()
+IMPOSSIBLE: list[tuple[Any, Sampling, str | None]] = [
+    ([1, 2], Sampling(5, grammar="this is no grammar"), "grammar"),
+    ([1, 2], Sampling(5, logit_bias=((VOCAB, 1.0),)), "logit_bias"),
+    ([1, 2], Sampling(5, logprobs=21), "top_logprobs"),
+    ([1, 2], Sampling(5, stop_ids=(-1,)), "stop_token_ids"),
+    ([1, 2], Sampling(5, stop_ids=tuple(range(40))), None),
+    ([1, 2], Sampling(5, temperature=float("nan")), "temperature"),
+    ([1, 2], Sampling(10**6), None),
+    ([], GREEDY, None), ([1] * 3000, GREEDY, None), ([10**6], GREEDY, None),
+]  # fmt: skip
 
 
-def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
-    cases = {
-        "grammar": Sampling(5, grammar="this is no grammar"),
-        "logit_bias": Sampling(5, logit_bias=((VOCAB, 1.0),)),
-        "top_logprobs": Sampling(5, logprobs=21),
-        "stop_token_ids": Sampling(5, stop_ids=(-1,)),
-        "temperature": Sampling(5, temperature=float("nan")),
-    }
-    for param, sampling in cases.items():
-        answer = alone.client.generate([problem_ids(1)[0]], sampling)[0]
-        assert (answer.error.code, answer.error.param) == ("invalid_value", param)
+def test_what_no_worker_can_follow_is_refused_with_a_reason(alone: Running) -> None:
+    for tokens, sampling, param in IMPOSSIBLE:
+        (answer,) = alone.client.generate([tokens], sampling)
+        assert answer.error is not None
+        assert answer.error.code == "invalid_value"
+        assert param in (answer.error.param, None)
     alone.wait_idle()
 
 
@@ -342,7 +324,6 @@ LONG = tuple(i % 900 + 50 for i in range(300))
 
 @pytest.fixture(scope="module")
 def separate(alone: Running) -> dict[tuple[int, ...], list[Answer]]:
-    """The choices of two prompts, asked for one by one and without `after`."""
     return {
         prompt: [ended(alone.client.generate([prompt], each))[0] for each in choices()]
         for prompt in (SHORT, LONG)
@@ -401,19 +382,15 @@ def test_choices_compute_their_prompt_once(separate: dict) -> None:
             assert computed == len(prompt) + 4 * (len(prompt) - whole)
 
 
-def test_choices_without_a_prefix_tree(separate: dict) -> None:
-    with running(sections("always", prefix_cache=False)) as cluster:
-        check_choices(cluster, separate)
-
-
-def test_choices_that_are_preempted(separate: dict) -> None:
+@pytest.mark.parametrize("few_pages", [False, True])
+def test_choices_that_share_little_or_are_preempted(few_pages: bool, separate: dict) -> None:
     few = {"engine": {"num_pages": -(-len(SHORT) // 16) + 4, "growth_tokens": 1}}
-    config = sections("always")
+    config = sections("always", prefix_cache=few_pages)
     config["model"]["max_model_len"] = len(SHORT) + 36
-    with running(config, decode_sections=few) as cluster:
-        for _ in range(2):
+    with running(config, decode_sections=few if few_pages else None) as cluster:
+        for _ in range(1 + few_pages):
             check_choices(cluster, separate)
-        assert value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0
+        assert few_pages == (value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0)
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
-from tests.support.counted import value
 from tests.support.drafter_cases import Known, judge, reference_of, speculation, workers
+from tests.support.engines import value
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
 from worker.ops.mask import KeyMask
@@ -221,7 +221,7 @@ def test_the_laws_hold(form: str, known: Known) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_laws_fail_for_a_mutant(name: str, known: Known, monkeypatch) -> None:
     form, target, wrong = MUTANTS[name]
     known.directory(form)  # fitted before anything is wrong
     owner, _, attribute = target.rpartition(".")
@@ -231,9 +231,7 @@ def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.Monk
         obeys(known, form, graph="padding" in name)
 
 
-def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
-    known: Known, monkeypatch
-) -> None:
+def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(known, monkeypatch):
     """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)
     for form in ("mtp", "eagle3 last", *more("eagle3")):

@@ -9,8 +9,7 @@ import random
 import pytest
 
 from tests.support import pairwise
-from tests.support.counted import value
-from tests.support.engines import Running, running
+from tests.support.engines import Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling
@@ -48,7 +47,6 @@ def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
 
 @pytest.fixture(scope="module")
 def expected(alone: Running) -> list[list[int]]:
-    """One request at a time."""
     return [
         ids(alone.client.generate([each[0]], each[1]))[0] for each in zip(*asked(), strict=True)
     ]
@@ -172,18 +170,3 @@ def test_abort_at_any_moment_gives_everything_back(mode: str) -> None:
                 client.abort(req_id)
         cluster.wait_idle()
         assert len(client.generate([problem_ids(1)[0]], GREEDY)[0].tokens) > 0
-
-
-def test_impossible_requests_are_refused_with_a_reason(alone: Running) -> None:
-    cases = [
-        ([], GREEDY),
-        ([1] * 3000, GREEDY),
-        ([10**6], GREEDY),
-        ([1, 2], Sampling(max_tokens=10**6)),
-        ([1, 2], Sampling(max_tokens=5, stop_ids=tuple(range(40)))),
-    ]
-    for tokens, sampling in cases:
-        answer = alone.client.generate([tokens], sampling)[0]
-        assert answer.error is not None
-        assert answer.error.code == "invalid_value"
-    alone.wait_idle()

@@ -106,7 +106,7 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
 @pytest.mark.parametrize(
     ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
 )
-def test_only_what_looks_at_all_tokens_gathers_logits(drafter, tp, monkeypatch) -> None:
+def test_only_what_looks_at_all_tokens_gathers_logits(drafter: str, tp: int, monkeypatch) -> None:
     """Else 8 bytes a row of each rank, in drafts too."""
     gathered: list[tuple[torch.dtype, int, int]] = []
     all_gather = GlooCollective.all_gather
@@ -142,7 +142,7 @@ def buffers_that_are_reused(after: int) -> Any:
 
 
 @pytest.mark.parametrize("drafter", ["chain", "dflash", *pairwise.more("none")])
-def test_nothing_outlives_the_buffers_that_are_summed_in(drafter, monkeypatch) -> None:
+def test_nothing_outlives_the_buffers_that_are_summed_in(drafter: str, monkeypatch) -> None:
     monkeypatch.setattr(GlooCollective, "buffer", buffers_that_are_reused(NUM_BUFFERS))
     with running(sections(drafter, "always"), prefill_tp=2, decode_tp=2) as cluster:
         alike(asked(cluster), of_one_rank(drafter), pulled=True)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.gpu.sync import no_sync
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
-from tests.support.counted import value
-from tests.support.engines import running
+from tests.support.chunks import build
+from tests.support.engines import running, value
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
@@ -49,9 +49,7 @@ def wanted() -> list[list[int]]:
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
-def test_texts_are_the_cpu_s_wherever_it_is_drawn(
-    graph: str, first_token: str, num_groups: int, wanted: list[list[int]]
-) -> None:
+def test_texts_are_the_cpu_s_wherever_it_is_drawn(graph, first_token, num_groups, wanted) -> None:
     """In float32. With layer groups the token follows the last announcement of KV."""
     changes = {"graph": graph, "first_token": first_token, "num_groups": num_groups}
     texts, drawn = answers("cuda", "always", **changes)
@@ -91,9 +89,7 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
 
 def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool) -> None:
     """A tail behind a chunk changes neither its launch nor a bit of its KV, and draws as eager."""
-    from tests.support.chunks import build
-
-    long = {"max_prefill_tokens": max(512, sum(counts))}
+    long: dict[str, Any] = {"max_prefill_tokens": max(512, sum(counts))}
     engine = build(device, graph, role="prefill", **long)
     tokens, path, kv = launched(engine, plan_of(counts, draws=True), hooked=hooked)
     nothing, same_path, same_kv = launched(engine, plan_of(counts, draws=False), hooked=hooked)
@@ -125,8 +121,6 @@ def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -
 @pytest.mark.parametrize("graph", ["eager", "piecewise"])
 def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) -> None:
     """Under torch's own detector of host syncs; its tokens are read when it settles."""
-    from tests.support.chunks import build
-
     engine = build("cuda", graph, role="prefill", dtype="bfloat16")
     plan = plan_of([16, 1, 90, 33], draws=True)
     wanted, *_ = launched(engine, plan, hooked=hooked)  # warm: allocator, kernels

@@ -10,16 +10,9 @@ import torch.nn.functional as F
 
 from tests.support import products
 from tests.support.products import captured, error, weights
+from worker.ops import lt_gemm
 from worker.ops import product as module
-from worker.ops.lt_gemm import (
-    CublasLt,
-    HeuristicResult,
-    LtError,
-    LtGemm,
-    LtMatmul,
-    Words,
-    tuned_gemm,
-)
+from worker.ops.lt_gemm import LtGemm, LtMatmul, Words
 from worker.ops.product import product
 
 pytestmark = pytest.mark.gpu(1)
@@ -33,19 +26,19 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def lt() -> CublasLt:
+def lt() -> lt_gemm.CublasLt:
     torch.mm(noise(16, 16), noise(16, 16))
-    library = CublasLt.loaded()
+    library = lt_gemm.CublasLt.loaded()
     assert library is not None
-    return CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
+    return lt_gemm.CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
 
 
-def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
+def proposals(lt: lt_gemm.CublasLt, matmul: LtMatmul) -> list[Words]:
     """The library's guesses, the best first, then those without a reduction; none needs scratch."""
     found: dict[Words, None] = {}
     for reductions in (7, 0):
         preference, count = c_void_p(), c_int()
-        results = (HeuristicResult * 64)()
+        results = (lt_gemm.HeuristicResult * 64)()
         lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
         for attribute, value in (
             (MAX_WORKSPACE, c_uint64(0)),
@@ -64,7 +57,7 @@ def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
     return list(found)
 
 
-def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:
+def gemms(lt: lt_gemm.CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:
     """Each with another algorithm for this shape."""
     matmul = LtMatmul(lt, shape, shape[2])
     found = []
@@ -156,7 +149,7 @@ def test_a_call_that_fails_leaves_the_product_to_torch(lt, monkeypatch, caplog):
     x, w = noise(128, 256), weights(384, 256)
 
     def fails(*_: object) -> None:
-        raise LtError("cublasLtMatmul: cuBLAS status 14")
+        raise lt_gemm.LtError("cublasLtMatmul: cuBLAS status 14")
 
     monkeypatch.setattr(LtMatmul, "run", fails)
     assert gemm(x, w) is None
@@ -184,7 +177,7 @@ def test_product_takes_the_tuned_one_and_torchs_elsewhere(lt, monkeypatch):
 
 def test_the_shipped_table_holds_on_this_card():
     device = torch.device("cuda", torch.cuda.current_device())
-    gemm = tuned_gemm(device)
+    gemm = lt_gemm.tuned_gemm(device)
     if gemm is None:
         pytest.skip("no table for this card and this cuBLASLt")
     for m, n, k in gemm.algorithms:

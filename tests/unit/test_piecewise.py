@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
     Uncaptured,
@@ -28,6 +27,8 @@ from tests.support.chunks import (
     clear,
     fill,
     layouts,
+    sampling_of,
+    serve,
 )
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
