@@ -14,10 +14,7 @@ from worker.peers.rendezvous import own_address
 
 
 class GlooCollective(Collective):
-    """A gloo group of its own; torch.distributed's default group is neither used nor needed.
-
-    Raises UserError if the device is not the CPU, PeerLost if not all ranks came in time.
-    """
+    """A gloo group of its own; torch.distributed's default group is neither used nor needed."""
 
     capturable: ClassVar[bool] = False
 

@@ -35,8 +35,6 @@ class NcclCollective(Collective):
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
     those of a replayed graph are not watched: the process has to end. `check` tells what torch's
     watchdog thread has found by then: a peer that is gone or late, or an abort.
-
-    Raises UserError without a GPU or NCCL, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True
