@@ -25,8 +25,7 @@ class GlooCollective(Collective):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
-        address = own_address(init_method)
-        options._devices = [gloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=own_address(init_method))]
         self._lost = ""
         self._store: Any = open_store("gloo", rank, size, init_method)
         try:
