@@ -114,8 +114,7 @@ class LtMatmul:
         self.lt = lt
         self.operation = c_void_p()
         lt.call("cublasLtMatmulDescCreate", byref(self.operation), COMPUTE_F32, REAL_F32)
-        on = c_int(1)
-        transposed = TRANSPOSE_A, byref(on), c_size_t(ctypes.sizeof(on))
+        transposed = TRANSPOSE_A, byref(c_int(1)), c_size_t(ctypes.sizeof(c_int))
         lt.call("cublasLtMatmulDescSetAttribute", self.operation, *transposed)
         layouts = (k, n, k), (k, m, stride), (n, m, n)
         self.w, self.x, self.out = (self._layout(*layout) for layout in layouts)

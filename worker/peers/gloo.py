@@ -53,8 +53,7 @@ class GlooCollective(Collective):
     def close(self) -> None:
         if self._group is not None:
             self._group.shutdown()
-            self._group = None
-            self._store = None
+            self._group = self._store = None
 
     def _wait(self, work: Any) -> None:
         try:
