@@ -114,8 +114,7 @@ class LtMatmul:
         self.lt = lt
         self.operation = c_void_p()
         lt.call("cublasLtMatmulDescCreate", byref(self.operation), COMPUTE_F32, REAL_F32)
-        on = c_int(1)
-        transposed = TRANSPOSE_A, byref(on), c_size_t(ctypes.sizeof(on))
+        transposed = TRANSPOSE_A, byref(c_int(1)), c_size_t(ctypes.sizeof(c_int))
         lt.call("cublasLtMatmulDescSetAttribute", self.operation, *transposed)
         layouts = (k, n, k), (k, m, stride), (n, m, n)
         self.w, self.x, self.out = (self._layout(*layout) for layout in layouts)
@@ -166,21 +165,18 @@ class LtGemm:
         key = shape, x.stride(0)
         try:
             if key not in self.plans:
-                self.plans[key] = self._plan(*key)
+                matmul, words = LtMatmul(self.lt, *key), self.algorithms[shape]
+                taken = matmul.takes(words)
+                self.plans[key] = (matmul, AlgorithmWords(*words)) if taken else None
             if (plan := self.plans[key]) is None:
                 return None
-            matmul, words = plan
             out = x.new_empty(shape[0], shape[1]) if out is None else out
-            matmul.run(x, w, out, words)
+            plan[0].run(x, w, out, plan[1])
         except LtError as refusal:
             log.warning("product of %s is torch's from now on: %s", shape, refusal)
             self.plans[key] = None
             return None
         return out
-
-    def _plan(self, shape: Shape, stride: int) -> tuple[LtMatmul, ctypes.Array[c_uint64]] | None:
-        matmul, words = LtMatmul(self.lt, shape, stride), self.algorithms[shape]
-        return (matmul, AlgorithmWords(*words)) if matmul.takes(words) else None
 
 
 def _takes(x: Tensor, w: Tensor) -> bool:

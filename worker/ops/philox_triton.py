@@ -6,9 +6,7 @@ from typing import Any
 
 from worker.ops.jit import HAS_TRITON, tl, triton
 
-_log: Any = None
-if HAS_TRITON:
-    _log = tl.extra.cuda.libdevice.log  # pyright: ignore[reportAttributeAccessIssue]
+_log: Any = tl.extra.cuda.libdevice.log if HAS_TRITON else None  # pyright: ignore
 
 
 @triton.jit

@@ -6,8 +6,7 @@ that finishes last adds the f32 partial sums in the order of the ranges. How sum
 the weights' shape, not on the batch: a row's result depends on that row alone, bit for bit.
 
 With programmatic dependent launch the next kernel's programs start while the last loads of this one
-are in flight, which saves about 0.8 µs a launch. Prefetches, TMA and other tiles did not help on an
-H200 (benchmarks/results/kernels.md).
+are in flight: about 0.8 µs less a launch. Prefetches, TMA and other tiles did not help (H200).
 
 A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
 before it stores them, which saves a kernel and half of the writes.

@@ -21,9 +21,10 @@ class Collective(Protocol):
     """One rank's end of a group of `size` ranks; every rank makes the same calls in one order.
 
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
-    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. A call that
-    cannot end because a peer is gone raises PeerLost; the group is then of no use and the worker
-    ends. What a body here does is right for a group that has nothing of its own to do there.
+    alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. UserError:
+    not for this device; PeerLost: not all ranks came in time. A call that cannot end because a peer
+    is gone raises PeerLost; the group is then of no use and the worker ends. What a body here does
+    is right for a group that has nothing of its own to do there.
     """
 
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
@@ -54,10 +55,7 @@ class Collective(Protocol):
         ...
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
-        """How `all_reduce` sums a message, for metrics: a function of its bytes and dtype alone.
-
-        Fixed once `calibrate` has returned, so it holds for captured calls as well.
-        """
+        """How `all_reduce` sums a message: by its bytes and dtype alone, once calibrated."""
         ...
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -116,8 +116,7 @@ class CustomCollective(Collective):
     def all_reduce_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        num_rows, row_bytes = x.shape[0], x.shape[-1] * x.element_size()
-        fused = self.memory.layout.fits_fused(num_rows, row_bytes)
+        fused = self.memory.layout.fits_fused(x.shape[0], x.shape[-1] * x.element_size())
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
             return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)

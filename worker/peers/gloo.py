@@ -14,10 +14,7 @@ from worker.peers.rendezvous import own_address
 
 
 class GlooCollective(Collective):
-    """A gloo group of its own; torch.distributed's default group is neither used nor needed.
-
-    Raises UserError if the device is not the CPU, PeerLost if not all ranks came in time.
-    """
+    """A gloo group of its own; torch.distributed's default group is neither used nor needed."""
 
     capturable: ClassVar[bool] = False
 
@@ -28,8 +25,7 @@ class GlooCollective(Collective):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
-        address = own_address(init_method)
-        options._devices = [gloo.create_device(hostname=address)]
+        options._devices = [gloo.create_device(hostname=own_address(init_method))]
         self._lost = ""
         self._store: Any = open_store("gloo", rank, size, init_method)
         try:
@@ -57,8 +53,7 @@ class GlooCollective(Collective):
     def close(self) -> None:
         if self._group is not None:
             self._group.shutdown()
-            self._group = None
-            self._store = None
+            self._group = self._store = None
 
     def _wait(self, work: Any) -> None:
         try:

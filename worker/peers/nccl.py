@@ -7,13 +7,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    ErrorType,
-    PrefixStore,
-    Store,
-)
+from torch._C import _distributed_c10d as c10d
 
 from worker.errors import PeerLost, UserError
 from worker.peers.base import Collective, join_parts
@@ -35,8 +29,6 @@ class NcclCollective(Collective):
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
     those of a replayed graph are not watched: the process has to end. `check` tells what torch's
     watchdog thread has found by then: a peer that is gone or late, or an abort.
-
-    Raises UserError without a GPU or NCCL, PeerLost if not all ranks came in time.
     """
 
     capturable: ClassVar[bool] = True
@@ -47,7 +39,7 @@ class NcclCollective(Collective):
         size: int,
         device: torch.device | str,
         init_method: str,
-        store: Store | None = None,
+        store: c10d.Store | None = None,
     ) -> None:
         self.device = torch.device(device)
         if self.device.type != "cuda" or not dist.is_nccl_available():
@@ -60,7 +52,7 @@ class NcclCollective(Collective):
         options._timeout = timedelta(seconds=TIMEOUT_S)
         self._group: Any = None
         try:
-            prefixed = PrefixStore("nccl", store)
+            prefixed = c10d.PrefixStore("nccl", store)
             self._group = dist.ProcessGroupNCCL(prefixed, rank, size, options)
             # The communicator has to be there before a capture begins.
             with torch.cuda.device(self.device):
@@ -71,7 +63,7 @@ class NcclCollective(Collective):
         self.check()
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        options = AllreduceOptions()
+        options = c10d.AllreduceOptions()
         options.asyncOp = False
         self._call("allreduce", [x], options)
         return x
@@ -79,7 +71,7 @@ class NcclCollective(Collective):
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         x = x.contiguous()
         parts = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        options = AllgatherOptions()
+        options = c10d.AllgatherOptions()
         options.asyncOp = False
         self._call("_allgather_base", parts, x, options)
         return join_parts(parts, dim)
@@ -90,7 +82,7 @@ class NcclCollective(Collective):
     def check(self) -> None:
         if not self._lost and self._group is not None:
             status = self._group.get_error()
-            if status != ErrorType.SUCCESS:
+            if status != c10d.ErrorType.SUCCESS:
                 self._lost = f"torch's watchdog has found {status.name}"
         if self._lost:
             raise PeerLost(f"nccl rank {self.rank} of {self.size}: {self._lost}")

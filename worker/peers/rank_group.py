@@ -23,10 +23,9 @@ def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
     """The store of a group that alone uses `init_method`; PeerLost: its keeper came too late."""
     try:
         stores = rendezvous(init_method, rank, size, timeout=timedelta(seconds=TIMEOUT_S))
-        store, _, _ = next(iter(stores))
+        return next(iter(stores))[0]
     except RuntimeError as e:
         raise PeerLost(f"{name} rank {rank} of {size}: nobody at {init_method}: {e}") from e
-    return store
 
 
 def exchange(store: Any, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:

@@ -151,8 +151,8 @@ def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegio
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
     """Check that `local` can pull from `remote` in principle; Incompatible says what differs.
 
-    Regions pair up by position, so their names must be equal; their sizes need not be.
-    same_host: only processes of one host and pid namespace can.
+    Regions pair up by position: their names must be equal, their sizes need not be. same_host: only
+    processes of one host and pid namespace can.
     """
     if (remote.transport, remote.kind) != (local.transport, local.kind):
         raise Incompatible(

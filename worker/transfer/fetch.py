@@ -122,14 +122,19 @@ class Fetch:
         self.hold = req.hold
         self.candidates = deque(candidates)
         self.xfer: Xfer | None = None
-        self.attempt = 0  # number of the last one
+        self.peer: PeerId = ""  # of the last attempt
+        self.attempt = 0
         self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
+        self._link: Link | None = None  # to `peer`
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
+        self.lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
+        self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._num_bytes = 0  # pulled
+        self._pages = _Pages(context.layout.num_groups)  # of the last attempt
         self._running: list[_RunningPull] = []
 
     @property
@@ -155,10 +160,10 @@ class Fetch:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
         self.attempt += 1
-        self._link, self.peer = link, link.peer  # of this attempt, as all that follows
+        self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self.lease = Lease(self._context.lease.decode_window_s, now)
-        self._last_announced_at = 0.0  # when the announcement with `last` came
+        self._last_announced_at = 0.0
         self._pages = _Pages(self._context.layout.num_groups)
         req, num_matched = self.req, self.num_landed_pages * self._context.book.page_size
         # One token a fetch at most: the hold has pages reserved for no more.
@@ -228,7 +233,7 @@ class Fetch:
         book, link = self._context.book, self._link
         if self._awaits_token and len(self.req.tokens) + 1 == self.req.max_len:
             return  # the awaited token will end the request: pull the KV only if none comes
-        while self._pages.ready:
+        while self._pages.ready and link is not None:
             ready = self._pages.ready[0]
             try:
                 book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)

@@ -1,7 +1,4 @@
-"""Which host this is and which processes run on it, as the kernel tells it.
-
-Imports nothing else of ours and no torch: the controller uses it too.
-"""
+"""Which host this is and what runs on it, by the kernel. Free of torch: the controller uses it."""
 
 import os
 from pathlib import Path

@@ -37,8 +37,8 @@ def check_installed() -> None:
 
 def check_links(ldd_output: str) -> None:
     """Raise MissingLibrary if ldd misses a library. CUDA's do not count: torch brings them."""
-    lines = [line for line in ldd_output.splitlines() if line.endswith("=> not found")]
-    absent = [line.split()[0] for line in lines]
+    lines = ldd_output.splitlines()
+    absent = [line.split()[0] for line in lines if line.endswith("=> not found")]
     known = APT_PACKAGES.items()
     packages = {name: package for name in absent for lib, package in known if name.startswith(lib)}
     if packages:

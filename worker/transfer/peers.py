@@ -116,8 +116,7 @@ class PrefillPeers:
     def measured(self) -> list[PullPath]:
         """Measure the way from each listed prefill worker, one after another; for any thread.
 
-        It pulls the leader's heads only, into page 0, over connections opened for this. A peer that
-        does not answer takes a few seconds.
+        It pulls the leader's heads into page 0, over connections of its own; seconds at worst.
         """
         return [self._rank.measure(member) for member in list(self._listed.values())]
 

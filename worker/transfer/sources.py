@@ -19,7 +19,7 @@ from worker.api import Member, PeerId, PullPath
 from worker.cache.layout import Identity, ModelLayout
 from worker.errors import Incompatible, TransferError, Unreachable
 from worker.transfer.base import POLL_BUDGET_S, Endpoint, KVTransport, Peer, Pull, PullState, Run
-from worker.transfer.layout import Pages, RankPair, RegionHeads, num_pool_pages, rank_plan
+from worker.transfer.layout import Pages, RankPair, num_pool_pages, rank_plan
 
 NUM_READS = 3  # to measure; the fastest counts
 SMALL_BYTES, NUM_SMALL = 64, 20
@@ -119,10 +119,17 @@ class LocalRank:
         identity = Identity(member.model, member.digest, member.layout_hash)
         if identity.layout_hash != self.identity.layout_hash:
             raise Incompatible(self.identity.explain(identity))
+        if not (remote_tp := len(member.endpoints)):
+            raise Incompatible(f"{member.peer} does not say how to reach it")
+        num_kv_heads = [region.num_kv_heads for region in self.model.regions]
+        try:
+            plan = rank_plan(num_kv_heads, self.tp_size, self.rank, remote_tp)
+        except ValueError as error:
+            raise Incompatible(f"{member.peer} has {remote_tp} ranks: {error}") from error
         layout = self.model.share(self.tp_size, self.rank)
         peers: list[tuple[Endpoint, RankPair]] = []  # all checked before the first is contacted
-        for rank, heads in self._plan(member).items():
-            remote = self.model.share(len(member.endpoints), rank)
+        for rank, heads in plan.items():
+            remote = self.model.share(remote_tp, rank)
             endpoint = _endpoint(member, rank)
             num_pages = num_pool_pages(remote, endpoint)
             peers.append((endpoint, RankPair(layout, remote, self.num_pages, num_pages, heads)))
@@ -163,16 +170,6 @@ class LocalRank:
         except OSError as error:  # out of descriptors or memory: dial again later
             return DialFailed(member.peer, Unreachable(f"cannot dial {member.peer}: {error}"))
         return Link(member.peer, sources, self.model.page_bytes / page_s)
-
-    def _plan(self, member: Member) -> dict[int, RegionHeads]:
-        remote_tp = len(member.endpoints)
-        if not remote_tp:
-            raise Incompatible(f"{member.peer} does not say how to reach it")
-        num_kv_heads = [region.num_kv_heads for region in self.model.regions]
-        try:
-            return rank_plan(num_kv_heads, self.tp_size, self.rank, remote_tp)
-        except ValueError as error:
-            raise Incompatible(f"{member.peer} has {remote_tp} ranks: {error}") from error
 
 
 class PartedPull(Pull, Generic[Parts]):
