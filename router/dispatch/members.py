@@ -141,10 +141,6 @@ class Members:
             if not known.stats.draining and (known.busy_until <= now or known.room > 0)
         ]
 
-    def open_prefill(self) -> list[Known]:
-        """Prefill workers that may become candidates of a request."""
-        return [known for known in self.live("prefill") if not known.stats.draining]
-
     def all(self) -> list[Known]:
         """Every member that the controller lists."""
         return list(self._known.values())

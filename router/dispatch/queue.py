@@ -155,7 +155,7 @@ class Queue:
                 return
             _, req = self._waiting.popitem(last=False)
             preferred = [known for known in decode if known.peer != req.avoid]
-            prefill = self._members.open_prefill()
+            prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
             choice = self._policy.choose(with_leader or preferred or decode, prefill)
             self._send(req, choice, after)

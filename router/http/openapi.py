@@ -89,10 +89,8 @@ USAGE = {
 }  # fmt: skip
 ERROR = {
     "message": "temperature: Input should be greater than or equal to 0",
-    "type": "invalid_request_error",
-    "param": "temperature",
-    "code": "invalid_value",
-}
+    "type": "invalid_request_error", "param": "temperature", "code": "invalid_value",
+}  # fmt: skip
 CARD = {
     "id": "tiny", "object": "model", "created": 1700000000, "owned_by": "kvlane",
     "max_model_len": 4096,

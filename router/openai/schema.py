@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -17,7 +17,6 @@ from pydantic import (
     Field,
     ValidationError,
     WithJsonSchema,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -35,7 +34,6 @@ FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a uni
 MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
 # Fields of a body that workers get as they are.
 AS_GIVEN = ("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "return_trace")
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 ItemT = TypeVar("ItemT")
 # A list whose check stops at the first wrong item. Collecting the errors of all items took 15 s and
@@ -213,16 +211,9 @@ def seed_of(seed: int, sample: int) -> int:
 class Message(RequestModel):
     """One message of a chat; fields that only the template knows are passed to it."""
 
-    role: str
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[dict[str, Any]] = ""
     tool_calls: Many[dict[str, Any]] = []
-
-    @field_validator("role")
-    @classmethod
-    def _is_known(cls, role: str) -> str:
-        if role not in ROLES:
-            raise ValueError(f"must be one of {', '.join(sorted(ROLES))}")
-        return role
 
 
 class OfTemplate(RequestModel):

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
 
-from router.errors import ApiError, invalid, unsupported
+from router.errors import invalid, unsupported
 from router.text.bounded import Bounds, bounded
 from worker.errors import contained
 
@@ -107,7 +107,7 @@ class Validator:
         with contained("llguidance"):
             error = self._error(grammar)
         if error:
-            raise ApiError("invalid_value", f"{param}: {error[:1000]}", param=param)
+            raise invalid(f"{param}: {error[:1000]}", param)
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""
