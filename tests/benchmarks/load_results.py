@@ -52,7 +52,6 @@ def made_up_run(
 
 
 def made_up_result(runs: Sequence[Run]) -> Result:
-    """`runs` with their summaries, as the harness would write them."""
     options = {"argv": ["--rate", "20"], "urls": ["http://127.0.0.1:8000"], "model": "tiny"}
     summaries = [summary(run, OBJECTIVES) for run in runs]
     return Result(KIND, options, {"cpu": "Some CPU"}, {"seed": 0}, summaries, list(runs))

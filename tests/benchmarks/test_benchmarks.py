@@ -49,7 +49,6 @@ CASES = [  # command, its list of rows, fields of a row, their values
 
 
 def ran(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> Any:
-    """What `python -m benchmarks.NAME` writes."""
     path = place / "out.json"
     monkeypatch.setattr(sys, "argv", [name, *asked.split(), "--json", str(path)])
     importlib.import_module(f"benchmarks.{name}").main()
@@ -57,9 +56,7 @@ def ran(name: str, place: Path, monkeypatch: pytest.MonkeyPatch, asked: str) -> 
 
 
 @pytest.mark.parametrize(("name", "asked", "rows", "fields", "cases"), CASES)
-def test_a_row_is_written_for_every_case(
-    name, asked, rows, fields, cases, tmp_path, monkeypatch
-) -> None:
+def test_a_row_is_written_for_every_case(name, asked, rows, fields, cases, tmp_path, monkeypatch):
     found = ran(name, tmp_path, monkeypatch, asked)
     written = [" ".join(str(row[field]) for field in fields.split()) for row in found[rows]]
     assert written == cases
@@ -80,9 +77,7 @@ def test_ranks_sum_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(*size["errors"].values(), *norm["errors"].values()) < 2**-6
 
 
-def test_every_part_of_the_router_has_its_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(router.run, "__defaults__", (64,))
     figures = ran("router", tmp_path, monkeypatch, "--seconds 0.4")["figures"]
     assert [name.partition(":")[0] for name in figures] == ["cost"] * 5 + ["full"]

@@ -52,9 +52,7 @@ def test_a_start_that_fails_ends_it_and_leaves_what_was_measured(tmp_path: Path)
     assert "100.000" in done.stdout
 
 
-def test_each_checkout_is_started_by_turns_and_the_rows_that_both_have_are_compared(
-    tmp_path: Path,
-) -> None:
+def test_each_checkout_is_started_by_turns_and_the_rows_that_both_have_are_compared(tmp_path):
     done, written = ran(tmp_path)
     assert done.returncode == 0
     assert written["checkouts"] == {side: str(tmp_path / side) for side in ("before", "after")}

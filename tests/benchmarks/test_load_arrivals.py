@@ -84,9 +84,7 @@ def test_gamma_keeps_the_rate_and_has_the_asked_burstiness(shape: float) -> None
 
 
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 3000), st.floats(0, 300))
-def test_times_grow_from_zero_and_keep_both_bounds(
-    spec: str, seed: int, num: int, duration_s: float
-) -> None:
+def test_times_grow_from_zero_and_keep_both_bounds(spec, seed, num, duration_s) -> None:
     times = starts(spec, default_rng(seed), num, duration_s)
     assert times == sorted(times)
     assert len(times) <= num
@@ -113,8 +111,7 @@ def test_wrong_specs_are_refused_by_the_name_of_the_part(spec: str, message: str
         starts(spec, default_rng(0), num=10)
 
 
-def test_something_must_bound_the_times() -> None:
+@pytest.mark.parametrize("bounds", [{}, {"duration_s": math.inf}])
+def test_something_must_bound_the_times(bounds: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="number of requests or a duration"):
-        starts("poisson:1", default_rng(0))
-    with pytest.raises(ValueError, match="number of requests or a duration"):
-        starts("poisson:1", default_rng(0), duration_s=math.inf)
+        starts("poisson:1", default_rng(0), **bounds)

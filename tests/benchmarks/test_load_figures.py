@@ -126,9 +126,7 @@ LATE += [(1e-3, 1e-3, 9, False)]
 
 
 @pytest.mark.parametrize(("late_s", "loop_s", "cpu_s", "ok"), LATE)
-def test_a_late_or_busy_harness_says_so(
-    late_s: float, loop_s: float, cpu_s: float, ok: bool
-) -> None:
+def test_a_late_or_busy_harness_says_so(late_s, loop_s, cpu_s, ok) -> None:
     run = run_of(served(1.0, 1.05, sent=1 + late_s), lags=[Lag(0, [loop_s] * 9, cpu_s, 10.0)])
     made = made_up_result([run])
     assert made.summaries[0]["harness_ok"] is ok
@@ -174,7 +172,6 @@ def test_what_is_no_result_is_refused_with_its_name(tmp_path: Path, text: str) -
 
 
 def odd_runs() -> dict[str, list[Run]]:
-    """Runs with little to show."""
     return {
         "nothing sent": [run_of(wall_s=0.0)],
         "none served": [run_of(failed(0.0, 1.0, "connection"), failed(1.0, 3.0, "timeout"))],

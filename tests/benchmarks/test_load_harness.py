@@ -1,7 +1,5 @@
 """The load harness as its user runs it: against a stub with known delays."""
 
-from pathlib import Path
-
 import msgspec
 import numpy as np
 import pytest
@@ -44,9 +42,7 @@ def test_a_stall_is_seen_by_everyone_who_would_have_asked() -> None:
     assert np.percentile(seen, 90) >= high > 0.4 * STALL_S
 
 
-def test_the_command_measures_searches_and_reports(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_measures_searches_and_reports(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(search, "MAX_HALVINGS", 1)
     monkeypatch.setattr(measurement, "SETTLE_S", 0.0)
     paths = [str(tmp_path / name) for name in ("a.json", "b.json.gz")]
@@ -70,9 +66,7 @@ def test_the_command_measures_searches_and_reports(
     assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1
 
 
-def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_simulates_acceptance_marks_all_that_is_made_of_it(tmp_path, capsys) -> None:
     double = DecodeDouble(script=speak([70, 71, 72], sizes=(1, 2)))
     double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
     path = tmp_path / "a.json"

@@ -68,14 +68,11 @@ def test_the_search_ends_just_below_what_the_server_holds(capacity: float, start
     assert {probe.rate for probe in probes if probe.held} == {r for r in tried if r <= capacity}
 
 
-def test_a_server_that_holds_nothing_ends_the_search() -> None:
+def test_a_server_that_holds_nothing_or_everything_ends_the_search() -> None:
     best, probes = highest_rate(lambda rate: 0.0, start=1, share=0.9, precision=0.1)
     assert best == 0.0
     assert not any(probe.held for probe in probes)
     assert len(probes) == 1 + MAX_HALVINGS
-
-
-def test_a_server_that_holds_everything_ends_the_search() -> None:
     best, probes = highest_rate(lambda rate: 1.0, start=1, share=0.9, precision=0.1)
     assert [probe.rate for probe in probes] == [2.0**n for n in range(MAX_DOUBLINGS)]
     assert best == probes[-1].rate

@@ -26,19 +26,11 @@ TRACE = Path("benchmarks/load/traces/tiny.mooncake.jsonl")
 PAGE = 16  # tokens
 
 
-def made(
-    source: str,
-    arrivals: str | None = None,
-    *,
-    num: int | None = 20,
-    duration_s: float | None = None,
-    seed: int = 0,
-    tokenizer: Tokenizer | None = TINY,
-    **options: Any,
-) -> Workload:
-    asked = Options(**options)
-    bounds = {"num_sessions": num, "duration_s": duration_s}
-    return workload(source, arrivals, **bounds, seed=seed, tokenizer=tokenizer, options=asked)
+def made(source: str, arrivals: str | None = None, **options: Any) -> Workload:
+    asked: dict[str, Any] = {"duration_s": None, "seed": 0, "tokenizer": TINY}
+    asked |= {name: options.pop(name) for name in [*asked] if name in options}
+    num = options.pop("num", 20)
+    return workload(source, arrivals, num_sessions=num, options=Options(**options), **asked)
 
 
 def ids(text: str) -> list[int]:
@@ -251,11 +243,8 @@ def test_burstgpt_rows_keep_times_and_lengths_and_lose_failures(tmp_path: Path) 
     work = made(f"burstgpt:{path}", num=None)
     assert [session.start_s for session in work.sessions] == [0, 2, 4]
     turns = [session.turns[0] for session in work.sessions]
-    assert [(len(ids(turn.prompt)), turn.max_tokens) for turn in turns] == [
-        (40, 18),
-        (60, 9),
-        (90, 7),
-    ]
+    assert [len(ids(turn.prompt)) for turn in turns] == [40, 60, 90]
+    assert [turn.max_tokens for turn in turns] == [18, 9, 7]
     one, two, three = firsts(work)
     assert three.startswith(one + " "), "rows of one session begin alike"
     assert two.split()[:PAGE] != one.split()[:PAGE]
@@ -277,9 +266,7 @@ WRONG_ROWS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("row", "message"), WRONG_ROWS)
-def test_wrong_rows_are_refused_by_file_line_and_field(
-    row: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_wrong_rows_are_refused_by_file_line_and_field(row, message, tmp_path) -> None:
     source = trace(tmp_path / "bad", ROW | {"session_id": "s"}, row)
     with pytest.raises(ValueError, match=re.escape(message)):
         made(source, num=None)
@@ -294,9 +281,7 @@ def test_wrong_rows_are_refused_by_file_line_and_field(
         ("burstgpt", "Timestamp,Request tokens,Response tokens\ninf,2,3\n", ":2: Expected"),
     ],
 )
-def test_files_that_are_no_traces_are_refused(
-    kind: str, text: str, message: str, tmp_path: Path
-) -> None:
+def test_files_that_are_no_traces_are_refused(kind: str, text: str, message: str, tmp_path) -> None:
     with pytest.raises(ValueError, match="there is no file"):
         made(f"{kind}:{tmp_path / 'x'}")
     (tmp_path / "x").write_text(text)
@@ -329,8 +314,6 @@ def test_files_that_are_no_traces_are_refused(
         (f"mooncake:{TRACE}", {"tokenizer": None, "block_size": 64}, "which need a tokenizer"),
     ],
 )
-def test_wrong_arguments_are_refused_by_the_name_of_the_part(
-    source: str, asked: dict[str, Any], message: str
-) -> None:
+def test_wrong_arguments_are_refused_by_the_name_of_the_part(source, asked, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         made(source, **asked)

@@ -13,9 +13,7 @@ FAST, SLOW = StubOptions(ttft_s=0.01, itl_s=0.001), StubOptions(ttft_s=1.2, itl_
 SLO = "ttft=1s,itl=1s"  # which the fast one keeps on a busy machine, too
 
 
-def test_all_servers_get_the_same_loads_and_stand_side_by_side(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_servers_get_the_same_loads_and_stand_side_by_side(tmp_path, capsys) -> None:
     common = [
         "--rates", "10,20,full", "--duration", "0.5",
         "--lengths", "8+lognormal(8,0.5),4-6", "--full", "3", "--full-lengths", "12,3",

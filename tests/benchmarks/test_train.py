@@ -188,9 +188,7 @@ def test_anchors_draft_together_as_one_after_the_other_does(kind, at, target):
 
 
 @pytest.mark.parametrize("kind", [ChainDrafter, BlockDrafter])
-def test_a_drafter_knows_nothing_of_the_text_behind_its_anchor(
-    kind: type[Drafter], target: Any
-) -> None:
+def test_a_drafter_knows_nothing_of_the_text_behind_its_anchor(kind, target) -> None:
     """Of a chain the first draft alone: later ones are made from the text's own tokens."""
     drafter, last = bundled(kind, target), 3  # anchors that may change
     said = Speaker(target, kind.taps).said(TOKENIZER, random.Random(3), 4)

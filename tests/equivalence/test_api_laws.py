@@ -104,13 +104,6 @@ def expected(alone: Running) -> list[Answer]:
     ]
 
 
-def check(cluster: Running, expected: list[Answer], rounds: int = 2) -> None:
-    """All at once, cold and then with whatever the prefix trees kept."""
-    for _ in range(rounds):
-        same(cluster.client.generate(problem_ids(NUM), wishes()), expected)
-    cluster.wait_idle()
-
-
 # The oracle.
 
 
@@ -226,10 +219,10 @@ def test_whatever_serves_a_request_changes_nothing(
     config = sections(place, **{name: n for name, n in changes.items() if n is not None})
     config["transport"] = dict(zip(("name", "kind"), transport.split("/"), strict=True))
     longest = max(len(prompt) for prompt in problem_ids(NUM)) + 40
-    few: dict[str, object] = {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}
-    other = {"engine": few if pages == "few" else {}}
-    with running(config, decode_sections=other) as cluster:
-        check(cluster, expected, rounds=2 if penalty_rows is None else 1)
+    few = {"engine": {"num_pages": 3 * -(-longest // 16), "growth_tokens": 1}}
+    with running(config, decode_sections=few if pages == "few" else None) as cluster:
+        for _ in range(2 if penalty_rows is None else 1):  # cold, then with what the trees kept
+            same(cluster.client.generate(problem_ids(NUM), wishes()), expected)
         preempted = value(cluster.workers["decode-0"].engine.metrics.preemptions)
     if pages == "few":
         assert preempted > 0, "the pool was not small enough to show anything"
@@ -281,9 +274,7 @@ def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:
     alone.wait_idle()
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_request_alone(
-    alone: Running, expected: list[Answer]
-) -> None:
+def test_a_grammar_that_grows_too_complex_ends_its_request_alone(alone, expected) -> None:
     prompts = problem_ids(2)
     limits = LLParserLimits(max_lexer_states=3)
     with mock.patch("worker.draw.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
@@ -342,7 +333,6 @@ LONG = tuple(i % 900 + 50 for i in range(300))
 
 @pytest.fixture(scope="module")
 def separate(alone: Running) -> dict[tuple[int, ...], list[Answer]]:
-    """The choices of two prompts, asked for one by one and without `after`."""
     return {
         prompt: [ended(alone.client.generate([prompt], each))[0] for each in choices()]
         for prompt in (SHORT, LONG)
@@ -401,19 +391,15 @@ def test_choices_compute_their_prompt_once(separate: dict) -> None:
             assert computed == len(prompt) + 4 * (len(prompt) - whole)
 
 
-def test_choices_without_a_prefix_tree(separate: dict) -> None:
-    with running(sections("always", prefix_cache=False)) as cluster:
-        check_choices(cluster, separate)
-
-
-def test_choices_that_are_preempted(separate: dict) -> None:
+@pytest.mark.parametrize("few_pages", [False, True])
+def test_choices_that_share_little_or_are_preempted(few_pages: bool, separate: dict) -> None:
     few = {"engine": {"num_pages": -(-len(SHORT) // 16) + 4, "growth_tokens": 1}}
-    config = sections("always")
+    config = sections("always", prefix_cache=few_pages)
     config["model"]["max_model_len"] = len(SHORT) + 36
-    with running(config, decode_sections=few) as cluster:
-        for _ in range(2):
+    with running(config, decode_sections=few if few_pages else None) as cluster:
+        for _ in range(1 + few_pages):
             check_choices(cluster, separate)
-        assert value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0
+        assert few_pages == (value(cluster.workers["decode-0"].engine.metrics.preemptions) > 0)
 
 
 @pytest.mark.parametrize("mode", ["always", "never"])

@@ -17,13 +17,11 @@ from tests.support.drafter_audit import audit, prefixes, trace_is_right
 from tests.support.drafter_cases import TARGET, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
+from tests.support.oracle import Oracle
 from tests.support.pairwise import more
 from tests.support.prompts import VOCAB, problem_ids
 from tests.support.regions import add_regions
 from worker.api import Sampling
-from worker.forward.batch import Batch
-from worker.run.engine import Engine
-from worker.step.state import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -38,26 +36,6 @@ def test_three_conventions_tap_the_same_layers() -> None:
 
 
 Served: TypeAlias = tuple[list[Ask], list[Answer], ChainReference]
-
-
-class Told:
-    """Drafter of a decode worker's requests, whose drafts are given: by seed, then by KV length."""
-
-    def __init__(self, engine: Engine, drafts: dict[int, Tensor]) -> None:
-        loaded = engine.runner.loaded
-        self._columns, self._seeds = loaded.state.columns, loaded.state.ints.seed
-        self._drafts = drafts
-        object.__setattr__(loaded, "drafter", self)
-
-    def observe(self, batch: Batch, hidden: Tensor) -> None: ...
-
-    def seed(self, rows: Tensor) -> None: ...
-
-    def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
-        for row, valid in zip(sampled.rows.tolist(), sampled.valid.tolist(), strict=True):
-            if valid:
-                table, length = self._drafts[int(self._seeds[row])], int(self._columns.seq_len[row])
-                self._columns.drafts[row] = table[min(length, len(table) - 1)]
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +74,7 @@ def table_of(
 def judged(served: Served, table: dict[int, Tensor], *, overlap: bool = True) -> Lockstep:
     asked, answers, reference = served
     made = workers(num_tokens=FEW, overlap=overlap, spec={"widths": [WIDTH]})
-    Told(made.engines[DECODE], table)
+    Oracle(made.engines[DECODE], table)
     found = made.serve(asked)
     made.close()
     assert [each.tokens for each in found] == [each.tokens for each in answers]
@@ -112,6 +90,7 @@ def test_traces_of_an_engine_that_is_told_its_drafts_are_right(overlap, served: 
     assert value(made.engines[DECODE].metrics.preemptions) > 0
     windows = [window for each in made.windows.values() for window in each]
     steps = [window.num for window in windows if set(window.drafts) != {-1}]
+    print(f"{sum(steps) / len(steps):.2f} of {WIDTH} tokens a step, {len(steps)} steps")
     assert set(steps) == set(range(1, WIDTH + 1))
 
 
@@ -143,9 +122,7 @@ def test_a_trace_with_drafts_at_its_entry_or_a_wrong_count_is_found(served: Serv
         trace_is_right([*windows[:3], few, *windows[4:]], text, *rest)
 
 
-def test_pages_that_differ_from_the_reference_in_one_row_are_found(
-    served: Served, monkeypatch
-) -> None:
+def test_pages_that_differ_from_the_reference_in_one_row_are_found(served, monkeypatch) -> None:
     asked, _, reference = served
     heads = {"num_kv_heads": fitted_drafters.KV_HEADS, "head_dim": fitted_drafters.HEAD_DIM}
     add_regions(monkeypatch, **heads)

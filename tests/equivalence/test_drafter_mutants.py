@@ -218,7 +218,7 @@ def test_the_laws_hold(form: str, known: Known) -> None:
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_laws_fail_for_a_mutant(name: str, known: Known, monkeypatch) -> None:
     form, target, wrong = MUTANTS[name]
     known.directory(form)  # fitted before anything is wrong
     owner, _, attribute = target.rpartition(".")
@@ -228,9 +228,7 @@ def test_the_laws_fail_for_a_mutant(name, known: Known, monkeypatch: pytest.Monk
         obeys(known, form, graph="padding" in name)
 
 
-def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(
-    known: Known, monkeypatch
-) -> None:
+def test_long_steps_compute_all_hidden_states_where_a_drafter_reads_them(known, monkeypatch):
     """A drafter that is fed with the last layer would have junk in its pages otherwise."""
     monkeypatch.setattr("worker.step.buffers.LONG_STEP_TOKENS", 32)
     for form in ("mtp", "eagle3 last", *more("eagle3")):

@@ -150,7 +150,7 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
 @pytest.mark.parametrize(
     ("form", "num_prefill"), [("dflash", 1), *in_whole(("eagle3", 1), ("eagle3", 0))]
 )
-def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known: Known) -> None:
+def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known) -> None:
     """Penalties, grammars, logprobs, further choices; clients that leave; few pages."""
     asked, few = seeded_mix(), {"num_prefill": num_prefill, "num_tokens": 800}
     wanted = plain(asked, **few)
@@ -164,7 +164,6 @@ def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known
 
 
 def plain(asked: Sequence[Ask], **where: Any) -> list[Answer]:
-    """What they are answered without speculation."""
     base = workers(**where)
     found = base.serve(asked)
     base.close()
@@ -181,7 +180,7 @@ def check_against(
 
 
 @pytest.mark.product(form=ONE_OF_EACH, num_prefill=(0, 1), page_size=(1, 16))
-def test_a_hit_of_every_number_of_pages(form, num_prefill, page_size, known: Known) -> None:
+def test_a_hit_of_every_number_of_pages(form, num_prefill, page_size, known) -> None:
     first, directory = known.asked["greedy"][0], known.directory(form)
     made = workers(num_prefill=num_prefill, page_size=page_size, spec=speculation(directory, WIDTH))
     made.serve([first])

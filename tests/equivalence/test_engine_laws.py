@@ -48,7 +48,6 @@ def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
 
 @pytest.fixture(scope="module")
 def expected(alone: Running) -> list[list[int]]:
-    """One request at a time."""
     return [
         ids(alone.client.generate([each[0]], each[1]))[0] for each in zip(*asked(), strict=True)
     ]

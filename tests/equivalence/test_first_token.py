@@ -24,11 +24,12 @@ from worker.schedule import prefill as prefill_schedule
 
 NUM, PAGE_SIZE, EOS = 10, 16, 2
 GREEDY = Sampling(14, temperature=0.0)
+Outcomes = list[tuple[list[int], FinishReason | None]]
 WORKERS = ("prefill", "decode")  # that draw it
 CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, TransferTimeout)]
 
 
-def outcomes(answers: Sequence[Answer]) -> list[tuple[list[int], FinishReason | None]]:
+def outcomes(answers: Sequence[Answer]) -> Outcomes:
     assert all(len(answer.stages) == 1 for answer in ended(answers))
     return [(answer.tokens, answer.finish_reason) for answer in answers]
 
@@ -93,6 +94,7 @@ def asked(alone: Running, firsts: list[int]) -> list[Asked]:
 
 
 def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
+    """All at once."""
     sent = [
         cluster.client.submit(tokens, sampling, num_prompt_tokens=num)
         for tokens, sampling, num in asked
@@ -103,17 +105,17 @@ def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def expected(alone: Running, asked: list[Asked]) -> list[tuple[list[int], FinishReason | None]]:
+def expected(alone: Running, asked: list[Asked]) -> Outcomes:
     found = [outcomes(answers_of(alone, [each]))[0] for each in asked]
     lengths = [len(tokens) for tokens, _ in found]
     assert lengths.count(1) >= 6, "requests that end with their first token"
-    assert {FinishReason.STOP, FinishReason.LENGTH} <= {
-        reason for tokens, reason in found if len(tokens) == 1
-    }
+    ends = {reason for tokens, reason in found if len(tokens) == 1}
+    assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
     return found
 
 
 def drawn(cluster: Running, role: str) -> float:
+    """Tokens drawn by the workers of a role."""
     return sum(
         value(worker.engine.metrics.generated_tokens)
         for name, worker in cluster.workers.items()
@@ -122,11 +124,11 @@ def drawn(cluster: Running, role: str) -> float:
 
 
 def pulled(cluster: Running) -> float:
-    metrics = cluster.workers["decode-0"].engine.metrics
-    return value(metrics.pulled_bytes("shm/shm"))
+    return value(cluster.workers["decode-0"].engine.metrics.pulled_bytes("shm/shm"))
 
 
 def num_observed(cluster: Running, name: str) -> float | None:
+    """Of a histogram of the decode worker's."""
     labels = {"model": "tiny", "role": "decode", "worker": "decode-0", "transport": "shm/shm"}
     registry = cluster.workers["decode-0"].engine.metrics.registry
     return registry.get_sample_value(f"kvlane_{name}_seconds_count", labels)
@@ -134,7 +136,7 @@ def num_observed(cluster: Running, name: str) -> float | None:
 
 @pytest.mark.product(first_token=WORKERS, max_prefill_tokens=(512, 23), num_groups=(1, 2))
 def test_texts_reasons_and_counts_do_not_depend_on_it(
-    first_token, max_prefill_tokens, num_groups, asked: list[Asked], expected: list
+    first_token, max_prefill_tokens, num_groups, asked: list[Asked], expected: Outcomes
 ) -> None:
     """Cold, then with what the prefix trees kept."""
     config = sections("always", PAGE_SIZE, first_token, max_prefill_tokens=max_prefill_tokens)
@@ -168,19 +170,18 @@ def test_what_only_decode_can_draw_is_drawn_there(alone: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["max_tokens", "stop id", "end of text"])
-def test_a_request_that_ends_with_it_holds_nothing(kind, alone: Running, firsts: list[int]) -> None:
+def test_a_request_that_ends_with_it_holds_nothing(kind: str, alone: Running, firsts) -> None:
     """With one token to come nothing is pulled at all; else what was announced before it may be."""
     end_of_text = resumed(alone)[0]
     with running(sections("always", prefix_cache=False)) as cluster:
-        for number, prompt in enumerate(problem_ids(NUM)):
+        for prompt, first in zip(problem_ids(NUM), firsts, strict=True):
+            stops = msgspec.structs.replace(GREEDY, stop_ids=(first,))
             asked = {
                 "max_tokens": (prompt, Sampling(1, temperature=0.0), len(prompt)),
-                "stop id": (
-                    prompt, msgspec.structs.replace(GREEDY, stop_ids=(firsts[number],)), len(prompt)
-                ),
+                "stop id": (prompt, stops, len(prompt)),
                 "end of text": end_of_text,
-            }[kind]  # fmt: skip
-            (answer,) = answers_of(cluster, [asked])
+            }
+            (answer,) = answers_of(cluster, [asked[kind]])
             assert len(answer.tokens) == 1
             reason = FinishReason.LENGTH if kind == "max_tokens" else FinishReason.STOP
             assert answer.finish_reason is reason
@@ -202,10 +203,9 @@ def test_a_full_context_ends_with_it(first_token: str, alone: Running) -> None:
     config = sections("always", PAGE_SIZE, first_token)
     config["model"]["max_model_len"] = len(prompt) + 1
     only = Sampling(1, temperature=0.0)
+    wanted = outcomes(alone.client.generate([prompt], only))
     with running(config) as cluster:
-        assert outcomes(answers_of(cluster, [(prompt, only, len(prompt))])) == outcomes(
-            alone.client.generate([prompt], only)
-        )
+        assert outcomes(answers_of(cluster, [(prompt, only, len(prompt))])) == wanted
 
 
 @pytest.mark.parametrize("num_tokens", [2, 16, 17, *more(18, 32, 33)])
@@ -240,10 +240,8 @@ def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Ru
         sent += [client.submit(prompt, each, after=sent[0]) for each in samplings[1:]]
         assert outcomes(client.wait(sent)) == wanted
         cluster.wait_idle()
-        num_computed = sum(
-            value(worker.engine.metrics.prompt_tokens) for worker in cluster.workers.values()
-        )
-        assert num_computed == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
+        computed = [value(each.engine.metrics.prompt_tokens) for each in cluster.workers.values()]
+        assert sum(computed) == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
 
 
 def test_it_goes_out_before_the_next_step_is_launched() -> None:
@@ -298,8 +296,6 @@ SAMPLED = runner._sampled_chunks
     ("owner", "name", "wrong"),
     [(runner, "_sampled_chunks", one_later), (prefill_schedule, "RowStart", without_minimum)],
 )
-def test_the_same_check_fails_when_it_is_drawn_otherwise(
-    owner, name, wrong, asked: list[Asked], expected: list
-) -> None:
+def test_the_same_check_fails_when_it_is_drawn_otherwise(owner, name, wrong, asked, expected):
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
         assert outcomes(answers_of(cluster, asked)) != expected

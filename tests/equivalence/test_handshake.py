@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -28,33 +28,26 @@ def pair(
     page_size: int = 16,
     drafters: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[tuple[Worker, Client]]:
-    """A prefill and a decode worker, each with its section `model`; yields the latter and a client.
+    """A prefill worker and a decode worker with a section `model` each; yields the latter and its
+    client.
 
-    page_size: of the decode worker. drafters: directories; "": the bundled one; None: none.
+    page_size: of the decode worker; drafters: of both, directories; "": the bundled one.
     """
-    of_role = {"prefill": (prefill, 16), "decode": (decode, page_size)}
-    specs = [{} if path is None else {"drafter": "chain", "path": path} for path in drafters]
-    workers = [
-        Worker(
-            worker_config(
-                role, {**LIMITS, "model": model, "kv": {"page_size": size}, "spec": spec}
-            ),
-            Place(f"{role}-0", "i", "127.0.0.1"),
-        )
-        for (role, (model, size)), spec in zip(of_role.items(), specs, strict=True)
-    ]
-    client = None
-    try:
+    workers = []
+    of_role = ("prefill", prefill, 16, drafters[0]), ("decode", decode, page_size, drafters[1])
+    with ExitStack() as stack:
+        for role, model, size, path in of_role:
+            spec = {} if path is None else {"drafter": "chain", "path": path}
+            own = {**LIMITS, "model": model, "kv": {"page_size": size}, "spec": spec}
+            worker = Worker(worker_config(role, own), Place(f"{role}-0", "i", "127.0.0.1"))
+            stack.callback(worker.stop)
+            workers.append(worker)
         members = [worker.start() for worker in workers]
         client = Client(members)
+        stack.callback(client.close)
         for worker in workers:
             worker.update_members(members)
         yield workers[1], client
-    finally:
-        if client is not None:
-            client.close()
-        for worker in workers:
-            worker.stop()
 
 
 def path_of(decode: Worker) -> PullPath:
@@ -81,9 +74,7 @@ def tuned(
     return directory
 
 
-def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(
-    tmp_path, caplog
-) -> None:
+def test_two_checkpoints_of_one_shape_refuse_each_other_and_say_both_names(tmp_path, caplog):
     """Even if they are served under one name, as both halves of a rolling update are."""
     model = str(tuned(tmp_path / "tuned"))
     caplog.set_level(logging.WARNING, "kvlane.peers")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.processes import run_ranks
+from tests.support.processes import on_ranks
 from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
@@ -25,7 +25,6 @@ from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
-from worker.peers.gloo import GlooCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -34,26 +33,16 @@ NUM_GREEDY = 32
 PAGE_SIZE = 4
 CPU = torch.device("cpu")
 PROMPTS = [[5, 17, 101, 3, 9, 9, 54, 1, 77, 150, 2, 36, 8], [198, 4, 44, 23, 7]]
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 20000.0,  # wavelengths in all three bands
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-SHAPE = {
-    "vocab_size": 199,  # odd: two ranks hold 100 rows each, one of them surplus
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+LLAMA3_ROPE = {  # wavelengths in all three bands
+    "rope_type": "llama3", "rope_theta": 20000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+SHAPE = {  # an odd vocabulary: two ranks hold 100 rows each, one of them surplus
+    "vocab_size": 199, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -62,10 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-bias": ("Llama", {"attention_bias": True}),
     "llama-head-dim": ("Llama", {"head_dim": 32}),
     "llama3-rope": ("Llama", {"rope_parameters": LLAMA3_ROPE}),
-    "linear-rope": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
-    ),
+    "linear-rope": ("Llama", {"rope_parameters": LINEAR_ROPE}),
     "qwen2": ("Qwen2", {}),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
@@ -114,13 +100,13 @@ class Engine:
     pages: list[list[int]]
 
     @classmethod
-    def build(cls, model: Decoder) -> Engine:
+    def build(cls, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> Engine:
         spec, heads = model.spec, model.heads
         region = KVRegion(
-            "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, "float32"
+            "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
         )
         num_pages = 1 + 2 * 12
-        pool = KVPool(KVLayout((region,)), num_pages, CPU)
+        pool = KVPool(KVLayout((region,)), num_pages, device)
         shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
         attention = ReferenceAttention(pool, AttentionShape(*shape))
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
@@ -135,14 +121,14 @@ class Engine:
             for pages, span in zip(self.pages, spans, strict=True)
             for p in span
         ]
-        widths = [len(span) for span in spans]
+        widths, device = [len(span) for span in spans], self.pool.device
         batch = Batch(
-            input_ids=torch.tensor([t for ids in tokens for t in ids]),
-            positions=torch.tensor([p for span in spans for p in span]),
-            slot_mapping=torch.tensor(slots),
-            query_start=torch.tensor([0, *widths]).cumsum(0).int(),
-            seq_lens=torch.tensor([span.stop for span in spans], dtype=torch.int32),
-            page_table=torch.tensor(self.pages, dtype=torch.int32),
+            input_ids=torch.tensor([t for ids in tokens for t in ids], device=device),
+            positions=torch.tensor([p for span in spans for p in span], device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+            query_start=torch.tensor([0, *widths], device=device).cumsum(0).int(),
+            seq_lens=torch.tensor([span.stop for span in spans], device=device).int(),
+            page_table=torch.tensor(self.pages, device=device).int(),
             num_reqs=len(spans),
             num_tokens=sum(widths),
             max_query_len=max(widths),
@@ -207,31 +193,23 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
     assert_same(reference, tmp_path, chunks=(64,))
 
 
-def run_rank(rank: int, cases: list[str], root: Path) -> None:
-    torch.set_num_threads(1)
-    for case in cases:
-        group = GlooCollective(rank, 2, CPU, f"file://{root}/{case}-rendezvous")
-        results = Engine.build(load(root / case, group)).run(chunk=64)
-        dummy = load(root / case, group, load_format="dummy", seed=3)
-        results.append(Engine.build(dummy).run(chunk=64)[0])
-        torch.save(results, root / f"{case}-{rank}.pt")
-        group.close()
+def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
+    """Of the saved weights for each prompt, and of noise for the first."""
+    made = load(path, collective), load(path, collective, load_format="dummy", seed=3)
+    saved, noise = (Engine.build(each).run(chunk=64) for each in made)
+    return [*saved, noise[0]]
 
 
-def test_two_ranks_equal_one(tmp_path: Path):
-    cases = ["qwen2-tied", "llama-mqa", "llama-bias"]  # kv heads divided, copied; output bias
-    for case in cases:
-        save_random(tmp_path / case, *CASES[case])
-    run_ranks(run_rank, cases, tmp_path, num_ranks=2)
-    for case in cases:
-        expected = Engine.build(load(tmp_path / case)).run(chunk=64)
-        dummy = load(tmp_path / case, load_format="dummy", seed=3)
-        expected.append(Engine.build(dummy).run(chunk=64)[0])
-        for rank in (0, 1):
-            results = torch.load(tmp_path / f"{case}-{rank}.pt")
-            for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
-                assert ids == wanted_ids
-                assert (logits - wanted).abs().max() < BOUND
+# KV heads that are divided, that are copied; an output bias.
+@pytest.mark.parametrize("case", ["qwen2-tied", "llama-mqa", "llama-bias"])
+def test_two_ranks_equal_one(case: str, tmp_path: Path):
+    path = tmp_path / case
+    save_random(path, *CASES[case])
+    expected = both(path)
+    for results in on_ranks(2, tmp_path, lambda group: both(path, group)):
+        for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
+            assert ids == wanted_ids
+            assert (logits - wanted).abs().max() < BOUND
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -318,26 +296,6 @@ def test_a_pass_reads_no_value_from_the_device(tmp_path: Path):
     """On the meta device any .item(), .tolist() or copy to the host raises."""
     save_random(tmp_path, *CASES["qwen3-bias"])
     meta = torch.device("meta")
-    spec = read_model_shape(tmp_path)
-    model = Decoder(spec, Placement(SingleCollective(), torch.bfloat16, meta))
-    region = KVRegion("target", 3, 2, 16, 1, PAGE_SIZE, "bfloat16")
-    pool = KVPool(KVLayout((region,)), 8, meta)
-    attention = ReferenceAttention(pool, AttentionShape(4, 2, 16, 0.25))
-    long, short = {"dtype": torch.int64, "device": meta}, {"dtype": torch.int32, "device": meta}
-    batch = Batch(
-        input_ids=torch.empty(7, **long),
-        positions=torch.empty(7, **long),
-        slot_mapping=torch.empty(7, **long),
-        query_start=torch.empty(4, **short),
-        seq_lens=torch.empty(3, **short),
-        page_table=torch.empty(3, 5, **short),
-        num_reqs=3,
-        num_tokens=7,
-        max_query_len=4,
-        max_seq_len_ub=17,
-    )
-    with forward_context(batch, attention, attention.plan(batch)):
-        hidden = model.forward(model.embed(batch.input_ids), batch.positions)
-    assert hidden.dtype == torch.bfloat16
-    logits = model.logits(hidden)
-    assert (logits.shape, logits.dtype) == ((7, 199), torch.bfloat16)
+    model = Decoder(read_model_shape(tmp_path), Placement(SingleCollective(), torch.bfloat16, meta))
+    logits = torch.cat(Engine.build(model, meta, "bfloat16").step([1, 0], [[5, 6], [7, 8, 9]]))
+    assert (logits.shape, logits.dtype) == ((5, 199), torch.bfloat16)

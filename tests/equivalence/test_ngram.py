@@ -34,7 +34,6 @@ def requests() -> list[Ask]:
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    """The requests, and their answers without speculation."""
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     made.close()

@@ -146,7 +146,6 @@ def threaded(asked: Sequence[Ask], seed: int) -> list[list[int]]:
 
 
 def whole_of(asked: Sequence[Ask], answers: Sequence[Answer]) -> list[list[int]]:
-    """What `threaded` is to give."""
     return [answer.tokens for ask, answer in zip(asked, answers, strict=True) if is_whole(ask)]
 
 

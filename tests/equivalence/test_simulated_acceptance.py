@@ -39,7 +39,6 @@ class Served:
 
     @property
     def trace(self) -> list[Any]:
-        """The steps of all choices."""
         return [step for choice in self.choices for step in choice["kvlane_trace"]]
 
 

@@ -8,6 +8,8 @@ from tests.support.laws import sections
 from tests.support.prompts import problem_ids
 from worker.api import Sampling, Stages
 
+PREFILL, DECODE = "prefill", "decode"
+
 
 def ask(
     mode: str, num_prefill: int = 1, first_token: str = "prefill", num: int = 12, **engine: object
@@ -20,7 +22,6 @@ def ask(
 
 
 def durations(stages: Stages) -> tuple[float, ...]:
-    """Of all five stages."""
     return msgspec.structs.astuple(stages)[:5]
 
 
@@ -33,31 +34,20 @@ def check(answers: list[Answer]) -> list[Stages]:
     return [answer.stages[0] for answer in answers]
 
 
-@pytest.mark.parametrize("first_token", ["prefill", "decode"])
-def test_a_prompt_from_a_prefill_worker(first_token: str) -> None:
-    """A token that is drawn there does not wait for what comes after it."""
-    computed, cached = ask("always", first_token=first_token)
+@pytest.mark.parametrize(("where", "drawn"), [(PREFILL, PREFILL), (PREFILL, DECODE), (DECODE,) * 2])
+def test_a_prompt(where: str, drawn: str) -> None:
+    """A token that is drawn where its prompt is computed does not wait for what comes after it."""
+    mode = "always" if where is PREFILL else "never"
+    computed, cached = ask(mode, int(where is PREFILL), drawn)
     for stages in check(computed):
-        assert stages.prefilled_by == "prefill-0/i0"
+        assert stages.prefilled_by == f"{where}-0/i0"
         assert stages.prefill_s > 0
         later = [stages.transfer_s, stages.first_step_s]
-        if first_token == "prefill":
-            assert later == [0, 0]
-            assert stages.decode_queue_s == 0
-        else:
-            assert min(later) > 0
+        assert (min(later) > 0) if where != drawn else ([*later, stages.decode_queue_s] == [0] * 3)
     for answer, stages in zip(cached, check(cached), strict=True):
         if not stages.prefilled_by:  # all but the last token's page is here
             assert stages.prefill_s == stages.transfer_s == 0
         assert answer.num_cached_tokens > 0
-
-
-def test_a_prompt_of_ones_own() -> None:
-    computed, _ = ask("never", num_prefill=0)
-    for stages in check(computed):
-        assert stages.prefilled_by == "decode-0/i0"
-        assert stages.prefill_s > 0
-        assert stages.transfer_s == stages.decode_queue_s == stages.first_step_s == 0
 
 
 @pytest.mark.parametrize(

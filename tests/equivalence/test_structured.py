@@ -15,6 +15,7 @@ from router.text.bounded import Bounds
 from router.text.grammar import composed, schema_part
 from tests.support import pairwise
 from tests.support.engines import Answer, running
+from tests.support.laws import sections
 from tests.support.prompts import EOS, chat_ids, ll_tokenizer, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
@@ -179,11 +180,8 @@ def answers_of(
 ) -> list[Answer]:
     """One decode worker in float32, as many at a time as it takes; path: else a shallow model."""
     prompt = chat_ids("How many apples are left? Answer as JSON.")
-    engine = {"device": device, "threads": 1, "num_pages": 3000, "max_num_reqs": BATCH}
-    config = {
-        "engine": engine, "disaggregation": {"mode": "never"},
-        "model": {"path": path or str(shallow()), "dtype": "float32"},
-    }  # fmt: skip
+    config = sections("never", device=device, num_pages=3000, max_num_reqs=BATCH)
+    config["model"] = {"path": path or str(shallow()), "dtype": "float32"}
     answers = []
     with running(config, num_prefill=0) as cluster:
         for first in range(0, len(asked), 2 * BATCH):

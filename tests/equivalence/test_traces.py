@@ -10,7 +10,7 @@ from tests.fault.router_doubles import routed
 from tests.support.collector import Collector, Span, collecting
 from tests.support.engines import Running, running
 from tests.support.laws import sections
-from tests.support.patience import HANG_S, until
+from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from tests.support.trace_laws import check_nesting, check_request, check_worker, children, named
@@ -45,7 +45,6 @@ def cluster() -> Iterator[Cluster]:
             running(config | {"tracing": tracing}, num_prefill=2) as made,
             routed(shallow(), made.members, tracer=tracer) as (_, url),
         ):
-            wait_until_pulled(url)
             yield made, url, collector
 
 
@@ -59,16 +58,6 @@ def complete(ends: str, number: int = 1):
 def ask(url: str, headers: dict[str, str], **body: object) -> httpx.Response:
     body = {"prompt": problem_ids(1)[0], "max_tokens": 12, "temperature": 0} | body
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
-
-
-def wait_until_pulled(url: str) -> None:
-    """Until the router has heard of prefill workers; decode prefills by itself before."""
-
-    def pulled() -> bool:
-        choice = ask(url, {}, max_tokens=1, return_stages=True).json()["choices"][0]
-        return (choice["stages"]["prefilled_by"] or "").startswith("prefill-")
-
-    until(pulled)
 
 
 def test_a_pulled_request(cluster: Cluster) -> None:

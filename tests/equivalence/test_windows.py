@@ -5,12 +5,12 @@ and logprobs have to equal those of plain decode, and the accept trace what the 
 requests of every kind that wait for, preempt and share few rows and pages.
 """
 
-import itertools
 import operator
 import pkgutil
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -33,10 +33,11 @@ from worker.step.rows import SampledRows
 
 
 def requests() -> list[Ask]:
-    """Some have grammars in which every token allows others than the one before, and which end
-    within a window.
+    """Every second one asks for its trace. Some have grammars in which every token allows others
+    than the one before, and which end within a window.
     """
     asked = seeded_mix()
+    asked[::2] = [ask.but(return_trace=True) for ask in asked[::2]]
     for number, times in ((9, 4), (14, 30), (2, 7)):
         grammar = LLMatcher.grammar_from_regex(f"([0-9][a-z]){{{times}}}")
         asked[number] = asked[number].but(grammar=grammar)
@@ -74,7 +75,6 @@ def scripts(asked: list[Ask], answers: list[Answer], seed: int = 1) -> dict[int,
 
 @pytest.fixture(scope="module")
 def plain() -> Plain:
-    """The requests, and their answers without windows."""
     asked, made = requests(), workers(0, 16, (1,))
     answers = made.serve(asked)
     assert value(made.engines[DECODE].metrics.preemptions) > 5, "pages were not short"
@@ -92,7 +92,7 @@ def test_windows_change_no_token(widths, page_size, num_prefill, overlap, plain:
     asked, wanted = plain
     made, known = workers(num_prefill, page_size, widths, overlap=overlap), scripts(*plain)
     Oracle(made.engines[DECODE], known)
-    obeys(made, asked, wanted, known)
+    check_told(made, asked, obeys(made, asked, wanted, known))
     if page_size == 16:
         assert value(made.engines[DECODE].metrics.preemptions) > 0
     kept = {window.num for windows in made.windows.values() for window in windows}
@@ -100,6 +100,25 @@ def test_windows_change_no_token(widths, page_size, num_prefill, overlap, plain:
     assert max(kept) >= min(4, max(widths)), "few drafts were accepted"
     masked = [number for number, ask in enumerate(asked) if ask.sampling.grammar]
     assert any(window.num > 1 for number in masked for window in made.windows[number])
+
+
+def check_told(made: Lockstep, asked: list[Ask], found: list[Answer]) -> None:
+    """What a request is told of its windows, and what is counted, is what the scheduler settled."""
+    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
+        if not ask.sampling.return_trace:
+            assert not answer.windows
+        elif ask.abort is None and not ask.abort_in_chunk and ask.cut is None:
+            assert answer.windows == [  # of the others the last chunk may have come too late
+                Window(each.position, each.width, each.drafts, each.num - 1)
+                for each in made.windows[number]
+            ]
+            for before, after in pairwise(answer.windows):  # tokens of a prefill may lie between
+                assert before.position + before.num_accepted + 1 <= after.position
+    wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
+    windows = made.engines[DECODE].meter.windows
+    assert windows.num_windows == len(wide)
+    most = max(each.width for each in wide)
+    assert windows.accepted == [sum(each.num > at for each in wide) for at in range(1, most)]
 
 
 @pytest.mark.parametrize("num_prefill", [1, *in_whole((0,))])
@@ -112,41 +131,6 @@ def test_delays_change_no_token_of_windows_that_change(num_prefill: int, plain: 
     made.close()
     assert put.num_on_device > 100
     assert not differing(asked, found, wanted, exact=False)
-
-
-def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(plain: Plain) -> None:
-    """`return_trace`: what it is told of its windows is what the scheduler settled.
-
-    Of requests that share rows, are preempted, cut and given up; every second one asks.
-    """
-    asked, widths = list(plain[0]), (1, 2, 4, 8)
-    asked[::2] = [ask.but(return_trace=True) for ask in asked[::2]]
-    made = workers(1, 16, widths)
-    Oracle(made.engines[DECODE], scripts(*plain))
-    found = made.serve(asked)
-    made.close()
-    assert value(made.engines[DECODE].metrics.preemptions) > 0
-    accepted = set[int]()
-    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
-        if not ask.sampling.return_trace:
-            assert not answer.windows
-            continue
-        if ask.abort is not None or ask.abort_in_chunk or ask.cut is not None:
-            continue  # its last chunk may have come too late to be taken
-        assert answer.windows == [
-            Window(each.position, each.width, each.drafts, each.num - 1)
-            for each in made.windows[number]
-        ]
-        for before, after in itertools.pairwise(answer.windows):  # tokens of a prefill between
-            assert before.position + before.num_accepted + 1 <= after.position
-        accepted |= {each.num_accepted for each in answer.windows}
-    assert min(accepted) == 0
-    assert max(accepted) > 1
-    wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
-    windows = made.engines[DECODE].meter.windows
-    assert windows.num_windows == len(wide)
-    places = range(1, max(widths))
-    assert windows.accepted == [sum(each.num > place for each in wide) for place in places]
 
 
 def ends(ask: Ask, made: Lockstep) -> tuple[int, Callable[[int, int], bool]]:
@@ -346,11 +330,14 @@ def test_the_laws_fail_for_a_mutant(name: str, plain: Plain, monkeypatch) -> Non
         obeys(made, asked, wanted, known)
 
 
-def obeys(made: Lockstep, asked: list[Ask], wanted: list[Answer], known: dict[int, Script]) -> None:
-    """Serve `asked`: text and traces are as they have to be."""
+def obeys(
+    made: Lockstep, asked: list[Ask], wanted: list[Answer], known: dict[int, Script]
+) -> list[Answer]:
+    """The answers to `asked`: text and traces are as they have to be."""
     found = made.serve(asked)
     made.close()
     assert not differing(asked, found, wanted, exact=False)
     for number, ask in enumerate(asked):
         if ask.cut is None and ask.abort is None:
             check_windows(made.windows[number], known[ask.sampling.seed], *ends(ask, made))
+    return found

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +44,6 @@ class Round:
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong with it; empty if nothing."""
         found = [f"left process {line[:SHOWN]}" for line in self.processes]
         found += [f"left file {name}" for name in self.files[:NUM_SHOWN]]
         if self.hung:
@@ -107,22 +105,6 @@ def time_of_start() -> float:
     return took_s
 
 
-def figures(done: Sequence[Round]) -> Iterable[str]:
-    """A row for each signal and one for all."""
-    yield "signal   starts  ready  processes left  files left  hangs  median  slowest"
-    for label, numbers in (*((n.name, {n}) for n in SIGNALS), ("all", set(SIGNALS))):
-        some = [each for each in done if each.number in numbers]
-        if not some:
-            continue
-        took = [each.took_s for each in some]
-        yield (
-            f"{label:7}  {len(some):6}  {sum(each.was_ready for each in some):5}"
-            f"  {sum(len(each.processes) for each in some):14}"
-            f"  {sum(len(each.files) for each in some):10}  {sum(each.hung for each in some):5}"
-            f"  {statistics.median(took):4.2f} s  {max(took):5.2f} s"
-        )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--num", type=int, default=200)
@@ -132,22 +114,17 @@ def main() -> int:
     enter_namespace_of("tests.fault.interrupts")
     span_s = args.span or time_of_start()
     print(f"at moments of the first {span_s:.1f} s; seed {args.seed}", flush=True)
-    done: list[Round] = []
-    num_bad = 0
-    chance = random.Random(args.seed)
+    took, num_bad, num_ready, chance = list[float](), 0, 0, random.Random(args.seed)
     for number in itertools.islice(itertools.cycle(SIGNALS), args.num):
         each = interrupt(number, chance.uniform(0, span_s))
-        done.append(each)
+        took.append(each.took_s)
+        num_ready += each.was_ready
         if each.problems:
             num_bad += 1
-            print(
-                f"{len(done)}: {each.number.name} at {each.at_s:.2f} s:", *each.problems, sep="\n  "
-            )
-            print(each.output)
-        if len(done) % 20 == 0:
-            print(*figures(done), sep="\n", flush=True)
-    print(*figures(done), sep="\n")
-    print(f"{num_bad} of {len(done)} have a problem")
+            told = f"{len(took)}: {each.number.name} at {each.at_s:.2f} s:"
+            print(told, *each.problems, each.output, sep="\n  ", flush=True)
+    print(f"{num_bad} of {len(took)} starts have a problem, {num_ready} were ready; to their end "
+          f"{statistics.median(took):.2f} s, slowest {max(took):.2f} s")  # fmt: skip
     return int(num_bad > 0)
 
 

@@ -169,19 +169,16 @@ class DecodeDouble:
         self.send(peer, chunk)
 
     def send(self, peer: str, *chunks: api.TokenChunk) -> None:
-        """Send chunks as one frame."""
         self._wire.send(peer, api.Chunks(chunks))
 
     def refuse(
         self, peer: str, generate: Generate, code: str = "busy", *,
         retry_after_s: float = 0.05, param: str | None = None,
     ) -> None:  # fmt: skip
-        """Do not admit a request."""
         error = api.Error(code, f"refused: {code}", param)
         self._wire.send(peer, api.Refused(generate.req_id, generate.dispatch, error, retry_after_s))
 
     def die(self) -> None:
-        """Stop answering, for good."""
         if self._dead:
             return
         self._dead = True
@@ -285,18 +282,14 @@ def serving(
 
 
 class Served(NamedTuple):
-    """A router and its only worker."""
-
     double: DecodeDouble
     url: str
     router: RouterServer
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """POST /v1/`path`."""
         return httpx.post(f"{self.url}/v1/{path}", json=body, timeout=HANG_S)
 
     def refusal(self, path: str, **body: Any) -> dict[str, Any]:
-        """The error of a request that is wrong."""
         response = self.post(path, **body)
         assert response.status_code == 400, response.text
         return response.json()["error"]

@@ -178,9 +178,7 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
     ],
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
-def test_whatever_llguidance_raises_ends_one_request(
-    usual: Served, target: str, raised: BaseException, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_llguidance_raises_ends_one_request(usual, target, raised, caplog) -> None:
     body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{hash((target, str(raised)))}"}  # not cached
     with mock.patch(target, side_effect=raised):
         [found] = beside_others(usual, [body])
@@ -191,9 +189,7 @@ def test_whatever_llguidance_raises_ends_one_request(
 
 
 @pytest.mark.parametrize("method", ["encode", "decode", "render"])
-def test_whatever_tokenizer_and_template_raise_ends_one_request(
-    usual: Served, method: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_whatever_tokenizer_and_template_raise_ends_one_request(usual, method, caplog) -> None:
     target = {
         "encode": "router.text.tokenizer.Text.encode",
         "decode": "router.text.output.OutputText.feed",

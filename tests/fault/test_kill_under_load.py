@@ -72,11 +72,6 @@ async def load_and_kill(
         await load
 
 
-async def load_and_kill_a_router(serve: Serve) -> list[Outcome]:
-    progress = partial(metric, serve.url, FIRST_TOKENS)
-    return await load_and_kill(serve, "router-0", progress, NUM_ROUTER / 3, NUM_ROUTER)
-
-
 def num_frozen(outcomes: list[Outcome]) -> int:
     """Streams that have begun, have not ended, and bring nothing for a while."""
     before = [each.num_chunks for each in outcomes]
@@ -112,10 +107,8 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     reference_texts(NUM_KNOWN, MAX_TOKENS)
     serve = clusters.take(*USUAL)
     first = serve.status()
-
-    outcomes = asyncio.run(
-        load_and_kill(serve, "prefill-0", lambda: metric(serve.url, FIRST_TOKENS), NUM / 3)
-    )
+    first_tokens = partial(metric, serve.url, FIRST_TOKENS)
+    outcomes = asyncio.run(load_and_kill(serve, "prefill-0", first_tokens, NUM / 3))
     assert check_outcomes(outcomes) == 0, "a prefill worker's death is never seen by a client"
     serve.wait_status("prefill-0", restarts=1, state="ready")
     serve.wait_idle()
@@ -135,7 +128,9 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     again = asyncio.run(ask_all(serve.url, few, max_tokens=MAX_TOKENS))
     assert check_outcomes([*again, *outcomes[8:]]) <= num_errors
     assert {each.error for each in again} == {None}
-    outcomes = asyncio.run(load_and_kill_a_router(serve))
+    outcomes = asyncio.run(
+        load_and_kill(serve, "router-0", first_tokens, NUM_ROUTER / 3, NUM_ROUTER)
+    )
     num_cut = sum(each.error == CUT for each in outcomes)
     assert 0 < num_cut < NUM_ROUTER, "its own, and no others"
     known = reference_texts(NUM_KNOWN, MAX_TOKENS)

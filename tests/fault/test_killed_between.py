@@ -1,25 +1,24 @@
 """SIGKILL of a prefill worker whose first tokens clients have, and whose KV is on its way."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
-from tests.fault.test_protocol_faults import SlowPull
+from tests.fault.test_protocol_faults import FAULTS, patched, until_first_tokens
 from tests.support.counted import value
 from tests.support.engines import Running, running, worker_config
-from tests.support.patience import HANG_S, until
+from tests.support.patience import until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Member, Sampling
 from worker.errors import PeerLost
 from worker.start.build import Place
-from worker.transfer.base import Run
-from worker.transfer.shm import ShmPeer
 from worker.worker import Worker
 
+__all__ = ["patched"]
 NUM = 8
 SAMPLINGS = [Sampling(20, temperature=0.0), Sampling(20, temperature=0.9, top_k=30, seed=4)]
 
@@ -42,25 +41,15 @@ def prefill(conn: Connection, model: str) -> None:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Running]:
+def cluster(patched: None) -> Iterator[Running]:
     with running(sections(str(shallow())), num_prefill=0) as made:
         yield made
 
 
-def test_the_rest_follows_on_the_token_that_was_passed_on(
-    cluster: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rest_follows_on_the_token_that_was_passed_on(cluster: Running, monkeypatch) -> None:
     prompts = problem_ids(NUM)
     asked = [SAMPLINGS[number % 2] for number in range(NUM)]
     decode, client = cluster.workers["decode-0"], cluster.client
-    pull = ShmPeer.pull
-
-    pulls: list[SlowPull] = []  # none ends before it is noticed that the worker is gone
-
-    def slow(self: ShmPeer, runs: Sequence[Run]) -> Any:
-        pulls.append(SlowPull(pull(self, runs), 2 * HANG_S))
-        return pulls[-1]
-
     ours, theirs = FORKED.Pipe()
     process = fork(prefill, theirs, str(shallow()))
     theirs.close()
@@ -68,25 +57,18 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(
         member: Member = ours.recv()
         decode.update_members([*cluster.members, member])
         until(lambda: decode.num_peers() > 0, "no link")
-        monkeypatch.setattr(ShmPeer, "pull", slow)
+        monkeypatch.setattr(FAULTS, "hold", True)  # no pull ends before the death is noticed
         sent = [
             client.submit(prompt, sampling, prefills=[member.peer])
             for prompt, sampling in zip(prompts, asked, strict=True)
         ]
-        until(
-            lambda: all(client.answers[each].tokens for each in sent),
-            "a first token waits for KV",
-            lambda: client.pump(0.01),
-        )
-        assert decode.counters()["fetches"] == NUM
+        until_first_tokens(cluster, sent)
     finally:
         process.kill()
         process.join()
         ours.close()
-    assert {len(client.answers[each].tokens) for each in sent} == {1}, "nothing has landed"
     until(lambda: not decode.num_peers(), "nobody notices")
-    for each in pulls:
-        each.release()
+    FAULTS.hold = False
     answers = client.wait(sent)
     cluster.wait_idle()
     placed = decode.engine.metrics.placed

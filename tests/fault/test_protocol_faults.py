@@ -15,10 +15,10 @@ import pytest
 import worker.loop
 from tests.support.counted import value
 from tests.support.engines import Running, running
+from tests.support.laws import sections
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
-from tests.support.shallow import shallow
 from worker import api
 from worker.api import Sampling
 from worker.cache.book import Hold
@@ -34,7 +34,9 @@ GREEDY = Sampling(max_tokens=16, temperature=0.0)  # the prefill worker draws it
 LOGGED = Sampling(max_tokens=16, temperature=0.0, logprobs=0)  # decode draws it
 NUM = 6
 TERM_S = 2.0  # of prefill's leases
+LEASE = {"decode_window_s": 1.5, "prefill_window_s": TERM_S, "renew_s": 0.3, "final_resend_s": 0.3}
 NUM_TRIES = 5
+Texts = list[list[int]]
 
 
 class Faults:
@@ -115,10 +117,6 @@ class SlowPull(WrappedPull):
     def cancel(self) -> None:
         """What is under way is not stopped by it, as with a network card."""
 
-    def release(self) -> None:
-        """Copy when polled next."""
-        self._ready_at = 0.0
-
 
 @pytest.fixture(scope="module")
 def patched() -> Iterator[None]:
@@ -140,27 +138,6 @@ def patched() -> Iterator[None]:
         yield
 
 
-def sections() -> dict:
-    return {
-        "model": {"path": str(shallow())},
-        "engine": {
-            "device": "cpu",
-            "threads": 1,
-            "cpu_pool_bytes": 24 << 20,
-            "max_prefill_tokens": 40,
-            "prefix_cache": False,
-        },
-        "kv": {"page_size": 16},
-        "disaggregation": {"mode": "always"},
-        "lease": {
-            "decode_window_s": 1.5,
-            "prefill_window_s": TERM_S,
-            "renew_s": 0.3,
-            "final_resend_s": 0.3,
-        },
-    }
-
-
 def spoil_what_is_given_away(prefill: Worker) -> None:
     """Overwrite pages as soon as nobody holds them: whoever still reads them reads nonsense."""
     book, pool = prefill.engine.book, prefill.engine.pool
@@ -178,7 +155,8 @@ def spoil_what_is_given_away(prefill: Worker) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(patched: None) -> Iterator[Running]:
-    with running(sections(), num_prefill=2) as made:
+    config = sections("always", max_prefill_tokens=40, prefix_cache=False) | {"lease": LEASE}
+    with running(config, num_prefill=2) as made:
         for name, each in made.workers.items():
             if name.startswith("prefill"):
                 spoil_what_is_given_away(each)
@@ -186,7 +164,7 @@ def cluster(patched: None) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def texts(cluster: Running) -> list[list[int]]:
+def texts(cluster: Running) -> Texts:
     """Undisturbed, prefilled by decode itself."""
     return [a.tokens for a in cluster.client.generate(problem_ids(NUM), GREEDY, prefills=[])]
 
@@ -230,11 +208,9 @@ def ask(
     ]
 
 
-def check(cluster: Running, sent: list[str], texts: list[list[int]], before: float) -> None:
+def check(cluster: Running, sent: list[str], texts: Texts, before: float) -> None:
     """The laws."""
-    client = cluster.client
-    until(lambda: all(client.answers[each].done for each in sent), act=client.pump)
-    answers = [client.answers[each] for each in sent]
+    answers = cluster.client.wait(sent)
     assert [answer.error for answer in answers] == [None] * len(sent)
     assert [answer.tokens for answer in answers] == texts
     cluster.wait_idle()
@@ -245,7 +221,7 @@ def check(cluster: Running, sent: list[str], texts: list[list[int]], before: flo
 
 @pytest.mark.parametrize("act", ["lost", "doubled", "late", "overtaken"])
 @pytest.mark.parametrize("kind", [api.Prefill, api.KVReady, api.Release, api.Renew, api.RenewAck])
-def test_messages(kind: type, act: str, cluster: Running, texts: list[list[int]]) -> None:
+def test_messages(kind: type, act: str, cluster: Running, texts: Texts) -> None:
     if kind in (api.Renew, api.RenewAck):
         FAULTS.pull_s = 0.8
     FAULTS.inflict(kind, act, every=2)
@@ -254,9 +230,7 @@ def test_messages(kind: type, act: str, cluster: Running, texts: list[list[int]]
     assert FAULTS.num_hit > 0
 
 
-def test_prefill_loops_that_stop_for_longer_than_a_lease(
-    cluster: Running, texts: list[list[int]]
-) -> None:
+def test_prefill_loops_that_stop_for_longer_than_a_lease(cluster: Running, texts: Texts) -> None:
     before = num_ended(cluster)
     FAULTS.pull_s = 0.5
     sent = ask(cluster)
@@ -267,9 +241,7 @@ def test_prefill_loops_that_stop_for_longer_than_a_lease(
     check(cluster, sent, texts, before)
 
 
-def test_bytes_read_after_the_lease_are_never_used(
-    cluster: Running, texts: list[list[int]]
-) -> None:
+def test_bytes_read_after_the_lease_are_never_used(cluster: Running, texts: Texts) -> None:
     """Decode goes on renewing, nobody acknowledges, prefill gives away and the pull still ends."""
     before = num_ended(cluster)
     FAULTS.pull_s = TERM_S + 0.5
@@ -278,7 +250,7 @@ def test_bytes_read_after_the_lease_are_never_used(
     assert FAULTS.num_hit > 0
 
 
-def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[list[int]]) -> None:
+def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: Texts) -> None:
     """Unless the machine stands still for longer than a lease, so it has several tries."""
     FAULTS.pull_s = 2 * TERM_S
     revoked = cluster.workers["decode-0"].engine.metrics.fetch_retries("revoked")
@@ -291,9 +263,7 @@ def test_pulls_that_outlive_many_renewals_land(cluster: Running, texts: list[lis
 
 
 @pytest.mark.parametrize("when_s", [0.0, 0.02, 0.3])
-def test_a_prefill_worker_that_is_lost_is_asked_again_later(
-    when_s: float, cluster: Running, texts: list[list[int]]
-) -> None:
+def test_a_prefill_worker_that_is_lost_is_asked_again_later(when_s, cluster, texts) -> None:
     before = num_ended(cluster)
     FAULTS.pull_s = 0.2
     decode = cluster.workers["decode-0"]
@@ -306,7 +276,7 @@ def test_a_prefill_worker_that_is_lost_is_asked_again_later(
 
 @pytest.mark.parametrize("loser", ["decode-0", "client"])
 def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
-    loser: str, cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    loser: str, cluster: Running, texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, decode = cluster.client, cluster.workers["decode-0"]
     monkeypatch.setattr(client._wire._links, "_ping", PingConfig())
@@ -318,12 +288,7 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
         lose(client, decode_peer)
     else:
         lose(decode, "client/1")
-    until(
-        lambda: all(client.answers[each].done for each in sent),
-        "the router waits for what decode gave up",
-        client.pump,
-    )
-    assert {client.answers[each].error.code for each in sent} == {"worker_lost"}
+    assert {each.error.code for each in client.wait(sent)} == {"worker_lost"}
     address = next(each.address for each in cluster.members if each.peer == decode_peer)
     client._wire.connect(decode_peer, address)
     cluster.wait_idle()
@@ -331,9 +296,7 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
     check(cluster, ask(cluster), texts, before)
 
 
-def test_aborts_while_pulls_run_give_pages_back_only_after_them(
-    cluster: Running, texts: list[list[int]]
-) -> None:
+def test_aborts_while_pulls_run_give_pages_back_only_after_them(cluster, texts) -> None:
     FAULTS.hold = True
     sent, decode = ask(cluster), cluster.workers["decode-0"]
     until(lambda: decode.counters()["pulls"] > 0, "no pull begins")
@@ -343,8 +306,7 @@ def test_aborts_while_pulls_run_give_pages_back_only_after_them(
     assert decode.counters()["private_pages"] > 0
     FAULTS.hold = False
     cluster.wait_idle()
-    before = num_ended(cluster)
-    check(cluster, ask(cluster), texts, before)
+    check(cluster, ask(cluster), texts, num_ended(cluster))
 
 
 def until_first_tokens(cluster: Running, sent: list[str]) -> None:
@@ -360,9 +322,7 @@ def until_first_tokens(cluster: Running, sent: list[str]) -> None:
 
 
 @pytest.mark.parametrize("lost", [["prefill-0"], ["prefill-0", "prefill-1"]])
-def test_a_prefill_worker_that_is_lost_between_token_and_kv(
-    lost: list[str], cluster: Running, texts: list[list[int]]
-) -> None:
+def test_a_prefill_worker_that_is_lost_between_token_and_kv(lost, cluster, texts) -> None:
     """The token that was passed on stays, and comes once: the rest goes on from it."""
     before = num_ended(cluster)
     decode = cluster.workers["decode-0"]
@@ -383,9 +343,7 @@ def test_a_prefill_worker_that_is_lost_between_token_and_kv(
 
 
 @pytest.mark.parametrize("how", ["abort", "stop"])
-def test_requests_that_end_between_token_and_kv(
-    how: str, cluster: Running, texts: list[list[int]]
-) -> None:
+def test_requests_that_end_between_token_and_kv(how: str, cluster: Running, texts: Texts) -> None:
     """The client goes, or the router finds a stop string in the first token."""
     reasons = (how,)
     before = num_ended(cluster, reasons)
@@ -407,9 +365,7 @@ def test_requests_that_end_between_token_and_kv(
     check(cluster, ask(cluster), texts, before)
 
 
-def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(
-    cluster: Running, texts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_worker_without_room_refuses_and_nothing_is_lost(cluster, texts, monkeypatch):
     for name in ("prefill-0", "prefill-1"):
         monkeypatch.setattr(cluster.workers[name].loop._outbound, "draining", True)
     for act in ("lost", "doubled", "late"):

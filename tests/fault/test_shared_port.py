@@ -152,11 +152,7 @@ def pair(directory: Path) -> Iterator[tuple[RouterServer, Member, RouterServer, 
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_a_router_that_leaves_serves_whoever_has_come_to_its_port(
-    pair: tuple[RouterServer, Member, RouterServer, Member],
-    monkeypatch: pytest.MonkeyPatch,
-    accepted: bool,
-) -> None:
+def test_a_router_that_leaves_serves_whoever_has_come_to_its_port(pair, monkeypatch, accepted):
     monkeypatch.setattr(app, "LAST_REQUEST_S", HANG_S)
     first, one, _, other = pair
     host, port = one.address.removeprefix("http://").split(":")
@@ -198,9 +194,7 @@ def test_a_router_that_leaves_serves_whoever_has_come_to_its_port(
     assert by_router(f"http://{other.metrics_address}", "requests_total") == served
 
 
-def test_the_last_one_stays_on_the_port_and_says_that_it_drains(
-    pair: tuple[RouterServer, Member, RouterServer, Member],
-) -> None:
+def test_the_last_one_stays_on_the_port_and_says_that_it_drains(pair) -> None:
     first, one, second, _ = pair
     first.drain(others=True)
     wait_until(lambda: first.num_inflight() == 0)

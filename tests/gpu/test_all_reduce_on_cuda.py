@@ -87,8 +87,6 @@ def far(got: Tensor, wanted: Tensor) -> Tensor:
 
 
 class Calls:
-    """Calls of one rank, checked on the device."""
-
     def __init__(
         self, rank: int, world: int, init_method: str, dtypes: Sequence[torch.dtype]
     ) -> None:
@@ -101,7 +99,6 @@ class Calls:
         self.digest = torch.zeros((), dtype=torch.int64, device="cuda")
 
     def call(self, case: Case, kind: str, registered: bool) -> None:
-        """One call and its check."""
         part = case.parts[self.rank]
         num_rows, hidden = part.shape
         if kind == GATHER:
@@ -150,7 +147,6 @@ class Calls:
             self.some(1)
 
     def graph(self, count: int) -> torch.cuda.CUDAGraph:
-        """some() in a graph."""
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):

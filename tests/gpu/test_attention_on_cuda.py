@@ -394,8 +394,7 @@ def answers(attention: object, graph: object) -> list[list[int]]:
 
 @needs_flashinfer
 @pytest.mark.parametrize(
-    ("attention", "graph"),
-    [("flashinfer", "eager"), ({"prefill": "flashinfer"}, "auto")],
+    ("attention", "graph"), [("flashinfer", "eager"), ({"prefill": "flashinfer"}, "auto")]
 )
 def test_an_engine_over_flashinfer_gives_the_texts_of_triton(attention, graph):
     """Another order of sums in 16 bits: most texts are equal, and one that drifts is rare."""

@@ -20,7 +20,6 @@ BUSY_CYCLES = 1 << 30  # of the clock of the device: half a second or more
 
 
 def both() -> list[tuple[StepState, BatchBuffers]]:
-    """On the CPU and on the GPU."""
     states = [
         StepState(StateShape(ROWS, MAX_PAGES, (2,), 0, 97), torch.device(device))
         for device in ("cpu", "cuda")

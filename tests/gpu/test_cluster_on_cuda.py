@@ -103,9 +103,7 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 @pytest.mark.gpu(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", ["tcp", "nvlink"])
-def test_two_workers_on_one_gpu(
-    kind: str, cpu_answers: Answers, serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_on_one_gpu(kind: str, cpu_answers: Answers, serve: Serve, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
     arguments = (*COMMON, *SHARED, "--set", f"transport.kind={kind}")
     serve.start(*arguments).wait_ready(READY_TIMEOUT_S)
@@ -114,9 +112,7 @@ def test_two_workers_on_one_gpu(
 
 @pytest.mark.gpu(1)
 @pytest.mark.timeout(900)
-def test_shares_that_do_not_fit_are_one_clear_error(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     too_much = ("--set", "decode.engine.memory_fraction=0.9")
     serve.start(*COMMON, *SHARED, *too_much)

@@ -6,7 +6,7 @@ step; and the other way round, the pinned results. The mutants write into each o
 host does where the device is late, and the device where it is not and the host is.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -47,9 +47,7 @@ def plain() -> Iterator[tuple[Lockstep, dict[str, list[Answer]]]]:
     made.close()
 
 
-def test_delays_messages_and_pulls_change_no_token(
-    plain: tuple[Lockstep, dict[str, list[Answer]]],
-) -> None:
+def test_delays_messages_and_pulls_change_no_token(plain) -> None:
     """Pulls write by themselves, behind no stream."""
     made = workers(num_prefill=1, num_groups=2, schedule=2)
     delays = Delays(made, 2, LONG_S)
@@ -103,9 +101,7 @@ def early_results(runner: Any) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "share"), [(early_rows, 1.0), (early_results, 0.0)])
-def test_the_same_check_fails_when_a_buffer_is_written_early(
-    spoil: Callable[[Any], None], share: float, plain: tuple[Lockstep, dict[str, list[Answer]]]
-) -> None:
+def test_the_same_check_fails_when_a_buffer_is_written_early(spoil, share, plain) -> None:
     made = workers()
     spoil(made.engines[DECODE].runner)
     Delays(made, 3, LONGER_S, share=share)

@@ -1,7 +1,6 @@
 """The digest of weights on a GPU: the CPU's value, and what it costs."""
 
 import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ def test_the_digest_is_the_cpu_s(dtype: torch.dtype, shape: tuple[int, ...]) -> 
     assert int(tensor_sum(whole(tensor.cuda()))) == int(tensor_sum(whole(tensor)))
 
 
-def test_the_weights_of_eight_billion_parameters_are_read_quickly(
-    record_property: Callable[[str, object], None],
-) -> None:
+def test_the_weights_of_eight_billion_parameters_are_read_quickly(record_property) -> None:
     """Prints its rate; what is asserted is that one changed bit among them is found."""
     layer = [torch.randn(4096, 4096, device="cuda").bfloat16() for _ in range(14)]
     shards = {f"{i}.{j}": whole(layer[j]) for i in range(32) for j in range(14)}

@@ -49,9 +49,7 @@ def wanted() -> list[list[int]]:
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("first_token", ["prefill", "decode"])
 @pytest.mark.parametrize("graph", ["eager", "auto"])
-def test_texts_are_the_cpu_s_wherever_it_is_drawn(
-    graph: str, first_token: str, num_groups: int, wanted: list[list[int]]
-) -> None:
+def test_texts_are_the_cpu_s_wherever_it_is_drawn(graph, first_token, num_groups, wanted) -> None:
     """In float32. With layer groups the token follows the last announcement of KV."""
     changes = {"graph": graph, "first_token": first_token, "num_groups": num_groups}
     texts, drawn = answers("cuda", "always", **changes)

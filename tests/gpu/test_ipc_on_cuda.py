@@ -56,7 +56,6 @@ def register(kind: str, pool: Sequence[torch.Tensor]) -> MooncakeTransport:
 
 
 def begin(device: str) -> None:
-    """What both processes do first."""
     logging.basicConfig(level=logging.INFO, format="%(processName)s %(name)s: %(message)s")
     if device.startswith("cuda"):
         torch.cuda.set_device(device)
@@ -154,19 +153,15 @@ class Child:
         self.conn.close()
 
 
-def spawn(main: Any, *arguments: Any) -> Child:
+@contextlib.contextmanager
+def child(main: Any, *arguments: Any) -> Iterator[tuple[Child, Any]]:
+    """A process that runs `main`, and the first thing it says; killed in the end."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(*arguments, theirs), name=main.__name__)
     process.start()
     theirs.close()
-    return Child(process, ours)
-
-
-@contextlib.contextmanager
-def child(main: Any, *arguments: Any) -> Iterator[tuple[Child, Any]]:
-    """A process that runs `main`, and the first thing it says; killed in the end."""
-    made = spawn(main, *arguments)
+    made = Child(process, ours)
     try:
         yield made, made.answer()
     finally:
@@ -174,7 +169,6 @@ def child(main: Any, *arguments: Any) -> Iterator[tuple[Child, Any]]:
 
 
 def free_bytes(device: str) -> int:
-    """Of the whole device, whoever uses it."""
     return torch.cuda.mem_get_info(device)[0]
 
 

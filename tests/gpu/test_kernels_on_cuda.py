@@ -11,12 +11,7 @@ from torch import Tensor
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
 from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
-from worker.attention.qk_rope_store import (
-    HeadNorms,
-    Rotation,
-    qk_rope_store,
-    qk_rope_store_ref,
-)
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store, qk_rope_store_ref
 from worker.drafts.draft_draws import draw_drafts
 from worker.draw.logprobs import logprobs, logprobs_ref
 from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
@@ -93,9 +88,7 @@ def test_norms_match_their_twins(m: int, hidden: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("normed", "hidden_first"), [(True, False), (True, True), (False, False)])
 @pytest.mark.parametrize(("m", "size"), [(1, 4096), (33, 192), (300, 2880)])
-def test_pair_norm_matches_its_twin(
-    m: int, size: int, normed: bool, hidden_first: bool, dtype: torch.dtype
-) -> None:
+def test_pair_norm_matches_its_twin(m, size, normed, hidden_first, dtype) -> None:
     tokens, hidden = noise(500, size, dtype=dtype), noise(m, 3 * size, dtype=dtype, seed=1)
     ids = torch.randint(0, 500, (m,), generator=torch.Generator().manual_seed(0)).cuda()
     weights = [noise(size, dtype=dtype, seed=i) if normed else None for i in (2, 3)]
@@ -123,9 +116,7 @@ def test_swiglu_matches_its_twin(m: int, mlp: int, dtype: torch.dtype) -> None:
     ("heads", "kv_heads", "head_dim", "page_size"),
     [(32, 8, 128, 64), (14, 2, 64, 16), (8, 1, 256, 1), (6, 2, 80, 16), (0, 8, 128, 64)],
 )
-def test_qk_rope_store_matches_its_twin(
-    heads: int, kv_heads: int, head_dim: int, page_size: int, normed: bool, dtype: torch.dtype
-) -> None:
+def test_qk_rope_store_matches_its_twin(heads, kv_heads, head_dim, page_size, normed, dtype):
     m, num_pages = 65, 200
     width = (heads + 2 * kv_heads) * head_dim
     qkv = noise(m, width + 64, dtype=dtype)[:, :width]

@@ -35,14 +35,13 @@ def serve(tmp_path: Path) -> Iterator[Serve]:
 
 
 def check(serve: Serve, kind: str, *arguments: str) -> None:
-    """All of it, over transport `kind`."""
     reference_texts(NUM_PROBLEMS, MAX_TOKENS)
     unused = memory_used()
     serve.start(*COMMON, *UNCACHED, "--set", f"transport.kind={kind}", *arguments)
     serve.wait_ready(READY_TIMEOUT_S)
     load = Steady(NUM_PROBLEMS, MAX_TOKENS, NUM_AT_ONCE)
     killing = Killing(serve, load, f"mooncake/{kind}", memory_used, RECOVERY_TIMEOUT_S)
-    assert len(asyncio.run(killing.repeat(NUM_KILLS))) == NUM_KILLS
+    asyncio.run(killing.repeat(NUM_KILLS))
     load.check()
     rows = serve.wait_idle()
     assert rows[SURVIVOR]["restarts"] == 0

@@ -9,18 +9,9 @@ import torch.nn.functional as F
 
 from tests.support import products
 from tests.support.products import captured, error, weights
+from worker.ops import lt_gemm
 from worker.ops import product as module
-from worker.ops.lt_gemm import (
-    CublasLt,
-    HeuristicResult,
-    LtError,
-    LtGemm,
-    LtMatmul,
-    Table,
-    Words,
-    set_attribute,
-    tuned_gemm,
-)
+from worker.ops.lt_gemm import LtGemm, LtMatmul, Words
 from worker.ops.product import product
 
 pytestmark = pytest.mark.gpu(1)
@@ -34,23 +25,23 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def lt() -> CublasLt:
+def lt() -> lt_gemm.CublasLt:
     torch.mm(noise(16, 16), noise(16, 16))
-    library = CublasLt.loaded()
+    library = lt_gemm.CublasLt.loaded()
     assert library is not None
-    return CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
+    return lt_gemm.CublasLt(library, torch.device("cuda", torch.cuda.current_device()))
 
 
-def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
+def proposals(lt: lt_gemm.CublasLt, matmul: LtMatmul) -> list[Words]:
     """The library's guesses, the best first, then those without a reduction; none needs scratch."""
     found: dict[Words, None] = {}
     for reductions in (7, 0):
         preference, count = c_void_p(), c_int()
-        results = (HeuristicResult * 64)()
+        results = (lt_gemm.HeuristicResult * 64)()
         lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
         kind = "cublasLtMatmulPreference"
-        set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(0))
-        set_attribute(lt, kind, preference, REDUCTION_MASK, c_uint32(reductions))
+        lt_gemm.set_attribute(lt, kind, preference, MAX_WORKSPACE, c_uint64(0))
+        lt_gemm.set_attribute(lt, kind, preference, REDUCTION_MASK, c_uint32(reductions))
         status = lt.library.cublasLtMatmulAlgoGetHeuristic(
             lt.handle, matmul.operation, matmul.w, matmul.x, matmul.out, matmul.out,
             preference, len(results), results, byref(count),
@@ -62,12 +53,12 @@ def proposals(lt: CublasLt, matmul: LtMatmul) -> list[Words]:
     return list(found)
 
 
-def gemms(lt: CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:
+def gemms(lt: lt_gemm.CublasLt, shape: tuple[int, int, int], num: int = 4) -> list[LtGemm]:
     """Each with another algorithm for this shape."""
     matmul = LtMatmul(lt, shape, shape[2])
     found = []
     for words in islice((w for w in proposals(lt, matmul) if matmul.refusal(w) is None), num):
-        found.append(LtGemm(lt, Table("this one", lt.version, {shape: words})))
+        found.append(LtGemm(lt, lt_gemm.Table("this one", lt.version, {shape: words})))
     assert found
     return found
 
@@ -144,7 +135,7 @@ def test_other_products_are_not_taken(lt):
 
 
 def test_an_algorithm_that_the_library_refuses_is_not_taken(lt):
-    gemm = LtGemm(lt, Table("this one", lt.version, {(128, 384, 256): (1 << 63,) * 8}))
+    gemm = LtGemm(lt, lt_gemm.Table("this one", lt.version, {(128, 384, 256): (1 << 63,) * 8}))
     assert gemm(noise(128, 256), weights(384, 256)) is None
 
 
@@ -153,7 +144,7 @@ def test_a_call_that_fails_leaves_the_product_to_torch(lt, monkeypatch, caplog):
     x, w = noise(128, 256), weights(384, 256)
 
     def fails(*_: object) -> None:
-        raise LtError("cublasLtMatmul: cuBLAS status 14")
+        raise lt_gemm.LtError("cublasLtMatmul: cuBLAS status 14")
 
     monkeypatch.setattr(LtMatmul, "run", fails)
     assert gemm(x, w) is None
@@ -181,7 +172,7 @@ def test_product_takes_the_tuned_one_and_torchs_elsewhere(lt, monkeypatch):
 
 def test_the_shipped_table_holds_on_this_card():
     device = torch.device("cuda", torch.cuda.current_device())
-    gemm = tuned_gemm(device)
+    gemm = lt_gemm.tuned_gemm(device)
     if gemm is None:
         pytest.skip("no table for this card and this cuBLASLt")
     for m, n, k in gemm.algorithms:

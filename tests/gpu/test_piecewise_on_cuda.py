@@ -94,9 +94,7 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     ("num_reqs", "fixed_shape"), [(1, False), (3, False), (12, False), (1, True), (4, True)]
 )
 @pytest.mark.parametrize("prefix", [0, 37])
-def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Any, num_reqs: int, prefix: int, fixed_shape: bool
-) -> None:
+def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed_shape) -> None:
     """Hidden states and KV, bit for bit; a second replay; canary pages."""
     if fixed_shape and not bench.runner.full:
         pytest.skip("this backend plans on the host")
@@ -149,9 +147,7 @@ def test_a_replay_never_waits_for_the_device(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [2, 33, 64, 65, 500])
-def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(
-    bench: Any, num_tokens: int
-) -> None:
+def test_hidden_states_are_near_to_eager_s_and_nothing_is_compiled_anew(bench, num_tokens) -> None:
     from torch._dynamo.utils import counters
 
     if bench.runner.traced is None:

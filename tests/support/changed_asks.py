@@ -36,7 +36,6 @@ def changed_asks(num: int, max_tokens: int = 24) -> list[Ask]:
 
 
 def same_answers(one: list[Answer], other: list[Answer]) -> bool:
-    """Equal texts, and logprobs that differ by no more than rounding."""
     assert not [each.error for each in (*one, *other) if each.error]
     return all(
         a.tokens == b.tokens and a.finish_reason == b.finish_reason and same_logprobs(a, b, 1e-4)

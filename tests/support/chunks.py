@@ -97,7 +97,6 @@ class Uncaptured:
 
     @torch.inference_mode()
     def launch(self, batch: Batch, on_layer: LayerHook | None = None) -> Forward:
-        """See ChunkGraphs.launch."""
         attention = self.loaded.attention.prefill
         embedded = self.loaded.model.embed(batch.input_ids)
         assert self.forward is not None
@@ -259,7 +258,6 @@ def check_texts(bench: Bench) -> None:
 
 @torch.inference_mode()
 def clear(bench: Bench) -> None:
-    """Empty the pages and the table of them."""
     bench.engine.runner.loaded.state.page_table.zero_()
     for cache in bench.caches():
         cache.zero_()
@@ -283,7 +281,6 @@ def check_memory(bench: Bench, layout: Layout, num_rows: int) -> None:
 
 
 def check_no_wait(bench: Bench, layout: Layout) -> None:
-    """A replay never waits for the device."""
     plan = bench.plan(layout)
     bench.set_pages(layout)
     shape = padded_shape(bench.engine.runner.graphs, plan, hooked=False)

@@ -169,11 +169,10 @@ class Delays:
             self._wrap(loop.scheduler, "plan", self._sleep)
         for peer, engine in served.engines.items():
             runner: Any = engine.runner
-            spins = engine.pool.device.type == "cuda"
             device = functools.partial(
-                self._spin if spins else self._stream_sleep,
-                longest_s if peer == slowest else longest_s / 8,
-            )
+                self._delay_device, longest_s if peer == slowest else longest_s / 8,
+                spins=engine.pool.device.type == "cuda",
+            )  # fmt: skip
             for name in ("run", "forward", "tail", "draw"):
                 self._wrap(runner, name, device)
             for graphs in (runner.graphs.chunks, runner.graphs.decode):
@@ -216,15 +215,11 @@ class Delays:
     def _sleep(self) -> None:
         time.sleep(self._host.choice([0.0, 0.0, SHORT_S / 4, SHORT_S]))
 
-    def _stream_sleep(self, longest_s: float) -> None:
+    def _delay_device(self, longest_s: float, *, spins: bool) -> None:
         if self._stream.random() < self._share:
             self.num_on_device += 1
-            time.sleep(self._stream.random() * longest_s)
-
-    def _spin(self, longest_s: float) -> None:
-        if self._stream.random() < self._share:
-            self.num_on_device += 1
-            torch.cuda._sleep(int(self._stream.random() * longest_s * CYCLES_PER_S))
+            took_s = self._stream.random() * longest_s
+            torch.cuda._sleep(int(took_s * CYCLES_PER_S)) if spins else time.sleep(took_s)
 
 
 class SlowPull(WrappedPull):

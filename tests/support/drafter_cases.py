@@ -129,7 +129,6 @@ def reference_of(directory: Path) -> Reference:
 
 
 def speculation(directory: Path, *widths: int) -> dict[str, object]:
-    """The section of the workers' configuration."""
     drafter = "dflash" if directory.name in fitted_blocks.FORMS else "chain"
     return {"drafter": drafter, "path": str(directory), "widths": list(widths)}
 

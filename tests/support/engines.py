@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.support.patience import HANG_S
 from worker import api
@@ -21,12 +22,11 @@ from worker.worker import Worker
 # A busy machine is not a dead peer, and a client that waits for its test is not a hung one.
 PATIENT = {"max_misses": 30, "stall_s": 3600.0}
 LATE_ACK = {"final_resend_s": 60.0}  # nor is an acknowledgement lost that comes late
+Sections = dict[str, dict[str, Any]]  # of a configuration
 
 
 @dataclass
 class Answer:
-    """What came back for one request."""
-
     tokens: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
     finish_reason: FinishReason | None = None
@@ -44,7 +44,6 @@ class Answer:
         return self.finish_reason is not None or self.error is not None
 
     def take(self, chunk: api.TokenChunk) -> None:
-        """Add what a chunk brings."""
         self.tokens.extend(chunk.tokens)
         self.logprobs.extend(chunk.logprobs)
         self.stages += [chunk.stages] if chunk.stages else []
@@ -98,7 +97,6 @@ class Client:
         return req_id
 
     def repeat(self, req_id: str) -> None:
-        """Send the same message once more."""
         peer, message, _ = self._requests[req_id]
         self._wire.send(peer, message)
 
@@ -129,7 +127,6 @@ class Client:
                         self.answers[req_id].error = api.Error("worker_lost", event.reason)
 
     def wait(self, req_ids: Sequence[str]) -> list[Answer]:
-        """Pump until all have ended."""
         limit = time.monotonic() + HANG_S
         while not all(self.answers[each].done for each in req_ids):
             assert time.monotonic() < limit, "hangs"
@@ -139,7 +136,6 @@ class Client:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling], **where
     ) -> list[Answer]:
-        """All prompts at once."""
         each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else list(sampling)
         ids = [self.submit(p, s, **where) for p, s in zip(prompts, each, strict=True)]
         return self.wait(ids)
@@ -163,8 +159,6 @@ class Client:
 
 @dataclass
 class Running:
-    """Workers that serve in this process, and a client to them."""
-
     workers: dict[str, Worker]
     members: list[Member]
     client: Client
@@ -182,41 +176,39 @@ class Running:
         return {name: worker.counters() for name, worker in self.workers.items()}
 
     def wait_idle(self, timeout_s: float = 60.0) -> None:
-        """Every worker's counters reach zero."""
         limit = time.monotonic() + timeout_s
         while not all(worker.idle() for worker in self.workers.values()):
             assert time.monotonic() < limit, self.counters()
             self.client.pump()
 
 
-def worker_config(role: str, sections: dict[str, dict[str, object]]) -> WorkerConfig:
-    """A WorkerConfig from plain sections, for tests."""
-    patient = {"role": role, "ping": PATIENT, "lease": LATE_ACK}
-    return WorkerConfig.model_validate(patient | sections)
+def worker_config(role: str, sections: Sections, extra: Sections | None = None) -> WorkerConfig:
+    """A WorkerConfig from plain sections, in which those of `extra` differ, for tests."""
+    patient: dict[str, Any] = {"role": role, "ping": PATIENT, "lease": LATE_ACK}
+    changed = {name: sections.get(name, {}) | of for name, of in (extra or {}).items()}
+    return WorkerConfig.model_validate(patient | sections | changed)
 
 
 @contextmanager
 def running(
-    sections: dict[str, dict[str, object]],
+    sections: Sections,
     *,
     num_prefill: int = 1,
     num_decode: int = 1,
     prefill_tp: int = 1,
     decode_tp: int = 1,
-    decode_sections: dict[str, dict[str, object]] | None = None,
+    decode_sections: Sections | None = None,
 ) -> Iterator[Running]:
     """Serve with workers of this process, and threads of it for the other ranks of each; all peers
     are connected when the block begins, and nothing is held for a request when it ends."""
     workers: dict[str, Worker] = {}
     members: list[Member] = []
     ranks: list[Rank] = []
-    roles = ("prefill", num_prefill, prefill_tp), ("decode", num_decode, decode_tp)
-    for role, count, tp in roles:
-        extra = decode_sections if role == "decode" and decode_sections else {}
-        merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
+    of_decode = "decode", num_decode, decode_tp, decode_sections
+    for role, count, tp, extra in (("prefill", num_prefill, prefill_tp, None), of_decode):
+        config = worker_config(role, sections, extra).model_copy(update={"tp": tp})
         for index in range(count):
             name = f"{role}-{index}"
-            config = worker_config(role, merged).model_copy(update={"tp": tp})
             worker, member, others = started(config, name, f"i{index}")
             workers[name] = worker
             members.append(member)

@@ -59,7 +59,6 @@ def write(
 
 
 def weights_of(directory: Path) -> Path:
-    """The file that a drafter was written to."""
     (file,) = directory.glob("*.safetensors")
     return file
 

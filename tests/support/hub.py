@@ -23,8 +23,6 @@ class Repo:
 
 @dataclass(slots=True)
 class Hub:
-    """What it has, and what it was asked."""
-
     repos: dict[str, Repo]
     url: str = ""
     cut_after: int = 0  # bytes of "more.safetensors", after which the connection breaks, once
@@ -99,9 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         siblings = [{"rfilename": path, "size": size} for path, size in names.items()]
         about = {"id": name, "modelId": name, "sha": COMMIT, "tags": [], "siblings": siblings}
-        body = json.dumps(rows if tree else about).encode()
-        self._head(200, {"Content-Type": "application/json"}, len(body))
-        self._write(body)
+        self._send_json(200, rows if tree else about)
 
     def _send_file(self, path: Path, span: str) -> None:
         if not path.is_file():
@@ -124,9 +120,12 @@ class _Handler(BaseHTTPRequestHandler):
         self._write(data[start:])
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        body = json.dumps({"error": message}).encode()
         headers = {"X-Error-Code": code, "X-Error-Message": message}
-        self._head(status, headers | {"Content-Type": "application/json"}, len(body))
+        self._send_json(status, {"error": message}, headers)
+
+    def _send_json(self, status: int, answer: object, more: dict[str, str] | None = None) -> None:
+        body = json.dumps(answer).encode()
+        self._head(status, {"Content-Type": "application/json"} | (more or {}), len(body))
         self._write(body)
 
     def _head(self, status: int, headers: dict[str, str], num_bytes: int) -> None:

@@ -40,7 +40,6 @@ def memory_used() -> Memory:
 
 
 def no_memory() -> Memory:
-    """Where there is no GPU."""
     return ()
 
 
@@ -93,19 +92,6 @@ class Steady:
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """What followed one kill. Seconds count from it."""
-
-    ready_s: float  # until a new incarnation is ready
-    num_starts: int  # of which it is the last one
-    used_s: float  # until KV computed by it has been pulled
-    num_served: int  # requests that ended before it was ready
-    before: Memory
-    lowest: Memory  # seen before the new incarnation was ready, each GPU by itself
-    after: Memory
-
-
-@dataclass(frozen=True)
 class Killing:
     """A cluster with one prefill and one decode worker whose prefill worker is to be killed."""
 
@@ -115,33 +101,26 @@ class Killing:
     memory: Callable[[], Memory]
     timeout_s: float  # of each step of a recovery
 
-    async def repeat(self, num_kills: int) -> list[Recovery]:
+    async def repeat(self, num_kills: int) -> None:
         """SIGKILL it under load, each time after the cluster has recovered from the last: its pid
         is gone, a new incarnation computes prompts and decode pulls them, and no GPU holds more
-        memory than before the first kill.
-
-        Raises:
-            AssertionError, pytest.fail: it does not recover, or decode does not live on.
-        """
+        memory than before the first kill. Prints how long that took."""
         running = asyncio.create_task(self.load.run(self.serve.url))
-        recoveries: list[Recovery] = []
         try:
             await self.load.more(2 * self.load.num_at_once)
             before = await asyncio.to_thread(self.memory)
             survivor = await self._row(SURVIVOR)
             for _ in range(num_kills):
-                recoveries.append(await self._kill(before))
+                print(await self._kill(before), flush=True)
                 row = await self._row(SURVIVOR)
                 same = ("pid", "incarnation", "restarts")
                 assert [row[key] for key in same] == [survivor[key] for key in same]
                 assert not running.done(), "the load ended by itself"
         finally:
             self.load.stopped = True
-            print(*recoveries, sep="\n", flush=True)
             await running
-        return recoveries
 
-    async def _kill(self, before: Memory) -> Recovery:
+    async def _kill(self, before: Memory) -> str:
         row, num_ended = await self._row(VICTIM), len(self.load.ended)
         os.kill(row["pid"], signal.SIGKILL)
         began_at = time.monotonic()
@@ -164,7 +143,10 @@ class Killing:
         await self.load.more(2 * self.load.num_at_once)
         after = await self._memory_returned(before)
         num_starts = successor["restarts"] - row["restarts"]
-        return Recovery(ready_s, num_starts, used_s, num_served, before, lowest, after)
+        return (
+            f"ready after {ready_s:.1f} s, {num_starts} starts, pulled from after {used_s:.1f} s,"
+            f" {num_served} served by then; MiB before, lowest, after: {before}, {lowest}, {after}"
+        )
 
     async def _row(self, name: str) -> dict[str, Any]:
         """Of `status`; empty while there is none."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tests.support.engines import HANG_S, Answer, worker_config
+from tests.support.engines import HANG_S, Answer, Sections, worker_config
 from worker import api
 from worker.api import FinishReason, PeerId, Sampling
 from worker.decode import DecodeLoop
@@ -101,19 +101,18 @@ class Lockstep:
 
     def __init__(
         self,
-        sections: dict[str, dict[str, object]],
+        sections: Sections,
         *,
         num_prefill: int = 1,
-        decode_sections: dict[str, dict[str, object]] | None = None,
+        decode_sections: Sections | None = None,
         schedule: int | None = None,
     ) -> None:
         self._rng = random.Random(schedule) if schedule is not None else None
         self._boxes: Boxes = defaultdict(lambda: defaultdict(deque))
         self.engines: dict[PeerId, Engine] = {}
         self.loops: dict[PeerId, DecodeLoop | PrefillLoop] = {}
-        extra = decode_sections or {}
-        merged = {k: {**sections.get(k, {}), **extra.get(k, {})} for k in {*sections, *extra}}
-        self.decode = DecodeLoop(self._engine(DECODE, merged), self._post(DECODE), "i")
+        engine = self._engine(DECODE, sections, decode_sections)
+        self.decode = DecodeLoop(engine, self._post(DECODE), "i")
         self.loops[DECODE] = self.decode
         self.answers: list[Answer] = []
         self._asked: list[Ask] = []
@@ -169,13 +168,12 @@ class Lockstep:
         return self.answers
 
     def close(self) -> None:
-        """Give everything back."""
         self.decode.close()
         for engine in self.engines.values():
             engine.close()
 
-    def _engine(self, peer: PeerId, sections: dict[str, dict[str, object]]) -> Engine:
-        config = worker_config(peer.partition("-")[0], sections)
+    def _engine(self, peer: PeerId, sections: Sections, extra: Sections | None = None) -> Engine:
+        config = worker_config(peer.partition("-")[0], sections, extra)
         self.engines[peer] = build_engine(config, name=peer, host="127.0.0.1")
         return self.engines[peer]
 

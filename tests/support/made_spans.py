@@ -8,8 +8,6 @@ from worker.observe.spans import Tracer
 
 
 class Made:
-    """A tracer, and the spans that it has made."""
-
     def __init__(self) -> None:
         provider, self._exporter = TracerProvider(shutdown_on_exit=False), InMemorySpanExporter()
         provider.add_span_processor(SimpleSpanProcessor(self._exporter))

@@ -101,7 +101,6 @@ def series(name: str, family: Metric) -> str:
 
 
 def tables(of: str, page: str) -> Iterator[str]:
-    """Our own families on a page, a table for each kind."""
     for kind in KINDS:
         yield f"\n{of} {kind}s |\n---|---\n"
         for name, family in sorted(families(page).items()):
@@ -110,7 +109,6 @@ def tables(of: str, page: str) -> Iterator[str]:
 
 
 def of_vllm(page: str) -> Iterator[str]:
-    """The names that are vLLM's."""
     for kind in KINDS:
         names = [
             series(name.removeprefix("vllm:"), family)

@@ -108,8 +108,6 @@ class LinksDouble(Links):
 
 
 class Monitored:
-    """A cluster of doubles and its monitor."""
-
     def __init__(self, *names: str, http: bool = False) -> None:
         self.site, self.links = SiteDouble(), LinksDouble()
         if http:  # addresses that answer no pings

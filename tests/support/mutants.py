@@ -14,12 +14,9 @@ ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # others: 
 MISTAKE = "invalid_request_error"
 
 PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"$ref": "#/$defs/City"}},
-    "required": ["city"],
-    "additionalProperties": False,
-    "$defs": {"City": {"type": "string"}},
-}
+    "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+    "additionalProperties": False, "$defs": {"City": {"type": "string"}},
+}  # fmt: skip
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "time", "description": "what time it is"}},
@@ -33,45 +30,23 @@ CHAT: dict[str, Any] = {
         {"role": "assistant", "content": None, "tool_calls": [CALL]},
         {"role": "tool", "tool_call_id": "c", "content": "7"},
     ],
-    "max_completion_tokens": 5,
-    "temperature": 0.5,
-    "n": 2,
-    "logprobs": True,
-    "top_logprobs": 2,
-    "logit_bias": {"5": 1},
-    "presence_penalty": 0.1,
+    "max_completion_tokens": 5, "temperature": 0.5, "n": 2, "logprobs": True, "top_logprobs": 2,
+    "logit_bias": {"5": 1}, "presence_penalty": 0.1,
     "chat_template_kwargs": {"enable_thinking": False},
-    "stream_options": {"include_usage": True},
-    "stream": True,
-}
+    "stream_options": {"include_usage": True}, "stream": True,
+}  # fmt: skip
+HELLO = [{"role": "user", "content": "hello"}]
 TOOL_CHAT = {
-    "messages": [{"role": "user", "content": "hello"}],
-    "tools": TOOLS,
-    "tool_choice": "required",
-    "parallel_tool_calls": False,
+    "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
     "max_tokens": 8,
-}
+}  # fmt: skip
 FORM = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
-FORMED = {
-    "messages": [{"role": "user", "content": "hello"}],
-    "response_format": FORM,
-    "max_completion_tokens": 8,
-}
+FORMED = {"messages": HELLO, "response_format": FORM, "max_completion_tokens": 8}
 COMPLETION: dict[str, Any] = {
-    "prompt": ["hello", "a"],
-    "max_tokens": 4,
-    "min_tokens": 1,
-    "best_of": 2,
-    "logprobs": 1,
-    "stop": ["x"],
-    "stop_token_ids": [3],
-    "seed": 1,
-    "top_p": 0.5,
-    "top_k": 3,
-    "min_p": 0.1,
-    "frequency_penalty": 1,
-    "repetition_penalty": 1.1,
-}
+    "prompt": ["hello", "a"], "max_tokens": 4, "min_tokens": 1, "best_of": 2, "logprobs": 1,
+    "stop": ["x"], "stop_token_ids": [3], "seed": 1, "top_p": 0.5, "top_k": 3, "min_p": 0.1,
+    "frequency_penalty": 1, "repetition_penalty": 1.1,
+}  # fmt: skip
 ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": True, "max_tokens": 6}
 REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tokens": 6}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
@@ -125,9 +100,8 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> bytes:
             holder.pop(key, None)
         elif isinstance(holder, list):
             holder.append(copy.deepcopy(rng.choice(NASTY)))
-    raw = bytearray(
-        json.dumps(body, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
-    )
+    text = json.dumps(body, ensure_ascii=rng.random() < 0.5)
+    raw = bytearray(text.encode("utf-8", "surrogatepass"))
     if rng.random() < 0.15:
         for _ in range(rng.randint(1, 4)):
             raw[rng.randrange(len(raw))] = rng.randrange(256)
@@ -146,7 +120,6 @@ def seeds(model: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def mutants(num: int, seed: int, model: str) -> Iterator[tuple[str, bytes]]:
-    """`num` mutated bodies, each with its path."""
     rng, originals = random.Random(seed), seeds(model)
     for _ in range(num):
         path, body = rng.choice(originals)
@@ -175,5 +148,4 @@ def judge(status: int, found: bytes) -> None:
 
 
 def strict(raw: bytes) -> Any:
-    """JSON without NaN and infinities."""
     return json.loads(raw, parse_constant=lambda name: 1 / 0)

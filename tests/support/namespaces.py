@@ -64,7 +64,6 @@ def wait(
 
 
 def answers(url: str) -> bool:
-    """Whether a URL answers 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200
@@ -95,11 +94,9 @@ class Host:
         self._pid = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().strip()
 
     def words(self, command: str) -> list[str]:
-        """The words that run a line of shell there."""
         return ["nsenter", f"--target={self._pid}", "--all", "bash", "-ec", command]
 
     def run(self, command: str, cwd: Path, timeout_s: float = 120) -> str:
-        """What a line of shell prints there; it has to succeed."""
         done = subprocess.run(
             self.words(f"cd {cwd}; {command}"), env=self.environment, timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
@@ -137,7 +134,6 @@ class Started(ABC):
         """SIGTERM to its first process."""
 
     def run(self, *command: str) -> str:
-        """What a command prints in it; it has to succeed."""
         done = subprocess.run(
             self.words(*command), timeout=120, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

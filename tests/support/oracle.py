@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.lockstep import Window
 from worker.forward.batch import Batch
@@ -27,39 +28,38 @@ class Script:
         """The text itself, but `wrong` by position."""
         return cls(text, [wrong.get(at, token) for at, token in enumerate(text)])
 
+    def by_length(self, num: int) -> Tensor:
+        """[len(drafts), num]: what is proposed behind each length of KV."""
+        return torch.tensor([*self.drafts[1:], *[-1] * num]).unfold(0, num, 1)
+
 
 class Oracle:
-    """Drafter of requests that are told apart by their seeds.
+    """Drafter of a decode worker's requests, which are told apart by their seeds.
 
-    Args:
-        engine: of a decode worker; its steps verify what is proposed here.
-        scripts: by `Sampling.seed`.
+    scripts: by `Sampling.seed`, each a Script or what that has by length.
     """
 
-    def __init__(self, engine: Engine, scripts: Mapping[int, Script]) -> None:
+    def __init__(self, engine: Engine, scripts: Mapping[int, Script | Tensor]) -> None:
         loaded = engine.runner.loaded
-        self._state = loaded.state
-        self._num = loaded.state.columns.drafts.shape[1]
-        length = loaded.max_len + self._num + 2
-        lines = [[*each.drafts, *[-1] * (length - len(each.drafts))] for each in scripts.values()]
-        device = loaded.state.device
+        self._state, device = loaded.state, loaded.state.device
+        num = loaded.state.columns.drafts.shape[1]
+        lines = [each.by_length(num) if isinstance(each, Script) else each
+                 for each in scripts.values()]  # fmt: skip
         self._seeds = torch.tensor(list(scripts), dtype=torch.int64, device=device)
         # A line for each script, then one for requests without any.
-        self._table = torch.tensor([*lines, [-1] * length], dtype=torch.int64, device=device)
+        lines.append(torch.full((1, num), -1))
+        self._table = pad_sequence(lines, batch_first=True, padding_value=-1).to(device)
         object.__setattr__(loaded, "drafter", self)
 
-    def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Keeps nothing."""
+    def observe(self, batch: Batch, hidden: Tensor) -> None: ...
 
-    def seed(self, rows: Tensor) -> None:
-        """Keeps nothing."""
+    def seed(self, rows: Tensor) -> None: ...
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
         equal = self._state.ints.seed[sampled.rows][:, None] == self._seeds
         line = torch.where(equal.any(1), equal.long().argmax(1), len(self._seeds))
-        at = self._state.ints.seq_len[sampled.rows][:, None] + 1
-        at = at + torch.arange(self._num, device=at.device)
-        found = self._table[line[:, None], at.clamp(max=self._table.shape[1] - 1)]
+        at = self._state.ints.seq_len[sampled.rows].clamp(max=self._table.shape[1] - 1)
+        found = self._table[line, at]
         self._state.columns.drafts[sampled.rows] = torch.where(sampled.valid[:, None], found, -1)
 
 

@@ -5,10 +5,13 @@ A spawned process imports torch and the worker anew, which takes seconds of a co
 
 import multiprocessing
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerProcess
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["tests.support.preloaded"])
 
@@ -25,6 +28,25 @@ def run_ranks(target: Callable[..., None], *args: Any, num_ranks: int) -> None:
     from torch import multiprocessing as torch_processes
 
     torch_processes.start_processes(target, args, num_ranks, start_method="forkserver")
+
+
+def on_ranks(num_ranks: int, place: Path, run: Callable[[Any], T]) -> list[T]:
+    """What `run` gives for the collective of each of so many ranks, which are threads.
+
+    place: an empty directory, where they meet.
+    """
+    import torch
+
+    from worker.peers.gloo import GlooCollective
+
+    def rank(number: int) -> T:
+        group = GlooCollective(number, num_ranks, torch.device("cpu"), f"file://{place}/rendezvous")
+        found = run(group)
+        group.close()
+        return found
+
+    with ThreadPoolExecutor(num_ranks) as threads:
+        return list(threads.map(rank, range(num_ranks)))
 
 
 def ensure_servers() -> None:

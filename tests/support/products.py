@@ -82,7 +82,6 @@ def check_chain(m: int, shapes: Sequence[tuple[int, int]], tiles: Sequence[Skinn
 
 
 def check_hot_call(m: int, tile: SkinnyTile) -> None:
-    """It allocates nothing and waits for nothing."""
     x, w = noise(m, 4096, device="cuda"), weights(4096, 4096)
     workspace = SkinnyWorkspace.allocate([(tile, 4096)], "cuda")
     out = torch.empty(m, 4096, device="cuda").bfloat16()
@@ -95,7 +94,6 @@ def check_hot_call(m: int, tile: SkinnyTile) -> None:
 
 
 def check_replays(x: torch.Tensor, w: torch.Tensor, tile: SkinnyTile, times: int) -> None:
-    """They are equal whatever else the GPU does."""
     first = computed(x, w, tile)
     workspace, out = SkinnyWorkspace.allocate([(tile, len(w))], "cuda"), torch.empty_like(first)
     graph = captured(lambda: skinny_gemm(x, w, out, workspace, tile, pdl=True))

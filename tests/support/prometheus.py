@@ -76,7 +76,12 @@ class Prometheus:
     def range(self, query: str, start: float, end: float, step_s: float) -> list[Series]:
         """What a graph of the query would show."""
         answer = self.ask("query_range", query=query, start=start, end=end, step=step_s)
-        return [_series(each) for each in answer["result"]]
+        found = []
+        for each in answer["result"]:
+            points = ((float(at), float(value)) for at, value in each["values"])
+            finite = tuple((at, value) for at, value in points if value - value == 0)
+            found.append(Series(each["metric"], finite))
+        return found
 
     def values(self, label: str, matcher: str) -> list[str]:
         """Values of a label, as a variable of Grafana asks for them."""
@@ -89,11 +94,4 @@ class Prometheus:
 
 
 def scraping(target: str) -> list[dict[str, Any]]:
-    """The jobs of a configuration that scrapes one address."""
     return [{"job_name": "kvlane", "static_configs": [{"targets": [target]}]}]
-
-
-def _series(given: dict[str, Any]) -> Series:
-    points = ((float(at), float(value)) for at, value in given["values"])
-    finite = tuple((at, value) for at, value in points if value - value == 0)
-    return Series(given["metric"], finite)

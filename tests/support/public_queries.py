@@ -5,6 +5,7 @@ Prometheus adds (job, namespace, pod, instance) are left out.
 """
 
 import re
+from collections.abc import Iterator
 
 MODEL = "tiny"
 OF_MODEL = f'{{model_name="{MODEL}"}}'
@@ -18,31 +19,33 @@ DRAFTS = "vllm-project/vllm, vllm/v1/spec_decode/metrics.py: what to ask Prometh
 WVA = "llm-d workload-variant-autoscaler, saturation metrics"
 
 
-def _dashboard() -> list[str]:
+def _rate(name: str, labels: str = "") -> str:
+    return f"rate(vllm:{name}{labels}[1m])"
+
+
+def _dashboard() -> Iterator[str]:
     """vLLM's example dashboard: old and new names of it."""
-    latencies = ("e2e_request_latency", "time_per_output_token", "time_to_first_token",
-                 "inter_token_latency")  # fmt: skip
-    found: list[str] = []
-    for name in latencies:
-        rate = f"rate(vllm:{name}_seconds_%s{OF_MODEL}[1m])"
-        found += [
-            f"histogram_quantile(0.99, sum by(le) ({rate % 'bucket'}))",
-            f"{rate % 'sum'} / {rate % 'count'}",
-        ]
+    for name in ("e2e_request_latency", "time_per_output_token", "time_to_first_token",
+                 "inter_token_latency"):  # fmt: skip
+        buckets, total, count = (
+            _rate(f"{name}_seconds_{part}", OF_MODEL) for part in ("bucket", "sum", "count")
+        )
+        yield f"histogram_quantile(0.99, sum by(le) ({buckets}))"
+        yield f"{total} / {count}"
     for name in ("running", "swapped", "waiting"):
-        found.append(f"vllm:num_requests_{name}{OF_MODEL}")
+        yield f"vllm:num_requests_{name}{OF_MODEL}"
     for name in ("gpu", "cpu", "kv"):
-        found.append(f"vllm:{name}_cache_usage_perc{OF_MODEL}")
+        yield f"vllm:{name}_cache_usage_perc{OF_MODEL}"
     for name in ("prompt", "generation"):
-        found.append(f"rate(vllm:{name}_tokens_total{OF_MODEL}[1m])")
-        found.append(f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{OF_MODEL}[1m]))")
+        yield _rate(f"{name}_tokens_total", OF_MODEL)
+        yield f"sum by(le) (increase(vllm:request_{name}_tokens_bucket{OF_MODEL}[1m]))"
     for name in ("queue_time_seconds", "prefill_time_seconds", "decode_time_seconds",
                  "max_num_generation_tokens"):  # fmt: skip
-        found.append(f"rate(vllm:request_{name}_sum{OF_MODEL}[1m])")
-    success = f"increase(vllm:request_success_total{OF_MODEL}[1m])"
-    return [*found, f"sum by(finished_reason) ({success})"]
+        yield _rate(f"request_{name}_sum", OF_MODEL)
+    yield f"sum by(finished_reason) (increase(vllm:request_success_total{OF_MODEL}[1m]))"
 
 
+ACCEPTED, OF_ALL = "spec_decode_num_accepted_tokens_total", "histogram_quantile(0.99, sum by"
 # (where it is asked, what is asked)
 QUERIES: tuple[tuple[str, str], ...] = (
     (KEDA, "vllm:num_requests_waiting"),
@@ -50,36 +53,17 @@ QUERIES: tuple[tuple[str, str], ...] = (
     (KSERVE, "vllm:num_requests_running"),
     (KEDA_KV, f"vllm:gpu_cache_usage_perc{OF_MODEL}"),
     (RULES, "vllm:kv_cache_usage_perc"),
-    (
-        RULES,
-        "histogram_quantile(0.99, sum by (le, model_name)"
-        " (rate(vllm:inter_token_latency_seconds_bucket[1m])))",
-    ),
-    (
-        LLM_D,
-        "histogram_quantile(0.99, sum by(le, model_name)"
-        " (rate(vllm:time_to_first_token_seconds_bucket[1m])))",
-    ),
-    (LLM_D, "sum(rate(vllm:prefix_cache_hits_total[1m]))"),
-    (LLM_D, "sum(rate(vllm:prefix_cache_queries_total[1m]))"),
+    (RULES, f"{OF_ALL} (le, model_name) ({_rate('inter_token_latency_seconds_bucket')}))"),
+    (LLM_D, f"{OF_ALL}(le, model_name) ({_rate('time_to_first_token_seconds_bucket')}))"),
+    (LLM_D, f"sum({_rate('prefix_cache_hits_total')})"),
+    (LLM_D, f"sum({_rate('prefix_cache_queries_total')})"),
     (WVA, f"max_over_time(vllm:kv_cache_usage_perc{OF_MODEL}[1m])"),
     (WVA, f"max_over_time(vllm:num_requests_waiting{OF_MODEL}[1m])"),
     (WVA, "max by (num_gpu_blocks, block_size) (vllm:cache_config_info)"),
-    (
-        WVA,
-        f"rate(vllm:request_generation_tokens_sum{OF_MODEL}[1m])"
-        f" / rate(vllm:request_generation_tokens_count{OF_MODEL}[1m])",
-    ),
-    (
-        DRAFTS,
-        "rate(vllm:spec_decode_num_accepted_tokens_total[1m])"
-        " / rate(vllm:spec_decode_num_draft_tokens_total[1m])",
-    ),
-    (
-        DRAFTS,
-        "1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])"
-        " / rate(vllm:spec_decode_num_drafts_total[1m])",
-    ),
+    (WVA, " / ".join(_rate(f"request_generation_tokens_{part}", OF_MODEL)
+                     for part in ("sum", "count"))),
+    (DRAFTS, f"{_rate(ACCEPTED)} / {_rate('spec_decode_num_draft_tokens_total')}"),
+    (DRAFTS, f"1 + {_rate(ACCEPTED)} / {_rate('spec_decode_num_drafts_total')}"),
     (DRAFTS, "vllm:spec_decode_num_accepted_tokens_per_pos_total"),
     *((GRAFANA, each) for each in _dashboard()),
 )  # fmt: skip

@@ -120,7 +120,6 @@ class DecodeSide:
         return Req(str(number), 1, "r", tokens, num_tokens, asked, float("inf"), hold=hold)
 
     def start(self, req: Req, peers: Sequence[str], now: float | None = None) -> None:
-        """Asks the first of `peers`."""
         now = time.monotonic() if now is None else now
         assert self.inbound.start(req, [Candidate(peer) for peer in peers], now)
 

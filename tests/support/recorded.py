@@ -24,8 +24,6 @@ from worker.run.segments import GraphMemory
 
 
 class RecordedGraph(TorchDispatchMode):
-    """One segment."""
-
     def __init__(self) -> None:
         super().__init__()
         self._ops: list[tuple[Any, Any, Any, Any]] = []
@@ -84,8 +82,6 @@ def without_warmups() -> Iterator[None]:
 
 
 class RecordedMemory(GraphMemory):
-    """Makes captures on the CPU."""
-
     def __init__(self) -> None:
         pass
 
@@ -143,7 +139,6 @@ class RecordedChunks(PiecewiseChunks):
     @torch.inference_mode()
     @without_warmups()
     def record(self) -> None:
-        """As that of RecordedSteps."""
         for bucket in self.buckets:
             self.capture_bucket(bucket)
             bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self.full

@@ -14,7 +14,6 @@ TIMEOUT_S = 60.0  # for another router's page, on a machine that has much else t
 
 
 def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True) -> RouterServer:
-    """A router that is not started yet."""
     return RouterServer(
         Settings(RouterConfig(), ModelConfig(path=str(directory), served_name="small"), PING),
         Place(name, uuid.uuid4().hex[:8], port=port, shared=shared),

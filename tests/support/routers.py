@@ -43,7 +43,6 @@ class Routers:
             wait_until(lambda name=name: num_live(self.own_url(name)) == len(self.doubles))
 
     def own_url(self, name: str) -> str:
-        """Of this very router."""
         return f"http://{self.members[name].metrics_address}"
 
     def tell(self) -> None:
@@ -59,7 +58,6 @@ class Routers:
         self.processes[name].join(HANG_S)
 
     def end(self) -> None:
-        """All of them."""
         for name in self.processes:
             self.kill(name)
 

@@ -17,12 +17,14 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
+from importlib.util import resolve_name
 from pathlib import Path
 
 import networkx  # torch needs it, too
 
 PACKAGES = ("worker", "router", "cluster")
 REPOSITORY = Path(__file__).parents[2]
+IMPORTING = ("import_module", "__import__")
 
 
 class Tree:
@@ -98,7 +100,6 @@ def room_of(module: str) -> str | None:
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """The file's syntax tree."""
     return ast.parse(path.read_text(), str(path))
 
 
@@ -109,13 +110,12 @@ def under(root: ast.AST) -> Iterator[ast.AST]:
         node = left.pop()
         yield node
         for child in ast.iter_child_nodes(node):
-            hidden = isinstance(child, ast.If) and _is_type_checking(child.test)
+            hidden = isinstance(child, ast.If) and _last_name(child.test) == "TYPE_CHECKING"
             left += child.orelse if hidden else [child]
 
 
-def _is_type_checking(test: ast.expr) -> bool:
-    name = test.attr if isinstance(test, ast.Attribute) else getattr(test, "id", "")
-    return name == "TYPE_CHECKING"
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def imported(module: str, path: Path, tree: ast.Module, *, for_types: bool = False) -> set[str]:
@@ -128,22 +128,13 @@ def imported(module: str, path: Path, tree: ast.Module, *, for_types: bool = Fal
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parts = module.split(".")
-                parts = parts if path.name == "__init__.py" else parts[:-1]
-                parts = parts[: len(parts) - node.level + 1]
-                base = ".".join([*parts, *([base] if base else [])])
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            base = resolve_name("." * node.level + (node.module or ""), package)
             names.add(base)
             names.update(f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and _is_import_call(node):
+        elif isinstance(node, ast.Call) and _last_name(node.func) in IMPORTING:
             names.update(a.value for a in node.args[:1] if isinstance(a, ast.Constant))
     return names
-
-
-def _is_import_call(node: ast.Call) -> bool:
-    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-    return name in ("import_module", "__import__")
 
 
 def is_of_kernel(path: Path, function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -169,7 +160,6 @@ def wide_functions(tree: Tree, num: int = 6) -> list[tuple[str, int]]:
 
 
 def tracked(root: Path, pattern: str) -> list[Path]:
-    """The files of a checkout that git knows."""
     names = subprocess.check_output(["git", "ls-files", "-z", pattern], cwd=root, text=True)
     return [path for name in names.split("\0") if name and (path := root / name).is_file()]
 
@@ -190,7 +180,6 @@ def digraph(graph: Mapping[str, Iterable[str]]) -> networkx.DiGraph:
 
 
 def main(root: Path) -> None:
-    """Print the figures."""
     tree = Tree(root)
     for package in PACKAGES:
         sizes = tree.lines(package)
@@ -216,7 +205,6 @@ def main(root: Path) -> None:
 
 
 def decode_step() -> None:
-    """Print the files of worker/ that run during one step of a decode worker on a CPU."""
     from tests.support.decode_step import files_of_a_step
 
     files = files_of_a_step()

@@ -55,16 +55,12 @@ SPLITS = {  # how models of these names cut a text into words, by their tokenize
 }  # fmt: skip
 
 
-def trained(
-    model: Any, trainer: Any, pre: Any = None, normalizer: Any = None, post: Any = None
-) -> Tokenizer:
+def trained(model: Any, trainer: Any, pre: Any = None, normalizer: Any = None) -> Tokenizer:
     made = Tokenizer(model)
     if pre is not None:
         made.pre_tokenizer = pre
     if normalizer is not None:
         made.normalizer = normalizer
-    if post is not None:
-        made.post_processor = post
     made.train_from_iterator(CORPUS * 20, trainer)
     made.add_special_tokens([AddedToken(each, normalized=False) for each in (START, END)])
     made.add_special_tokens([each for each in OTHERS if each.special])
@@ -72,20 +68,20 @@ def trained(
     return made
 
 
-def bpe(*args: Any, **parts: Any) -> Tokenizer:
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if parts.pop("of_bytes", False) else []
+def bpe(*, of_bytes: bool = False, **parts: Any) -> Tokenizer:
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if of_bytes else []
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
     )
-    return trained(models.BPE(unk_token="<unk>", fuse_unk=True), trainer, *args, **parts)
+    return trained(models.BPE(unk_token="<unk>", fuse_unk=True), trainer, **parts)
 
 
-def metaspace(scheme: str) -> Tokenizer:
-    return bpe(pre=pre_tokenizers.Metaspace(prepend_scheme=scheme))
+def of_bytes(*, space: bool = False) -> Tokenizer:
+    return bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=space), of_bytes=True)
 
 
 def with_a_beginning() -> Tokenizer:
-    made = bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True)
+    made = of_bytes()
     made.add_special_tokens(["<s>"])
     at = made.token_to_id("<s>")
     made.post_processor = processors.TemplateProcessing(
@@ -102,12 +98,10 @@ def split(name: str) -> Tokenizer:
 
 
 MAKERS: dict[str, Callable[[], Tokenizer]] = {
-    "bytes": lambda: bpe(pre=pre_tokenizers.ByteLevel(add_prefix_space=False), of_bytes=True),
-    "bytes, a space first": lambda: bpe(
-        pre=pre_tokenizers.ByteLevel(add_prefix_space=True), of_bytes=True
-    ),
-    "metaspace first": lambda: metaspace("first"),
-    "metaspace always": lambda: metaspace("always"),
+    "bytes": of_bytes,
+    "bytes, a space first": lambda: of_bytes(space=True),
+    "metaspace first": lambda: bpe(pre=pre_tokenizers.Metaspace(prepend_scheme="first")),
+    "metaspace always": lambda: bpe(pre=pre_tokenizers.Metaspace(prepend_scheme="always")),
     "llama's normalizer": lambda: bpe(
         normalizer=normalizers.Sequence(
             [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
@@ -135,7 +129,6 @@ MADE: dict[str, tuple[Tokenizer, Encoder]] = {}
 
 
 def encode_by(tokenizer: Tokenizer, backend: Any = "auto") -> Encode:
-    """As Text does it."""
     text = tokenizer.to_str()
     return encode_of(
         TokenizerFile(Path("tokenizer.json"), text, json.loads(text)), tokenizer, backend
