@@ -92,9 +92,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
-    case, tmp_path, target: Decoder
-) -> None:
+def test_every_tensor_is_used_and_one_more_or_less_is_an_error(case, tmp_path, target) -> None:
     tensors = write_case(tmp_path, case)
     drafter = load(tmp_path, target)
     shards = drafter.shards()
@@ -118,9 +116,7 @@ def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
                 load(tmp_path, target)
 
 
-def test_a_layer_is_found_by_the_name_that_either_project_gives_it(
-    tmp_path, target: Decoder
-) -> None:
+def test_a_layer_is_found_by_the_name_that_either_project_gives_it(tmp_path, target) -> None:
     expected = write_chain(tmp_path, "specforge", TARGET, **REDUCED)
 
     def rename(tensors: dict[str, Tensor]) -> None:

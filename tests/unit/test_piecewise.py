@@ -129,9 +129,7 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
         *in_whole((1, False, 21), (3, False, 0), (12, False, 21), (1, True, 0), (4, True, 21)),
     ],
 )
-def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Bench, num_reqs, prefix, fixed_shape
-) -> None:
+def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed_shape) -> None:
     check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed_shape=fixed_shape)
 
 

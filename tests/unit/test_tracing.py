@@ -104,9 +104,7 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("carried", ["", PARENT])
-def test_stages_add_up_to_the_time_of_the_first_token(
-    made: Made, steps, at, expected, carried
-) -> None:
+def test_stages_add_up_to_the_time_of_the_first_token(made, steps, at, expected, carried) -> None:
     timeline = Timeline(1.0, made.tracer, carried)
     for method, *arguments in steps:
         getattr(timeline, method)(*arguments)
