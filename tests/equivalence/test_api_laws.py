@@ -9,13 +9,13 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from unittest import mock
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from tests.support import pairwise
 from tests.support.counted import value
@@ -274,32 +274,24 @@ def test_a_grammar_goes_before_min_tokens(alone: Running) -> None:
     alone.wait_idle()
 
 
-def test_a_grammar_that_grows_too_complex_ends_its_request_alone(alone, expected) -> None:
-    prompts = problem_ids(2)
-    limits = LLParserLimits(max_lexer_states=3)
-    with mock.patch("worker.draw.grammar.LLMatcher", functools.partial(LLMatcher, limits=limits)):
-        sampling = Sampling(40, 0.0, grammar=GRAMMARS["schema"])
-        sent = [alone.client.submit(prompts[0], sampling)]
-        sent.append(alone.client.submit(prompts[0], wishes()[0]))
-        cut, free = alone.client.wait(sent)
-    assert (cut.error.code, cut.finish_reason) == ("invalid_value", FinishReason.ERROR)
-    assert cut.num_finals == 1
-    assert "<state>" not in cut.error.message
-    same([free], expected[:1])
-    alone.wait_idle()
+IMPOSSIBLE: list[tuple[Any, Sampling, str | None]] = [
+    ([1, 2], Sampling(5, grammar="this is no grammar"), "grammar"),
+    ([1, 2], Sampling(5, logit_bias=((VOCAB, 1.0),)), "logit_bias"),
+    ([1, 2], Sampling(5, logprobs=21), "top_logprobs"),
+    ([1, 2], Sampling(5, stop_ids=(-1,)), "stop_token_ids"),
+    ([1, 2], Sampling(5, stop_ids=tuple(range(40))), None),
+    ([1, 2], Sampling(5, temperature=float("nan")), "temperature"),
+    ([1, 2], Sampling(10**6), None),
+    ([], GREEDY, None), ([1] * 3000, GREEDY, None), ([10**6], GREEDY, None),
+]  # fmt: skip
 
 
-def test_what_no_worker_can_follow_is_refused(alone: Running) -> None:
-    cases = {
-        "grammar": Sampling(5, grammar="this is no grammar"),
-        "logit_bias": Sampling(5, logit_bias=((VOCAB, 1.0),)),
-        "top_logprobs": Sampling(5, logprobs=21),
-        "stop_token_ids": Sampling(5, stop_ids=(-1,)),
-        "temperature": Sampling(5, temperature=float("nan")),
-    }
-    for param, sampling in cases.items():
-        answer = alone.client.generate([problem_ids(1)[0]], sampling)[0]
-        assert (answer.error.code, answer.error.param) == ("invalid_value", param)
+def test_what_no_worker_can_follow_is_refused_with_a_reason(alone: Running) -> None:
+    for tokens, sampling, param in IMPOSSIBLE:
+        (answer,) = alone.client.generate([tokens], sampling)
+        assert answer.error is not None
+        assert answer.error.code == "invalid_value"
+        assert param in (answer.error.param, None)
     alone.wait_idle()
 
 

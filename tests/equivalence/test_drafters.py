@@ -14,22 +14,13 @@ from typing import Any
 
 import pytest
 
+from tests.support import drafter_cases as cases
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
 from tests.support.counted import value
 from tests.support.delay_mix import differing, seeded_mix
-from tests.support.drafter_cases import (
-    MAX_LEN,
-    NUM,
-    Known,
-    judge,
-    reference_of,
-    serve,
-    speculation,
-    warm,
-    workers,
-)
+from tests.support.drafter_cases import Known, judge, speculation, workers
 from tests.support.engines import Answer
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
@@ -108,24 +99,19 @@ def test_whatever_serves_a_request_its_trace_is_the_right_one(
     form, graph, chunks, overlap, page_size, hit, chunk, place, company, drawn, known: Known
 ) -> None:
     asked, wanted, texts = known.asked[drawn], known.answers[drawn], known.texts(drawn)
-    reference = reference_of(known.directory(form))
+    reference = cases.reference_of(known.directory(form))
     made = workers(
-        num_prefill=place != "local",
-        page_size=page_size,
-        num_groups=2 if place == "pulled in groups" else 1,
-        overlap=overlap,
-        graph=graph,
-        chunks=chunks,
-        max_prefill_tokens=chunk,
+        num_prefill=place != "local", num_groups=2 if place == "pulled in groups" else 1,
+        page_size=page_size, overlap=overlap, graph=graph, chunks=chunks, max_prefill_tokens=chunk,
         spec=speculation(known.directory(form), WIDTH),
-    )
+    )  # fmt: skip
     if hit:
-        warm(made, asked)
+        cases.warm(made, asked)
     if company == "preempting":
         preempt_now_and_then(made.decode.scheduler)
-    answers, traces = serve(made, asked, alone=company == "alone")
+    answers, traces = cases.serve(made, asked, alone=company == "alone")
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
-    assert judge(made, asked, answers, reference, traces=traces) > 10 * NUM
+    assert judge(made, asked, answers, reference, traces=traces) > 10 * cases.NUM
     if company != "preempting":
         for ask, answer, text, trace in zip(asked, answers, texts, traces, strict=True):
             # A prompt that is all there but for its last token needs no chunk.
@@ -159,7 +145,7 @@ def test_requests_of_every_kind_with_widths_that_change(form, num_prefill, known
     made.decode.scheduler.widths = AnyWidth(widths, random.Random(3))
     found = made.serve(asked)
     assert not differing(asked, found, wanted, exact=False)
-    assert judge(made, asked, found, reference_of(directory)) > 40
+    assert judge(made, asked, found, cases.reference_of(directory)) > 40
     made.close()
 
 
@@ -176,7 +162,7 @@ def check_against(
     """Serve them; texts are those of plain decode, traces those of the reference."""
     answers = made.serve(asked)
     assert [each.tokens for each in answers] == [each.tokens for each in wanted]
-    judge(made, asked, answers, reference_of(directory))
+    judge(made, asked, answers, cases.reference_of(directory))
 
 
 @pytest.mark.product(form=ONE_OF_EACH, num_prefill=(0, 1), page_size=(1, 16))
@@ -224,11 +210,11 @@ def test_blocks_that_are_longer_than_what_is_verified(page_size: int, known: Kno
     spec = speculation(directory, 1, 3) | {"block": fitted_blocks.BLOCK_SIZE}
     made = workers(num_prefill=1, page_size=page_size, num_tokens=900, spec=spec)
     made.decode.scheduler.widths = AnyWidth((1, 3, 3), random.Random(5))
-    last = replace(asked[0], at=NUM + 1).but(max_tokens=MAX_LEN - len(asked[0].prompt))
+    last = replace(asked[0], at=cases.NUM + 1).but(max_tokens=cases.MAX_LEN - len(asked[0].prompt))
     asked = [*asked, last]
-    answers, reference = made.serve(asked), reference_of(directory)
+    answers, reference = made.serve(asked), cases.reference_of(directory)
     wanted = known.answers["seeded"]
     assert [each.tokens for each in answers[:-1]] == [each.tokens for each in wanted]
     assert judge(made, asked, answers, reference, block=fitted_blocks.BLOCK_SIZE) > 100
-    assert len(last.prompt) + len(answers[-1].tokens) == MAX_LEN
+    assert len(last.prompt) + len(answers[-1].tokens) == cases.MAX_LEN
     made.close()

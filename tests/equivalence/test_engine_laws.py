@@ -171,18 +171,3 @@ def test_abort_at_any_moment_gives_everything_back(mode: str) -> None:
                 client.abort(req_id)
         cluster.wait_idle()
         assert len(client.generate([problem_ids(1)[0]], GREEDY)[0].tokens) > 0
-
-
-def test_impossible_requests_are_refused_with_a_reason(alone: Running) -> None:
-    cases = [
-        ([], GREEDY),
-        ([1] * 3000, GREEDY),
-        ([10**6], GREEDY),
-        ([1, 2], Sampling(max_tokens=10**6)),
-        ([1, 2], Sampling(max_tokens=5, stop_ids=tuple(range(40)))),
-    ]
-    for tokens, sampling in cases:
-        answer = alone.client.generate([tokens], sampling)[0]
-        assert answer.error is not None
-        assert answer.error.code == "invalid_value"
-    alone.wait_idle()

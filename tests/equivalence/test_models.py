@@ -1,10 +1,7 @@
 """Our models against `transformers`, same random weights, float32, through the paged pool."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +87,20 @@ def expect(
     return logits[len(prompt) - 1 :].argmax(-1).tolist(), logits
 
 
-@dataclass(slots=True)
 class Engine:
     """The least that can drive a model: fixed pages per request, chosen apart and out of order."""
 
-    model: Decoder
-    pool: KVPool
-    attention: ReferenceAttention
-    pages: list[list[int]]
-
-    @classmethod
-    def build(cls, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> Engine:
-        spec, heads = model.spec, model.heads
+    def __init__(self, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> None:
+        self.model, spec, heads = model, model.spec, model.heads
         region = KVRegion(
             "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
         )
         num_pages = 1 + 2 * 12
-        pool = KVPool(KVLayout((region,)), num_pages, device)
+        self.pool = KVPool(KVLayout((region,)), num_pages, device)
         shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
-        attention = ReferenceAttention(pool, AttentionShape(*shape))
+        self.attention = ReferenceAttention(self.pool, AttentionShape(*shape))
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
-        return cls(model, pool, attention, [order[:12].tolist(), order[12:].tolist()])
+        self.pages = [order[:12].tolist(), order[12:].tolist()]
 
     @torch.inference_mode()
     def step(self, starts: list[int], tokens: list[list[int]]) -> list[torch.Tensor]:
@@ -169,7 +159,7 @@ def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
 
 def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
     for chunk in chunks:
-        engine = Engine.build(load(path))
+        engine = Engine(load(path))
         for prompt, (ids, logits) in zip(PROMPTS, engine.run(chunk), strict=True):
             wanted_ids, wanted = expect(reference, prompt, ids)
             assert len(ids) == NUM_GREEDY
@@ -196,7 +186,7 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
     """Of the saved weights for each prompt, and of noise for the first."""
     made = load(path, collective), load(path, collective, load_format="dummy", seed=3)
-    saved, noise = (Engine.build(each).run(chunk=64) for each in made)
+    saved, noise = (Engine(each).run(chunk=64) for each in made)
     return [*saved, noise[0]]
 
 
@@ -297,5 +287,5 @@ def test_a_pass_reads_no_value_from_the_device(tmp_path: Path):
     save_random(tmp_path, *CASES["qwen3-bias"])
     meta = torch.device("meta")
     model = Decoder(read_model_shape(tmp_path), Placement(SingleCollective(), torch.bfloat16, meta))
-    logits = torch.cat(Engine.build(model, meta, "bfloat16").step([1, 0], [[5, 6], [7, 8, 9]]))
+    logits = torch.cat(Engine(model, meta, "bfloat16").step([1, 0], [[5, 6], [7, 8, 9]]))
     assert (logits.shape, logits.dtype) == ((5, 199), torch.bfloat16)

@@ -1,8 +1,8 @@
 """Simulated acceptance, from the client to the worker: the figures fit, and nothing hides it."""
 
 import logging
-from dataclasses import dataclass
-from pathlib import Path
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -26,25 +26,10 @@ from worker.step.state import StateShape, StepState
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
 
-@dataclass
-class Served:
-    """What a cluster said that has served NUM_REQS requests, and is gone."""
-
-    choices: list[Any]  # with their accept traces
-    metrics: dict[str, dict[str, float]]  # by role
-    model: dict[str, Any]
-    notes: list[str]
-    warnings: list[str]  # of decode workers' logs
-    step_log: Path
-
-    @property
-    def trace(self) -> list[Any]:
-        return [step for choice in self.choices for step in choice["kvlane_trace"]]
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """By a router, a prefill worker, and a decode worker that pulls from it."""
+def served(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """What a router, a prefill worker, and a decode worker that pulls from it said and logged when
+    they served NUM_REQS requests."""
     place, warnings = tmp_path_factory.mktemp("steps"), list[str]()
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
@@ -61,7 +46,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
         (model,) = httpx.get(f"{url}/v1/models").json()["data"]
         notes = httpx.get(f"{url}/config").json()["notes"]
     logger.removeHandler(handler)
-    return Served(answer["choices"], metrics, model, notes, warnings, place / "decode-0.jsonl")
+    traces = [choice["kvlane_trace"] for choice in answer["choices"]]
+    return SimpleNamespace(traces=traces, metrics=metrics, model=model, notes=notes,
+                           warnings=warnings, step_log=place / "decode-0.jsonl")  # fmt: skip
 
 
 def samples(address: str) -> dict[str, float]:
@@ -75,11 +62,10 @@ def samples(address: str) -> dict[str, float]:
     }
 
 
-def test_steps_yield_as_many_tokens_as_asked_for(served: Served) -> None:
+def test_steps_yield_as_many_tokens_as_asked_for(served: SimpleNamespace) -> None:
     """A whole number of drafts below or above the mean, but where the request ends."""
     kept = []
-    for choice in served.choices:
-        trace = choice["kvlane_trace"]
+    for trace in served.traces:
         assert {step["width"] for step in trace} == {WIDTH}
         assert sum(step["num_accepted"] + 1 for step in trace) == MAX_TOKENS - 1, "1 of a prefill"
         assert len(trace) < MAX_TOKENS - 1
@@ -88,8 +74,8 @@ def test_steps_yield_as_many_tokens_as_asked_for(served: Served) -> None:
     assert sum(kept) / len(kept) + 1 == pytest.approx(ACCEPT_LEN, abs=0.2)
 
 
-def test_metrics_and_the_step_log_count_the_same(served: Served) -> None:
-    found, trace = served.metrics["decode"], served.trace
+def test_metrics_and_the_step_log_count_the_same(served: SimpleNamespace) -> None:
+    found, trace = served.metrics["decode"], list(chain.from_iterable(served.traces))
     num_tokens = NUM_REQS * (MAX_TOKENS - 1)
     assert found["steps_total"] == len(trace) < num_tokens
     assert found["accepted_tokens_total"] == num_tokens - len(trace)
@@ -105,7 +91,7 @@ def test_metrics_and_the_step_log_count_the_same(served: Served) -> None:
     assert found["width_count"] == sum(line.kept > 0 for line in lines)
 
 
-def test_it_is_told_everywhere(served: Served) -> None:
+def test_it_is_told_everywhere(served: SimpleNamespace) -> None:
     (warning,) = served.warnings
     assert "2.5 tokens a step" in warning
     assert "SIMULATED" in warning

@@ -26,6 +26,7 @@ from tests.support.patience import HANG_S
 
 SHOWN, NUM_SHOWN = 120, 10  # characters of a command line, files of one start
 READY = "Ctrl-C stops it."
+SPAN_S = 6.0  # in which a start is ready
 CRASHES = ("Traceback", "Segmentation fault", "core dumped", "was ended by")
 OURS = "cluster/cli.py"  # before it runs, Python answers SIGINT with a traceback and code 1
 
@@ -94,29 +95,17 @@ def interrupt(number: signal.Signals, at_s: float) -> Round:
         shutil.rmtree(root)
 
 
-def time_of_start() -> float:
-    """Seconds until a start is ready here; ends it again."""
-    root = Path(tempfile.mkdtemp(prefix="i", dir="/tmp"))
-    began = time.monotonic()
-    serve = Serve(root, port=0).start().wait_ready()
-    took_s = time.monotonic() - began
-    serve.end()
-    shutil.rmtree(root)
-    return took_s
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--num", type=int, default=200)
-    parser.add_argument("--span", type=float, metavar="S", help="default: as a start takes here")
+    parser.add_argument("--span", type=float, default=SPAN_S, metavar="S", help="of a start")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
     args = parser.parse_args()
     enter_namespace_of("tests.fault.interrupts")
-    span_s = args.span or time_of_start()
-    print(f"at moments of the first {span_s:.1f} s; seed {args.seed}", flush=True)
+    print(f"at moments of the first {args.span:.1f} s; seed {args.seed}", flush=True)
     took, num_bad, num_ready, chance = list[float](), 0, 0, random.Random(args.seed)
     for number in itertools.islice(itertools.cycle(SIGNALS), args.num):
-        each = interrupt(number, chance.uniform(0, span_s))
+        each = interrupt(number, chance.uniform(0, args.span))
         took.append(each.took_s)
         num_ready += each.was_ready
         if each.problems:

@@ -10,10 +10,8 @@ import pytest
 
 from tests.e2e.harness import SIGNALS
 from tests.e2e.shared import Clusters
-from tests.fault.interrupts import interrupt
+from tests.fault.interrupts import SPAN_S, interrupt
 from tests.support.pairwise import whole
-
-SPAN_S = 6.0
 
 
 @pytest.mark.parametrize(

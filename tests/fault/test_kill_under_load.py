@@ -86,20 +86,21 @@ def num_left(outcomes: list[Outcome]) -> int:
     return sum(each.finish_reason is None and each.error is None for each in outcomes)
 
 
-def check_outcomes(outcomes: list[Outcome]) -> int:
-    """Each one is complete and right, or has exactly one typed error after a right beginning."""
-    expected = reference_texts(NUM_KNOWN, MAX_TOKENS)[:NUM]
+def check_outcomes(outcomes: list[Outcome], error: str = "worker_lost") -> int:
+    """Each one is complete and right, or has this error after a right beginning; how many have."""
     num_errors = 0
-    for index, (outcome, (text, reason)) in enumerate(zip(outcomes, expected, strict=True)):
+    known = reference_texts(NUM_KNOWN, MAX_TOKENS)
+    for index, (outcome, (text, reason)) in enumerate(zip(outcomes, known, strict=False)):
         if outcome.error is None:
             assert (outcome.text, outcome.finish_reason) == (text, reason), index
             continue
         num_errors += 1
-        assert outcome.error == "worker_lost"
-        assert outcome.finish_reason is None
+        assert outcome.error == error
         assert text.startswith(outcome.text)
-        if index % 3 != 0:  # streamed: an error only where tokens had been seen
-            assert outcome.num_chunks > 0, "a request without a token must be retried unseen"
+        if error != CUT:
+            assert outcome.finish_reason is None
+            seen = index % 3 == 0 or outcome.num_chunks > 0  # every third one is not streamed
+            assert seen, "a request without a token must be retried unseen"
     return num_errors
 
 
@@ -131,15 +132,8 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     outcomes = asyncio.run(
         load_and_kill(serve, "router-0", first_tokens, NUM_ROUTER / 3, NUM_ROUTER)
     )
-    num_cut = sum(each.error == CUT for each in outcomes)
+    num_cut = check_outcomes(outcomes, CUT)
     assert 0 < num_cut < NUM_ROUTER, "its own, and no others"
-    known = reference_texts(NUM_KNOWN, MAX_TOKENS)
-    for outcome, (text, reason) in zip(outcomes, known, strict=False):
-        if outcome.error is None:
-            assert (outcome.text, outcome.finish_reason) == (text, reason)
-        else:
-            assert outcome.error == CUT
-            assert text.startswith(outcome.text)
     row = serve.wait_status("router-0", restarts=1, state="ready")
     serve.wait_idle()
     assert row["address"] == serve.url

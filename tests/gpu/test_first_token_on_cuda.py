@@ -7,6 +7,7 @@ import pytest
 
 from tests.gpu.sync import no_sync
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
+from tests.support.chunks import build
 from tests.support.counted import value
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
@@ -89,9 +90,7 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
 
 def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool) -> None:
     """A tail behind a chunk changes neither its launch nor a bit of its KV, and draws as eager."""
-    from tests.support.chunks import build
-
-    long = {"max_prefill_tokens": max(512, sum(counts))}
+    long: dict[str, Any] = {"max_prefill_tokens": max(512, sum(counts))}
     engine = build(device, graph, role="prefill", **long)
     tokens, path, kv = launched(engine, plan_of(counts, draws=True), hooked=hooked)
     nothing, same_path, same_kv = launched(engine, plan_of(counts, draws=False), hooked=hooked)
@@ -123,8 +122,6 @@ def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -
 @pytest.mark.parametrize("graph", ["eager", "piecewise"])
 def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) -> None:
     """Under torch's own detector of host syncs; its tokens are read when it settles."""
-    from tests.support.chunks import build
-
     engine = build("cuda", graph, role="prefill", dtype="bfloat16")
     plan = plan_of([16, 1, 90, 33], draws=True)
     wanted, *_ = launched(engine, plan, hooked=hooked)  # warm: allocator, kernels

@@ -1,6 +1,5 @@
 """Full decode graphs: equal to eager, and without effect on anything that is not the batch's."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -8,83 +7,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.any_width import AnyWidth
+from tests.support import chunks
+from tests.support.chunks import NUM_PAGES, ROWS, STEPS, sampling_of, serve
 from tests.support.counted import value
 from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
-from worker.api import Sampling
-from worker.config import GraphConfig, WorkerConfig
+from worker.config import GraphConfig
 from worker.plan import TAILS
 from worker.run.build import build_graphs
 from worker.run.full import buckets_of
-from worker.schedule.req import Req
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu(1)
 
-ROWS = 12
-NUM_PAGES = 400
-STEPS = [0]  # launched by all schedulers of this file: an allocator wants them to ascend
 
-
-def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: object) -> Any:
-    from worker.start.build import build_engine
-
-    config = WorkerConfig.model_validate(
-        {
-            "role": "decode",
-            "model": {"dtype": dtype},
-            "kv": {"page_size": 16},
-            "engine": {
-                "device": "cuda", "graph": graph, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
-                "prefix_cache": False, "strict": True, **engine,
-            },
-            "spec": {"widths": list(widths)},
-        }
-    )  # fmt: skip
-    return build_engine(config, name="decode-0", host="127.0.0.1")
-
-
-def serve(
-    engine: Any,
-    prompts: Sequence[Sequence[int]],
-    wanted: Sequence[Sampling],
-    widths: Sequence[int] = (1,),
-) -> tuple[list[list[int]], set[int]]:
-    """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
-    from worker.schedule.decode import DecodeScheduler
-
-    eos_ids = frozenset(engine.spec.eos_token_ids)
-    scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
-    scheduler.step = STEPS[0]
-    scheduler.widths = AnyWidth(widths, random.Random(3))
-    reqs, owned, pending = [], set(), None
-    for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
-        req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
-        assert scheduler.admit(req)
-        scheduler.prefill_locally(req)
-        reqs.append(req)
-    live = set(reqs)
-    while live or pending is not None:
-        plan = scheduler.plan()
-        step = engine.runner.launch(plan) if plan is not None else None
-        owned |= {page for req in live if req.hold for page in req.hold.pages}
-        if pending is not None:
-            for req, _, _, reason in scheduler.settle(
-                pending.plan.step, engine.runner.settle(pending)
-            ):
-                if reason is not None:
-                    scheduler.finish(req)
-                    live.discard(req)
-        pending = step
-    STEPS[0] = scheduler.step
-    return [req.tokens[req.num_prompt_tokens :] for req in reqs], owned
-
-
-def sampling_of(i: int) -> Sampling:
-    if i % 2 == 0:
-        return Sampling(40 + i, temperature=0.0)
-    return Sampling(40 + i, temperature=0.9, top_p=0.9, top_k=40, seed=i)
+def build(dtype: str, graph: str = "full", widths: Sequence[int] = (1,), **engine: Any) -> Any:
+    return chunks.build("cuda", graph, dtype=dtype, widths=widths, strict=True, **engine)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

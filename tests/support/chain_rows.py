@@ -46,21 +46,13 @@ class ChainRows:
             return self.drafter(batch.input_ids, g, batch.positions)
 
     def _batch(self, first: int, ids: Tensor) -> Batch:
-        positions, num = torch.arange(first, first + len(ids)), len(ids)
-        pages = torch.tensor(PAGES)[positions // PAGE_SIZE]
-
-        def put(values: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
-            return values.to(self.drafter.placement.device, dtype)
-
+        num, device = len(ids), self.drafter.placement.device
+        positions = torch.arange(first, first + num, device=device)
+        pages = torch.tensor(PAGES, device=device)
+        slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+        lengths = torch.tensor([0, num, first + num], dtype=torch.int32, device=device)
         return Batch(
-            input_ids=put(ids),
-            positions=put(positions),
-            slot_mapping=put(pages * PAGE_SIZE + positions % PAGE_SIZE),
-            query_start=put(torch.tensor([0, num]), torch.int32),
-            seq_lens=put(torch.tensor([first + num]), torch.int32),
-            page_table=put(torch.tensor([PAGES]), torch.int32),
-            num_reqs=1,
-            num_tokens=num,
-            max_query_len=num,
-            max_seq_len_ub=first + num,
-        )
+            input_ids=ids.to(device), positions=positions, slot_mapping=slots,
+            query_start=lengths[:2], seq_lens=lengths[2:], page_table=pages[None].int(),
+            num_reqs=1, num_tokens=num, max_query_len=num, max_seq_len_ub=first + num,
+        )  # fmt: skip

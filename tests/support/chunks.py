@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu.sync import no_sync
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
+from tests.support.any_width import AnyWidth
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
+from worker.api import Sampling
 from worker.config import WorkerConfig
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
@@ -23,17 +25,27 @@ from worker.run.engine import Engine
 from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.runner import padded_shape
+from worker.schedule.decode import DecodeScheduler
+from worker.schedule.req import Req
 from worker.start.build import build_engine
 
 PAGE_SIZE = 16
-ROWS = 12
+ROWS, NUM_PAGES = 12, 400
+STEPS = [0]  # launched by all schedulers of `serve`: an allocator wants them to ascend
 
 Layout = Sequence[tuple[int, int]]  # (tokens that were there before, tokens of the chunk)
 
 
-def build(device: str, graph: object, *, role: str = "decode", **engine: object) -> Engine:
+def build(
+    device: str,
+    graph: object,
+    *,
+    role: str = "decode",
+    widths: Sequence[int] = (),
+    **engine: object,
+) -> Engine:
     """An engine in float32, unless `engine` says otherwise: of the bundled model, on a CPU of a
-    part of its layers."""
+    part of its layers. widths: of windows."""
     dtype = engine.pop("dtype", "float32")
     path = str(shallow(4)) if device == "cpu" else "tiny"
     config = WorkerConfig.model_validate(
@@ -42,12 +54,53 @@ def build(device: str, graph: object, *, role: str = "decode", **engine: object)
             "model": {"path": path, "dtype": dtype},
             "kv": {"page_size": PAGE_SIZE},
             "engine": {
-                "device": device, "graph": graph, "num_pages": 400, "max_num_reqs": ROWS,
+                "device": device, "graph": graph, "num_pages": NUM_PAGES, "max_num_reqs": ROWS,
                 "threads": 1, "prefix_cache": False, **engine,
             },
+            "spec": {"widths": list(widths)} if widths else {},
         }
     )  # fmt: skip
     return build_engine(config, name=f"{role}-0", host="127.0.0.1")
+
+
+def serve(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    wanted: Sequence[Sampling],
+    widths: Sequence[int] = (1,),
+) -> tuple[list[list[int]], set[int]]:
+    """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
+    eos_ids = frozenset(engine.spec.eos_token_ids)
+    scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
+    scheduler.step = STEPS[0]
+    scheduler.widths = AnyWidth(widths, random.Random(3))
+    reqs, owned, pending = [], set(), None
+    for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
+        req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
+        assert scheduler.admit(req)
+        scheduler.prefill_locally(req)
+        reqs.append(req)
+    live = set(reqs)
+    while live or pending is not None:
+        plan = scheduler.plan()
+        step = engine.runner.launch(plan) if plan is not None else None
+        owned |= {page for req in live if req.hold for page in req.hold.pages}
+        if pending is not None:
+            for req, _, _, reason in scheduler.settle(
+                pending.plan.step, engine.runner.settle(pending)
+            ):
+                if reason is not None:
+                    scheduler.finish(req)
+                    live.discard(req)
+        pending = step
+    STEPS[0] = scheduler.step
+    return [req.tokens[req.num_prompt_tokens :] for req in reqs], owned
+
+
+def sampling_of(i: int) -> Sampling:
+    if i % 2 == 0:
+        return Sampling(40 + i, temperature=0.0)
+    return Sampling(40 + i, temperature=0.9, top_p=0.9, top_k=40, seed=i)
 
 
 def layouts(num_tokens: int, num_reqs: int, prefix: int) -> Layout:

@@ -77,9 +77,6 @@ def config_of(
     taps: Sequence[int] = TAPS,
     num_layers: int = 2,
     block_size: int = 4,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    head_dim: int = 8,
     mask_token_id: int | str = 96,
     draft_vocab_size: int | None = None,
     sliding: Sequence[int] = (),
@@ -102,9 +99,8 @@ def config_of(
         fields: other fields of config.json. ABSENT as a value leaves a field out.
     """
     shape = chain.layer_fields(
-        target, intermediate_size=40, num_attention_heads=num_heads, head_dim=head_dim,
-        num_key_value_heads=num_kv_heads, num_hidden_layers=num_layers, attention_bias=bias,
-        model_type="qwen3",
+        target, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        num_hidden_layers=num_layers, attention_bias=bias, model_type="qwen3",
     )  # fmt: skip
     if sliding:
         kinds = ("full_attention", "sliding_attention")

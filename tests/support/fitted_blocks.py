@@ -16,7 +16,7 @@ from torch.nn.functional import linear, one_hot
 from tests.support.chain_reference import Rows, behind_layers
 from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
-from tests.support.fitted_drafters import HEAD_DIM, HEADS, KV_HEADS, SHARP, solve
+from tests.support.fitted_drafters import LAYER, SHARP, solve
 from worker.model.shape import read_model_shape
 
 FORMS = ("dflash", "dflash mixed")
@@ -36,8 +36,7 @@ def write(directory: Path, target: Path, form: str, d2t: Tensor | None = None) -
         options = {"sliding": (0,), "window": 24, "own": own, "mask_token_id": ABSENT}
     tensors = write_dflash(
         directory, read_model_shape(target), seed=3, num_layers=LAYERS, block_size=BLOCK_SIZE,
-        num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, taps=(0, 1, 2),
-        layer={"intermediate_size": 640, "rope_theta": 20000.0},
+        taps=(0, 1, 2), layer=LAYER | {"intermediate_size": 640},
         draft_vocab_size=None if d2t is None else len(d2t), **options,
     )  # fmt: skip
     if d2t is not None:

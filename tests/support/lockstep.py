@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from tests.support.engines import HANG_S, Answer, Sections, worker_config
+from tests.support.engines import Answer, Sections, worker_config
+from tests.support.patience import HANG_S
 from worker import api
 from worker.api import FinishReason, PeerId, Sampling
 from worker.decode import DecodeLoop
@@ -90,13 +91,9 @@ Boxes = dict[PeerId, dict[PeerId, deque]]  # by receiver, then by sender
 
 
 class Lockstep:
-    """Both workers, and the router's side of all requests.
+    """Both workers, or the decode worker alone, and the router's side of all requests.
 
-    Args:
-        sections: of the workers' configuration.
-        num_prefill: 0 or 1.
-        decode_sections: what is different for the decode worker.
-        schedule: seed of a drawn schedule: who takes a turn when, and hears how much; None: all.
+    schedule: seed of a drawn schedule: who takes a turn when, and hears how much; None: all.
     """
 
     def __init__(

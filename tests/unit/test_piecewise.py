@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.test_graphs_on_cuda import sampling_of, serve
 from tests.support.chunks import (
     Bench,
     Uncaptured,
@@ -28,18 +27,17 @@ from tests.support.chunks import (
     clear,
     fill,
     layouts,
+    sampling_of,
+    serve,
 )
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, noted_by
-from tests.support.regions import add_regions
 from worker.config import Machine, WorkerConfig
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.run.base import Forward, PaddedShape
-from worker.run.check import check_chunk_bucket
-from worker.run.eager import EagerChunks
 from worker.run.flight import Step
 from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
 from worker.run.runner import padded_shape
@@ -389,22 +387,3 @@ def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixtur
 def test_graphs_by_name_are_refused_on_the_cpu() -> None:
     with pytest.raises(Unsupported, match=r"piecewise needs CUDA.*engine\.graph=eager"):
         build("cpu", "piecewise")
-
-
-@pytest.mark.parametrize("region", ["draft", "tail", None])
-@torch.inference_mode()
-def test_the_start_up_check_compares_all_regions(region, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_regions(monkeypatch)
-    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES)
-    loaded, launch = engine.runner.loaded, EagerChunks(engine.runner.loaded).launch
-
-    def writes(batch: Batch) -> Forward:
-        if region is not None:
-            regions[region][1, ..., -1] += 1  # of page 1
-        return launch(batch)
-
-    regions = {"draft": engine.pool.layer(0, "draft")[1], "tail": engine.pool.page_rows("tail")}
-    found = check_chunk_bucket(loaded, 32, (launch, writes), fixed_shape=False)
-    assert found.equal is (region is None)
-    assert not any(cache.any() for cache in engine.pool.caches()), "the check leaves nothing"
-    engine.close()
