@@ -20,7 +20,7 @@ from benchmarks.load.words import Words
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
-from tests.support.counted import value
+from tests.support.engines import value
 from tests.support.prompts import TINY
 from worker.api import Sampling
 

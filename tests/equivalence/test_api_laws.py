@@ -18,8 +18,7 @@ import torch
 from llguidance import LLMatcher
 
 from tests.support import pairwise
-from tests.support.counted import value
-from tests.support.engines import Answer, Client, Running, running
+from tests.support.engines import Answer, Client, Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import EOS, TINY, VOCAB, ll_tokenizer, problem_ids, tokenizer
 from tests.support.shallow import shallow

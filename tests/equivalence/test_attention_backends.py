@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from tests.support import laws
-from tests.support.counted import value
-from tests.support.engines import Running, running
+from tests.support.engines import Running, running, value
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from tests.support import fitted_drafters
 from tests.support.chain_reference import ChainReference, tapped_layers
-from tests.support.counted import value
 from tests.support.drafter_audit import audit, prefixes, trace_is_right
 from tests.support.drafter_cases import TARGET, workers
-from tests.support.engines import Answer
+from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle
 from tests.support.pairwise import more

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
-from tests.support.counted import value
 from tests.support.drafter_cases import Known, judge, reference_of, speculation, workers
+from tests.support.engines import value
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import more
 from worker.ops.mask import KeyMask

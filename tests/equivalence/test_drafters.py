@@ -18,10 +18,9 @@ from tests.support import drafter_cases as cases
 from tests.support import fitted_blocks, fitted_drafters
 from tests.support.any_width import AnyWidth
 from tests.support.chain_reference import Reference
-from tests.support.counted import value
 from tests.support.delay_mix import differing, seeded_mix
 from tests.support.drafter_cases import Known, judge, speculation, workers
-from tests.support.engines import Answer
+from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.pairwise import every, in_whole, more, pairwise, whole
 from worker.api import Sampling

@@ -9,8 +9,7 @@ import random
 import pytest
 
 from tests.support import pairwise
-from tests.support.counted import value
-from tests.support.engines import Running, running
+from tests.support.engines import Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling

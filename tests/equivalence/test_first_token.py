@@ -10,8 +10,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from tests.support.counted import value
-from tests.support.engines import Answer, Running, running
+from tests.support.engines import Answer, Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import more

@@ -10,8 +10,8 @@ import pytest
 from llguidance import LLMatcher
 
 from tests.equivalence.test_windows import workers
-from tests.support.counted import value
 from tests.support.delay_mix import Plain, differing, seeded_mix
+from tests.support.engines import value
 from tests.support.lockstep import DECODE, Ask, Window
 from tests.support.ngram_reference import ngram_reference
 from tests.support.pairwise import more

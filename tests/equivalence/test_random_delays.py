@@ -10,9 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tests.support.counted import value
 from tests.support.delay_mix import Delays, Plain, differing, leaving, mix, sections
-from tests.support.engines import Answer, running
+from tests.support.engines import Answer, running, value
 from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.pairwise import in_whole
 from worker.api import FinishReason

@@ -20,9 +20,8 @@ from llguidance import LLMatcher
 from torch import Tensor
 
 from tests.support.any_width import AnyWidth
-from tests.support.counted import value
 from tests.support.delay_mix import NUM_PAGES, Delays, Plain, differing, sections, seeded_mix
-from tests.support.engines import Answer
+from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.oracle import Oracle, Script, check_windows
 from tests.support.pairwise import in_whole, more, whole

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.fault.test_protocol_faults import FAULTS, patched, until_first_tokens
-from tests.support.counted import value
-from tests.support.engines import Running, running, worker_config
+from tests.support.engines import Running, running, value, worker_config
 from tests.support.patience import until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids

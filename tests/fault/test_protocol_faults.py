@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 import worker.loop
-from tests.support.counted import value
-from tests.support.engines import Running, running
+from tests.support.engines import Running, running, value
 from tests.support.laws import sections
 from tests.support.patience import until
 from tests.support.prompts import problem_ids

@@ -13,9 +13,8 @@ from unittest import mock
 import pytest
 
 from tests.support import delay_mix
-from tests.support.counted import value
 from tests.support.delay_mix import Delays, differing, leaving, sections
-from tests.support.engines import Answer
+from tests.support.engines import Answer, value
 from tests.support.lockstep import DECODE, Ask, Lockstep
 
 torch = pytest.importorskip("torch")

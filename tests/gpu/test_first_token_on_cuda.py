@@ -8,8 +8,7 @@ import pytest
 from tests.gpu.sync import no_sync
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
 from tests.support.chunks import build
-from tests.support.counted import value
-from tests.support.engines import running
+from tests.support.engines import running, value
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling

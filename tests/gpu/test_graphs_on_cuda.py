@@ -9,7 +9,7 @@ import pytest
 
 from tests.support import chunks
 from tests.support.chunks import NUM_PAGES, ROWS, STEPS, sampling_of, serve
-from tests.support.counted import value
+from tests.support.engines import value
 from tests.support.oracle import Oracle, Script
 from tests.support.prompts import problem_ids
 from worker.config import GraphConfig

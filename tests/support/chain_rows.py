@@ -52,7 +52,7 @@ class ChainRows:
         slots = pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         lengths = torch.tensor([0, num, first + num], dtype=torch.int32, device=device)
         return Batch(
-            input_ids=ids.to(device), positions=positions, slot_mapping=slots,
+            input_ids=ids.to(device, torch.int64), positions=positions, slot_mapping=slots,
             query_start=lengths[:2], seq_lens=lengths[2:], page_table=pages[None].int(),
             num_reqs=1, num_tokens=num, max_query_len=num, max_seq_len_ub=first + num,
         )  # fmt: skip

@@ -25,6 +25,12 @@ LATE_ACK = {"final_resend_s": 60.0}  # nor is an acknowledgement lost that comes
 Sections = dict[str, dict[str, Any]]  # of a configuration
 
 
+def value(metric: Any) -> float:
+    """Of a counter or gauge of `prometheus_client`, its labels chosen."""
+    (family,) = metric.collect()
+    return family.samples[0].value
+
+
 @dataclass
 class Answer:
     tokens: list[int] = field(default_factory=list)

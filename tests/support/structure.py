@@ -17,7 +17,6 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
-from importlib.util import resolve_name
 from pathlib import Path
 
 import networkx  # torch needs it, too
@@ -128,8 +127,11 @@ def imported(module: str, path: Path, tree: ast.Module, *, for_types: bool = Fal
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-            base = resolve_name("." * node.level + (node.module or ""), package)
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parts = parts[: len(parts) - node.level + (path.name == "__init__.py")]
+                base = ".".join([*parts, *([base] if base else [])])
             names.add(base)
             names.update(f"{base}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and _last_name(node.func) in IMPORTING:
