@@ -67,9 +67,7 @@ def by_group(pool: KVPool, group: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("groups", [None, range(2), range(2, 3), range(1, 1)])
-def test_pulled_pages_are_the_peer_s_in_every_region_and_no_others_change(
-    linked: tuple[KVPool, Peer, RankPair], groups
-) -> None:
+def test_pulled_pages_are_the_peer_s_in_every_region_and_no_others_change(linked, groups) -> None:
     pool, peer, pair = linked
     source, before = filled(THEIRS, 1), filled(OURS, 2)
     for cache, old in zip(pool.caches(), before.caches(), strict=True):

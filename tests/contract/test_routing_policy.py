@@ -31,9 +31,7 @@ def test_choice_is_one_of_those_given(chosen: Policy) -> None:
         assert set(peers) <= {k.peer for k in prefill}
 
 
-def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidates(
-    chosen: Policy,
-) -> None:
+def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidates(chosen) -> None:
     prefill = [
         known("other-layout", "prefill", layout="x"),
         known("other-transport", "prefill", transport="mooncake/tcp"),

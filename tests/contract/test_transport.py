@@ -509,9 +509,7 @@ class TestMooncake:
         settle(before)
         assert not destroying()
 
-    def test_a_hung_peer_keeps_nobody_from_connecting_elsewhere_or_closing(
-        self, reader: Reader
-    ) -> None:
+    def test_a_hung_peer_keeps_nobody_from_connecting_elsewhere_or_closing(self, reader) -> None:
         hung, well = reader.spawn(23), reader.spawn(24)
         before = counts()
         fresh = registered(reader.row, reader.memory.regions)

@@ -89,6 +89,7 @@ def test_traces_of_an_engine_that_is_told_its_drafts_are_right(overlap, served: 
     assert value(made.engines[DECODE].metrics.preemptions) > 0
     windows = [window for each in made.windows.values() for window in each]
     steps = [window.num for window in windows if set(window.drafts) != {-1}]
+    print(f"{sum(steps) / len(steps):.2f} of {WIDTH} tokens a step, {len(steps)} steps")
     assert set(steps) == set(range(1, WIDTH + 1))
 
 

@@ -96,6 +96,7 @@ def asked(alone: Running, firsts: list[int]) -> list[Asked]:
 
 
 def answers_of(cluster: Running, asked: Sequence[Asked]) -> list[Answer]:
+    """All at once."""
     sent = [
         cluster.client.submit(tokens, sampling, num_prompt_tokens=num)
         for tokens, sampling, num in asked
@@ -116,6 +117,7 @@ def expected(alone: Running, asked: list[Asked]) -> Outcomes:
 
 
 def drawn(cluster: Running, role: str) -> float:
+    """Tokens drawn by the workers of a role."""
     return sum(
         value(worker.engine.metrics.generated_tokens)
         for name, worker in cluster.workers.items()
@@ -128,6 +130,7 @@ def pulled(cluster: Running) -> float:
 
 
 def num_observed(cluster: Running, name: str) -> float | None:
+    """Of a histogram of the decode worker's."""
     labels = {"model": "tiny", "role": "decode", "worker": "decode-0", "transport": "shm/shm"}
     registry = cluster.workers["decode-0"].engine.metrics.registry
     return registry.get_sample_value(f"kvlane_{name}_seconds_count", labels)

@@ -5,7 +5,6 @@ and logprobs have to equal those of plain decode, and the accept trace what the 
 requests of every kind that wait for, preempt and share few rows and pages.
 """
 
-import itertools
 import operator
 import pkgutil
 import random
@@ -131,41 +130,6 @@ def test_delays_change_no_token_of_windows_that_change(num_prefill: int, plain: 
     made.close()
     assert put.num_on_device > 100
     assert not differing(asked, found, wanted, exact=False)
-
-
-def test_a_request_that_asks_has_a_line_for_each_of_its_decode_steps(plain: Plain) -> None:
-    """`return_trace`: what it is told of its windows is what the scheduler settled.
-
-    Of requests that share rows, are preempted, cut and given up; every second one asks.
-    """
-    asked, widths = list(plain[0]), (1, 2, 4, 8)
-    asked[::2] = [ask.but(return_trace=True) for ask in asked[::2]]
-    made = workers(1, 16, widths)
-    Oracle(made.engines[DECODE], scripts(*plain))
-    found = made.serve(asked)
-    made.close()
-    assert value(made.engines[DECODE].metrics.preemptions) > 0
-    accepted = set[int]()
-    for number, (ask, answer) in enumerate(zip(asked, found, strict=True)):
-        if not ask.sampling.return_trace:
-            assert not answer.windows
-            continue
-        if ask.abort is not None or ask.abort_in_chunk or ask.cut is not None:
-            continue  # its last chunk may have come too late to be taken
-        assert answer.windows == [
-            Window(each.position, each.width, each.drafts, each.num - 1)
-            for each in made.windows[number]
-        ]
-        for before, after in itertools.pairwise(answer.windows):  # tokens of a prefill between
-            assert before.position + before.num_accepted + 1 <= after.position
-        accepted |= {each.num_accepted for each in answer.windows}
-    assert min(accepted) == 0
-    assert max(accepted) > 1
-    wide = [each for settled in made.windows.values() for each in settled if each.width > 1]
-    windows = made.engines[DECODE].meter.windows
-    assert windows.num_windows == len(wide)
-    places = range(1, max(widths))
-    assert windows.accepted == [sum(each.num > place for each in wide) for place in places]
 
 
 def ends(ask: Ask, made: Lockstep) -> tuple[int, Callable[[int, int], bool]]:

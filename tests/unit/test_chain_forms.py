@@ -15,20 +15,17 @@ from torch.nn.functional import embedding
 from tests.support.chain_checkpoints import FORMS, TARGET, change_config, write_chain
 from tests.support.chain_reference import Layer
 from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
-from tests.support.processes import run_ranks
-from worker.drafts.chain import ChainDrafter
-from worker.drafts.drafter_config import read_chain_shape
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.chain_model import ChainDrafter
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
-from worker.peers.base import Collective, SingleCollective
-from worker.peers.gloo import GlooCollective
+from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
-PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
 IDS = "eagle_aux_hidden_state_layer_ids"
 REDUCED = {"draft_vocab_size": 40}
 # What of each form can be set, all of it somewhere. A name begins with the form's.
@@ -73,7 +70,8 @@ def write_case(path: Path, case: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return load_model(Path(), TARGET, PLACEMENT, load_format="dummy")
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "load_format": "dummy"}
+    return load_model(Path(), TARGET, SingleCollective(), **options)
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
@@ -94,9 +92,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
-    case, tmp_path, target: Decoder
-) -> None:
+def test_every_tensor_is_used_and_one_more_or_less_is_an_error(case, tmp_path, target) -> None:
     tensors = write_case(tmp_path, case)
     drafter = load(tmp_path, target)
     shards = drafter.shards()
@@ -120,9 +116,7 @@ def test_every_tensor_is_used_and_one_more_or_less_is_an_error(
                 load(tmp_path, target)
 
 
-def test_a_layer_is_found_by_the_name_that_either_project_gives_it(
-    tmp_path, target: Decoder
-) -> None:
+def test_a_layer_is_found_by_the_name_that_either_project_gives_it(tmp_path, target) -> None:
     expected = write_chain(tmp_path, "specforge", TARGET, **REDUCED)
 
     def rename(tensors: dict[str, Tensor]) -> None:
@@ -199,7 +193,8 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(tmp_path, target: 
     assert spec == replace(
         TARGET, architecture="MiMoForCausalLM", attention_bias=True, dtype=spec.dtype
     )
-    whole = load_model(tmp_path, spec, PLACEMENT)
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+    whole = load_model(tmp_path, spec, SingleCollective(), **options)
     assert weights_digest(part_sums(whole.shards())) == weights_digest(part_sums(target.shards()))
 
     def load_drafter() -> ChainDrafter:
@@ -354,45 +349,3 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     logits = drafter.head.logits(head_input)
     assert (fed_back.shape, fed_back.dtype) == ((6, 32), kind)
     assert (logits.shape, logits.dtype) == ((6, 97), kind)
-
-
-DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
-
-
-@torch.inference_mode()
-def drafted(path: Path, collective: Collective) -> list[Tensor]:
-    """g of six tokens, then of one behind them, what the head takes, and its logits."""
-    placement = Placement(collective, torch.float32, CPU)
-    target = load_model(Path(), TARGET, placement, load_format="dummy")
-    spec = read_chain_shape(path, TARGET)
-    drafter = ChainDrafter(spec, target, 64)
-    drafter.fill(path)
-    rows = ChainRows(drafter)
-    generator = torch.Generator().manual_seed(3)
-    taps = torch.randn(7, spec.num_features * TARGET.hidden_size, generator=generator)
-    ids = torch.randint(TARGET.vocab_size, (8,), generator=generator)
-    g = drafter.features(taps)
-    rows.store(1, ids[1:7], g[:6])
-    found = rows.forward(7, ids[7:], g[6:])
-    rows.pool.close()
-    return [g, *found, drafter.head.logits(found[1])]
-
-
-def run_rank(rank: int, root: Path) -> None:
-    torch.set_num_threads(1)
-    for case in DIVIDED:
-        group = GlooCollective(rank, 2, CPU, f"file://{root}/{case}-rendezvous")
-        torch.save(drafted(root / case, group), root / f"{case}-{rank}.pt")
-        group.close()
-
-
-def test_two_ranks_equal_one(tmp_path: Path) -> None:
-    for case in DIVIDED:
-        write_case(tmp_path / case, case)
-    run_ranks(run_rank, tmp_path, num_ranks=2)
-    for case in DIVIDED:
-        expected = drafted(tmp_path / case, SingleCollective())
-        for rank in (0, 1):
-            found = torch.load(tmp_path / f"{case}-{rank}.pt")
-            for got, wanted in zip(found, expected, strict=True):
-                assert torch.allclose(got, wanted, atol=1e-4), case

@@ -151,11 +151,11 @@ else:
         made = made_of(changes, m, 250, 1, dtype)
         got = draw.draw_triton(made, rows, "random", changes=changes)
         assert torch.equal(got, draw_ref(made, rows, "random", changes))
-        without = draw.draw_triton(made, rows, "random")
+        without = draw_ref(made, rows, "random")
         assert int((got != without).sum()) > width * 2
         if changes.drafts is not None:
             blank = replace(changes, drafts=torch.full_like(changes.drafts, -1))
-            assert not torch.equal(got, draw.draw_triton(made, rows, "random", changes=blank))
+            assert not torch.equal(got, draw_ref(made, rows, "random", blank))
         none = replace(changes, masks=None)
         got = draw.draw_triton(made, rows, "random", changes=none)
         assert torch.equal(got, draw_ref(made, rows, "random", none))
@@ -181,7 +181,7 @@ else:
         made = made.to(dtype)
         got = draw.draw_triton(made, rows, "filtered")
         assert torch.equal(got, draw_ref(made, rows, "filtered"))
-        unfiltered = draw.draw_triton(made, replace(rows, top_p=torch.ones(16)), "filtered")
+        unfiltered = draw_ref(made, replace(rows, top_p=torch.ones(16)), "filtered")
         assert 2 <= int((got == unfiltered).sum()) <= 14
         with mock.patch.object(draw, "TRY_FROM", 2.0):
             assert torch.equal(draw.draw_triton(made, rows, "filtered"), got)
@@ -193,7 +193,7 @@ else:
         made = torch.randn(10, 250, generator=generator)
         changed = change(made, rows, changes)
         best = changed.argmax(-1)
-        for other in (1, 17, 42, 105, 249):
+        for other in (1, 105, 249):
             # Another token's logit moves to where its changed value is as near as can be.
             nearly = made.clone()
             gap = changed.gather(1, best[:, None])[:, 0] - changed[:, other]

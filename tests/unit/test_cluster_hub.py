@@ -137,9 +137,7 @@ def test_dummy_weights_are_not_downloaded(model: Path, home: Path) -> None:
         assert not [file for file in hub.downloads() if "safetensors" in file]
 
 
-def test_what_cannot_be_served_is_told_before_its_weights_are_downloaded(
-    model: Path, home: Path
-) -> None:
+def test_what_cannot_be_served_is_told_before_its_weights_are_downloaded(model, home) -> None:
     config = (model / "config.json").read_text()
     (model / "config.json").write_text(config.replace("ForCausalLM", "ForAudio"))
     with running(**{"some_org__Tiny_0.1B": Repo(model)}) as hub:
@@ -189,9 +187,7 @@ def test_a_private_model_needs_the_token(model: Path, home: Path) -> None:
         assert fetch(hub, home, token="hf_right").returncode == 0
 
 
-def test_a_gated_model_a_missing_one_and_a_missing_revision_are_told(
-    model: Path, home: Path
-) -> None:
+def test_a_gated_model_a_missing_one_and_a_missing_revision_are_told(model, home) -> None:
     repos = {"some_org__Tiny_0.1B": Repo(model), "some_org__Gated": Repo(model, gated=True)}
     with running(**repos) as hub:
         message = refused(hub, home, "--model", "some-org/Gated", token="hf_x")

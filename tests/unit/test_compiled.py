@@ -114,9 +114,7 @@ def test_long_steps_have_the_hidden_states_of_last_tokens(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("num_tokens", [2, 3, 17, 32, MAX_TOKENS])
-def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(
-    bench: Bench, num_tokens
-) -> None:
+def test_hidden_states_are_those_of_eager_for_any_number_of_tokens(bench, num_tokens) -> None:
     from torch._dynamo.utils import counters
 
     loaded, exact = bench.engine.runner.loaded, not bench.runner.rounding

@@ -258,9 +258,7 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
         ({"num_files": 1024}, (), "files", Level.WARNING),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_gpu_host_is_named(
-    gpu_host: Facts, change, sets, subject, level
-) -> None:
+def test_what_is_wrong_with_a_gpu_host_is_named(gpu_host, change, sets, subject, level) -> None:
     if "versions" in change:
         change = change | {"needed": (), "optional": ()}
     found = only(judged(replace(gpu_host, **change), *sets))

@@ -66,9 +66,7 @@ def full() -> Iterator[tuple[Lockstep, FullDecode]]:
     cluster.close()
 
 
-def test_texts_and_logprobs_through_graphs_equal_eager(
-    full: tuple[Lockstep, FullDecode], eager: list[Any]
-) -> None:
+def test_texts_and_logprobs_through_graphs_equal_eager(full, eager) -> None:
     cluster, graphs = full
     replayed: Counter[object] = Counter()
     for kind, found in (("step", graphs._captured), ("tail", graphs._tails)):
@@ -89,18 +87,14 @@ def counting(replay: Any, into: Counter[object], key: object) -> Any:
 
 
 @torch.inference_mode()
-def test_a_replay_tells_how_many_tokens_it_computed_with_padding(
-    full: tuple[Lockstep, FullDecode],
-) -> None:
+def test_a_replay_tells_how_many_tokens_it_computed_with_padding(full) -> None:
     _, graphs = full
     no_requests = Plan(0, decode=(1, 2, 3), max_seq_len_ub=16)
     decoded = graphs.launch(no_requests, "none")
     assert (len(decoded.hidden), decoded.num_tokens) == (3, 4)
 
 
-def test_a_step_without_masks_ignores_those_of_the_step_before(
-    full: tuple[Lockstep, FullDecode], eager: list[Any]
-) -> None:
+def test_a_step_without_masks_ignores_those_of_the_step_before(full, eager) -> None:
     """Masks lie in memory that all steps share: here it forbids nearly everything."""
     cluster, graphs = full
     graphs._masks.words[1:].zero_()

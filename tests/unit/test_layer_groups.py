@@ -128,9 +128,7 @@ def test_each_group_is_announced_once_and_is_final_then(sampling, worker: Prefil
     assert num_early >= len(prompts)  # at least the last chunk of every prompt
 
 
-def test_the_last_group_is_announced_while_its_step_computes(
-    worker: PrefillAlone, monkeypatch
-) -> None:
+def test_the_last_group_is_announced_while_its_step_computes(worker, monkeypatch) -> None:
     """After the last layer has stored its KV comes all its attention, which nobody waits for."""
     attention = worker.engine.runner.loaded.attention.prefill
     attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
@@ -182,9 +180,7 @@ def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> 
     assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
 
 
-def test_pages_are_announced_before_they_enter_the_prefix_tree(
-    worker: PrefillAlone, monkeypatch
-) -> None:
+def test_pages_are_announced_before_they_enter_the_prefix_tree(worker, monkeypatch) -> None:
     """Decode waits for the announcement, and nobody for the tree: that comes after."""
     book, num_pages, too_early = worker.engine.book, 0, list[tuple[int, int]]()
     commit = book.commit

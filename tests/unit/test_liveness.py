@@ -122,9 +122,7 @@ def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
     worker.close()
 
 
-def test_an_engine_that_turns_and_settles_nothing_is_not_live(
-    engine: Callable[..., Engine],
-) -> None:
+def test_an_engine_that_turns_and_settles_nothing_is_not_live(engine) -> None:
     num_turns = 0
 
     def turn(thread: EngineThread) -> float:

@@ -33,14 +33,11 @@ from tests.support.chunks import (
 from tests.support.pairwise import in_whole
 from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, noted_by
-from tests.support.regions import add_regions
 from worker.config import Machine, WorkerConfig
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.run.base import Forward, PaddedShape
-from worker.run.check import check_chunk_bucket
-from worker.run.eager import EagerChunks
 from worker.run.flight import Step
 from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
 from worker.run.runner import padded_shape
@@ -130,9 +127,7 @@ def test_a_break_runs_with_the_context_of_the_replay_and_no_break_is_one_segment
         *in_whole((1, False, 21), (3, False, 0), (12, False, 21), (1, True, 0), (4, True, 21)),
     ],
 )
-def test_replays_equal_eager_at_the_same_padded_shape(
-    bench: Bench, num_reqs, prefix, fixed_shape
-) -> None:
+def test_replays_equal_eager_at_the_same_padded_shape(bench, num_reqs, prefix, fixed_shape) -> None:
     check_laws(bench, [16, MAX_TOKENS], num_reqs, prefix, fixed_shape=fixed_shape)
 
 
@@ -392,22 +387,3 @@ def test_the_cpu_falls_back_to_eager_and_says_so(caplog: pytest.LogCaptureFixtur
 def test_graphs_by_name_are_refused_on_the_cpu() -> None:
     with pytest.raises(Unsupported, match=r"piecewise needs CUDA.*engine\.graph=eager"):
         build("cpu", "piecewise")
-
-
-@pytest.mark.parametrize("region", ["draft", "tail", None])
-@torch.inference_mode()
-def test_the_start_up_check_compares_all_regions(region, monkeypatch: pytest.MonkeyPatch) -> None:
-    add_regions(monkeypatch)
-    engine = build("cpu", "eager", max_prefill_tokens=MAX_TOKENS, num_pages=NUM_PAGES)
-    loaded, launch = engine.runner.loaded, EagerChunks(engine.runner.loaded).launch
-
-    def writes(batch: Batch) -> Forward:
-        if region is not None:
-            regions[region][1, ..., -1] += 1  # of page 1
-        return launch(batch)
-
-    regions = {"draft": engine.pool.layer(0, "draft")[1], "tail": engine.pool.page_rows("tail")}
-    found = check_chunk_bucket(loaded, 32, (launch, writes), fixed_shape=False)
-    assert found.equal is (region is None)
-    assert not any(cache.any() for cache in engine.pool.caches()), "the check leaves nothing"
-    engine.close()

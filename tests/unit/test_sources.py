@@ -150,9 +150,7 @@ def prefill() -> Iterator[Ranks]:
         (lambda ends: (*ends[:3], b"?"), "rank 3"),
     ],
 )
-def test_peers_that_no_rank_can_pull_from_are_not_contacted(
-    endpoints, reason, prefill: Ranks
-) -> None:
+def test_peers_that_no_rank_can_pull_from_are_not_contacted(endpoints, reason, prefill) -> None:
     transport = Scripted()
     changed = msgspec.structs.replace(prefill.member, endpoints=endpoints(prefill.member.endpoints))
     with pytest.raises(Incompatible, match=reason):

@@ -235,53 +235,25 @@ def sizes(kind: str) -> Iterator[tuple[str, int, int]]:
 
 
 def public(body: list[ast.stmt]) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Definitions of a module or class whose names are for others, methods included.
-
-    Not methods that a base class of ours, a Protocol for example, defines and describes.
-    """
+    """Definitions of a module or class whose names are for others, methods included."""
     for node in body:
-        definition = isinstance(node, ast.ClassDef | FUNCTIONS)
-        if definition and not node.name.startswith("_"):
+        if isinstance(node, ast.ClassDef | FUNCTIONS) and not node.name.startswith("_"):
             yield node
             if isinstance(node, ast.ClassDef):
-                known = inherited(node)
-                yield from (x for x in public(node.body) if x.name not in known)
+                yield from public(node.body)
 
 
 @cache
-def classes() -> dict[str, ast.ClassDef]:
-    """Of all packages, by name."""
-    nodes = (node for path in tree().modules.values() for node in ast.walk(tree_of(path)))
-    return {node.name: node for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-def inherited(node: ast.ClassDef) -> set[str]:
-    """Names of what the bases of a class define."""
-    found: set[str] = set()
-    for base in node.bases:
-        parent = classes().get(ast.unparse(base).split("[")[0])
-        if parent is not None and parent is not node:
-            found |= {x.name for x in functions(parent)} | inherited(parent)
-    return found
-
-
-def is_overload(node: ast.AST) -> bool:
-    decorators = [ast.unparse(each) for each in getattr(node, "decorator_list", [])]
-    return any("overload" in each or each.endswith(".setter") for each in decorators)
-
-
-@cache
-def protocol_methods() -> frozenset[str]:
-    """Methods that a Protocol describes; implementations need not say it again."""
-    protocols = (
-        node
-        for path in tree().modules.values()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef) and "Protocol" in [ast.unparse(x) for x in node.bases]
-    )
+def described() -> frozenset[str]:
+    """Methods that a Protocol or a base class of ours describes: others need not say it again."""
+    walked = (node for path in tree().modules.values() for node in ast.walk(tree_of(path)))
+    classes = [node for node in walked if isinstance(node, ast.ClassDef)]
+    bases = {node: {ast.unparse(x).partition("[")[0] for x in node.bases} for node in classes}
+    above = set().union(*bases.values())
     return frozenset(
         method.name
-        for node in protocols
+        for node in classes
+        if node.name in above or "Protocol" in bases[node]
         for method in node.body
         if isinstance(method, FUNCTIONS) and ast.get_docstring(method)
     )
@@ -294,9 +266,10 @@ def test_every_public_thing_says_what_it_is_for() -> None:
         if not ast.get_docstring(module):
             breaches.append(f"{path.relative_to(REPOSITORY)}: the module")
         for node in public(module.body):
-            described = is_overload(node) or node.name.endswith("_triton")  # it has a definition
-            described |= bool(node.col_offset) and node.name in protocol_methods()
-            if not ast.get_docstring(node) and not described:
+            said = ast.get_docstring(node) or node.name.endswith("_triton")  # it has a definition
+            decorators = [ast.unparse(each) for each in node.decorator_list]
+            said = said or any("overload" in x or x.endswith(".setter") for x in decorators)
+            if not said and not (node.col_offset and node.name in described()):
                 breaches.append(where(path, node))
     none_of(breaches)
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+import worker.observe.export
 import worker.observe.spans
 import worker.observe.tracing
 from tests.support.collector import collecting
@@ -103,10 +104,8 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("carried", ["", PARENT])
-def test_stages_add_up_to_the_time_of_the_first_token(
-    made: Made, steps, at, expected, carried
-) -> None:
-    timeline = Timeline(1.0, made.tracer.carried(carried, 1.0) if carried else None)
+def test_stages_add_up_to_the_time_of_the_first_token(made, steps, at, expected, carried) -> None:
+    timeline = Timeline(1.0, made.tracer, carried)
     for method, *arguments in steps:
         getattr(timeline, method)(*arguments)
     assert timeline.token(at, in_row=steps[-1][0] == "row") == expected
@@ -118,7 +117,7 @@ def test_stages_add_up_to_the_time_of_the_first_token(
 
 def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
     """The step that was under way when it was preempted is of its old one."""
-    timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
+    timeline = Timeline(0.0, made.tracer, PARENT)
     for now in (1.0, 2.0):
         timeline.landed(now)
         timeline.row(now)
@@ -136,7 +135,7 @@ def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made:
 def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
     """Nor does it if the request was preempted before, and has no row now."""
     for had_row in (False, True):
-        timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
+        timeline = Timeline(0.0, made.tracer, PARENT)
         if had_row:
             timeline.row(0.5)
         timeline.enter("prefill", 1.0)
@@ -147,7 +146,7 @@ def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
 def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     """That nobody wants the rest is no error."""
     for cause in ("abort", "worker_lost"):
-        timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
+        timeline = Timeline(0.0, made.tracer, PARENT)
         timeline.prefilled_here(1.0, "decode-0", "local", 0)
         timeline.row(1.5)  # for its chunks
         timeline.end(2.0, 0, Error(cause, "why"))
@@ -158,7 +157,7 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
 def test_a_wait_before_the_first_stage_is_part_of_it(made: Made) -> None:
     """As for a sibling, unless that is entered."""
     for entered in ([], ["sibling"]):
-        timeline = Timeline(1.0, made.tracer.carried(PARENT, 1.0))
+        timeline = Timeline(1.0, made.tracer, PARENT)
         for stage in entered:
             timeline.enter(stage, 1.0)
         timeline.landed(6.0)
@@ -249,7 +248,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) 
 
 
 def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -267,7 +266,7 @@ def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
 
 def test_other_complaints_keep_their_words_and_hide_no_loss(monkeypatch, caplog) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
     for _ in range(2):

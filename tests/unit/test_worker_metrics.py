@@ -62,9 +62,7 @@ def test_a_step_counts_under_its_path_and_an_eager_one_under_its_reason(
     assert value(metrics, "prompt_tokens_computed_total") == 3
 
 
-def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_them(
-    metrics: WorkerMetrics,
-) -> None:
+def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_them(metrics) -> None:
     assert set(OUTCOMES) == {each.value for each in FinishReason}
     for outcome in OUTCOMES:
         assert value(metrics, "requests_total", outcome=outcome) == 0
@@ -79,9 +77,7 @@ def by_place(metrics: WorkerMetrics, name: str) -> list[float | None]:
     return [value(metrics, f"spec_{name}_at_position_total", position=p) for p in "1234"]
 
 
-def test_windows_count_rows_and_what_they_accepted(
-    metrics: WorkerMetrics, meter: StepMeter
-) -> None:
+def test_windows_count_rows_and_what_they_accepted(metrics, meter) -> None:
     """All places from the start; in the meter, which routers hear of, as on the page."""
     assert by_place(metrics, "accepted") == by_place(metrics, "drafted") == [0, 0, 0, None]
     meter.verified(4, [1, 3, 4], [(-1, -1, -1), (5, 6, -1), (5, 6, 7)])

@@ -1,0 +1,49 @@
+"""A chain drafter that is divided among two ranks drafts as the whole one does."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.chain_checkpoints import TARGET
+from tests.support.chain_rows import ChainRows
+from tests.support.processes import on_ranks
+from tests.unit.test_chain_forms import CPU, write_case
+from worker.drafts.chain_config import read_chain_shape
+from worker.drafts.chain_model import ChainDrafter
+from worker.model.loader import load_model
+from worker.peers.base import Collective, SingleCollective
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", "mimo"]
+
+
+@torch.inference_mode()
+def drafted(path: Path, collective: Collective) -> list[Tensor]:
+    """g of six tokens, then of one behind them, what the head takes, and its logits."""
+    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+    target = load_model(Path(), TARGET, collective, load_format="dummy", **options)
+    spec = read_chain_shape(path, TARGET)
+    drafter = ChainDrafter(spec, target, 64)
+    drafter.fill(path)
+    rows = ChainRows(drafter)
+    generator = torch.Generator().manual_seed(3)
+    taps = torch.randn(7, spec.num_features * TARGET.hidden_size, generator=generator)
+    ids = torch.randint(TARGET.vocab_size, (8,), generator=generator)
+    g = drafter.features(taps)
+    rows.store(1, ids[1:7], g[:6])
+    found = rows.forward(7, ids[7:], g[6:])
+    rows.pool.close()
+    return [g, *found, drafter.head.logits(found[1])]
+
+
+@pytest.mark.parametrize("case", DIVIDED)
+def test_two_ranks_equal_one(case: str, tmp_path: Path) -> None:
+    path = tmp_path / case
+    write_case(path, case)
+    expected = drafted(path, SingleCollective())
+    for found in on_ranks(2, tmp_path, lambda group: drafted(path, group)):
+        for got, wanted in zip(found, expected, strict=True):
+            assert torch.allclose(got, wanted, atol=1e-4)
