@@ -1,7 +1,6 @@
 """A chain drafter that is divided among two ranks drafts as the whole one does."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ from tests.support.chain_checkpoints import TARGET
 from tests.support.chain_rows import ChainRows
 from tests.support.processes import on_ranks
 from tests.unit.test_chain_forms import CPU, write_case
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
+from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.peers.base import Collective, SingleCollective
 
@@ -23,8 +23,8 @@ DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", 
 @torch.inference_mode()
 def drafted(path: Path, collective: Collective) -> list[Tensor]:
     """g of six tokens, then of one behind them, what the head takes, and its logits."""
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
-    target = load_model(Path(), TARGET, collective, load_format="dummy", **options)
+    placement = Placement(collective, torch.float32, CPU)
+    target = load_model(Path(), TARGET, placement, load_format="dummy")
     spec = read_chain_shape(path, TARGET)
     drafter = ChainDrafter(spec, target, 64)
     drafter.fill(path)

@@ -11,7 +11,7 @@ from worker.forward.batch import Batch
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.eager import EagerChunks
-from worker.start.build import build_engine
+from worker.start.build import Place, build_engine
 
 SECTIONS: dict[str, dict[str, object]] = {
     "engine": {"device": "cpu", "threads": 1, "num_pages": 200, "max_prefill_tokens": 40},
@@ -48,7 +48,7 @@ def test_all_regions_of_a_page_travel_with_it(monkeypatch: pytest.MonkeyPatch) -
 @torch.inference_mode()
 def test_the_start_up_check_compares_all_regions(monkeypatch, region: str | None) -> None:
     add_regions(monkeypatch)
-    engine = build_engine(worker_config("prefill", SECTIONS), name="prefill-0", host="127.0.0.1")
+    engine = build_engine(worker_config("prefill", SECTIONS), Place("prefill-0", "1", "127.0.0.1"))
     loaded, launch = engine.runner.loaded, EagerChunks(engine.runner.loaded).launch
 
     def writes(batch: Batch) -> Forward:

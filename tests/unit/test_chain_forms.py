@@ -15,8 +15,8 @@ from torch.nn.functional import embedding
 from tests.support.chain_checkpoints import FORMS, TARGET, change_config, write_chain
 from tests.support.chain_reference import Layer
 from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
-from worker.drafts.chain_config import read_chain_shape
-from worker.drafts.chain_model import ChainDrafter
+from worker.drafts.chain import ChainDrafter
+from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
@@ -26,6 +26,7 @@ from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 
 CPU = torch.device("cpu")
+PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
 IDS = "eagle_aux_hidden_state_layer_ids"
 REDUCED = {"draft_vocab_size": 40}
 # What of each form can be set, all of it somewhere. A name begins with the form's.
@@ -70,8 +71,7 @@ def write_case(path: Path, case: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "load_format": "dummy"}
-    return load_model(Path(), TARGET, SingleCollective(), **options)
+    return load_model(Path(), TARGET, PLACEMENT, load_format="dummy")
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
@@ -193,8 +193,7 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(tmp_path, target: 
     assert spec == replace(
         TARGET, architecture="MiMoForCausalLM", attention_bias=True, dtype=spec.dtype
     )
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
-    whole = load_model(tmp_path, spec, SingleCollective(), **options)
+    whole = load_model(tmp_path, spec, PLACEMENT)
     assert weights_digest(part_sums(whole.shards())) == weights_digest(part_sums(target.shards()))
 
     def load_drafter() -> ChainDrafter:

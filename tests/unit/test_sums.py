@@ -11,10 +11,10 @@ from tests.equivalence.test_ranks import asked, sections
 from tests.support.engines import running
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.base import SingleCollective
+from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.peers.gloo import GlooCollective
-from worker.peers.table import NCCL, ONE_SHOT, TWO_SHOT, choose
 from worker.plan import Chunk, Plan
-from worker.run.sums import Sums
+from worker.run.runner import count_sums
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -78,10 +78,9 @@ def test_a_step_is_under_what_its_padded_size_is_summed_by(num_tokens: int, algo
         placement=SimpleNamespace(dtype=torch.bfloat16),
         collective=Chosen(),
     )
-    sums = Sums(model, metrics)
     for plan in (Plan(1, decode=(1,)), Plan(2, chunks=(Chunk(1, 0, (5, 6, 7)),))):
         step: Any = SimpleNamespace(plan=plan, num_tokens=num_tokens)
-        sums.settled(step)
+        count_sums(model, metrics, step)
     for kind in ("decode", "prefill"):
         labels = {"kind": kind, "algorithm": algorithm}
         assert value(metrics, "all_reduce_bytes_count", **labels) == 1

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-
 import worker.observe.export
+
 import worker.observe.spans
 import worker.observe.tracing
 from tests.support.collector import collecting
@@ -105,7 +105,7 @@ FAILED = [("enter", "prefill", 1.2), announced(1.4, 9.0, "p0")]
 )  # fmt: skip
 @pytest.mark.parametrize("carried", ["", PARENT])
 def test_stages_add_up_to_the_time_of_the_first_token(made, steps, at, expected, carried) -> None:
-    timeline = Timeline(1.0, made.tracer, carried)
+    timeline = Timeline(1.0, made.tracer.carried(carried, 1.0) if carried else None)
     for method, *arguments in steps:
         getattr(timeline, method)(*arguments)
     assert timeline.token(at, in_row=steps[-1][0] == "row") == expected
@@ -117,7 +117,7 @@ def test_stages_add_up_to_the_time_of_the_first_token(made, steps, at, expected,
 
 def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made: Made) -> None:
     """The step that was under way when it was preempted is of its old one."""
-    timeline = Timeline(0.0, made.tracer, PARENT)
+    timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
     for now in (1.0, 2.0):
         timeline.landed(now)
         timeline.row(now)
@@ -135,7 +135,7 @@ def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made:
 def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
     """Nor does it if the request was preempted before, and has no row now."""
     for had_row in (False, True):
-        timeline = Timeline(0.0, made.tracer, PARENT)
+        timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
         if had_row:
             timeline.row(0.5)
         timeline.enter("prefill", 1.0)
@@ -146,7 +146,7 @@ def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
 def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     """That nobody wants the rest is no error."""
     for cause in ("abort", "worker_lost"):
-        timeline = Timeline(0.0, made.tracer, PARENT)
+        timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
         timeline.prefilled_here(1.0, "decode-0", "local", 0)
         timeline.row(1.5)  # for its chunks
         timeline.end(2.0, 0, Error(cause, "why"))
@@ -157,7 +157,7 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
 def test_a_wait_before_the_first_stage_is_part_of_it(made: Made) -> None:
     """As for a sibling, unless that is entered."""
     for entered in ([], ["sibling"]):
-        timeline = Timeline(1.0, made.tracer, PARENT)
+        timeline = Timeline(1.0, made.tracer.carried(PARENT, 1.0))
         for stage in entered:
             timeline.enter(stage, 1.0)
         timeline.landed(6.0)
