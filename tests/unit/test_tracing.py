@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-import worker.observe.export
 
 import worker.observe.spans
 import worker.observe.tracing
@@ -248,7 +247,7 @@ def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) 
 
 
 def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])  # as in a new process
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -266,7 +265,7 @@ def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
 
 def test_other_complaints_keep_their_words_and_hide_no_loss(monkeypatch, caplog) -> None:
     """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.observe.export, "FLUSH_S", HANG_S)
+    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
     monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
     tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
     for _ in range(2):
