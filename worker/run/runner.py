@@ -17,7 +17,7 @@ from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
-from worker.plan import Drawn, Plan, Tail
+from worker.plan import Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
@@ -120,9 +120,12 @@ class ModelRunner:
         plan = step.plan
         if plan.decode:
             self.begin(plan)
-        apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
-        forwarded = self._launch_forward(step, "none" if apart else plan.tail)
-        return forwarded.result if forwarded.sampled is None else self.draw(plan, forwarded)
+            apart = plan.penalized or plan.num_logprobs >= 0  # no graph of whole steps has that
+            made = self.graphs.decode.launch(plan, "none" if apart else plan.tail)
+        else:
+            made = self.run_chunks(step)
+        step.path, step.num_tokens = made.path, made.num_tokens
+        return made.result if made.sampled is None else self.draw(plan, made)
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> _Drafts | None:
@@ -137,7 +140,10 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, step: Step) -> None:
         """The forward of a masked step; its tail is launched once the masks are made."""
-        self._forwarded = self._launch_forward(step, "none")
+        plan = step.plan
+        made = self.graphs.decode.launch(plan, "none") if plan.decode else self.run_chunks(step)
+        step.path, step.num_tokens = made.path, made.num_tokens
+        self._forwarded = made
 
     @torch.inference_mode()
     def tail(self, plan: Plan, masks: Masks) -> Result:
@@ -145,12 +151,6 @@ class ModelRunner:
         assert self._forwarded is not None
         forwarded, self._forwarded = self._forwarded, None
         return self.draw(plan, forwarded, masks)
-
-    def _launch_forward(self, step: Step, tail: Tail) -> Decoded:
-        plan = step.plan
-        made = self.graphs.decode.launch(plan, tail) if plan.decode else self.run_chunks(step)
-        step.path, step.num_tokens = made.path, made.num_tokens
-        return made
 
     def run_chunks(self, step: Step) -> Decoded:
         """Run the forward of a prefill step, then apply the plan's row changes.
