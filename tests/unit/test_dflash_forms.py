@@ -260,7 +260,7 @@ def test_each_reader_names_the_other(tmp_path: Path) -> None:
 SERVED = shallow(4)
 CPU = torch.device("cpu")
 PLACEMENT = Placement(SingleCollective(), torch.float32, CPU)
-OF_SERVED = {"taps": (0, 1, 2), "head_dim": 32}
+OF_SERVED = {"taps": (0, 1, 2), "layer": {"head_dim": 32}}
 CASES: dict[str, dict[str, Any]] = {
     "zlab": {},
     "prefix": {"prefix": "model."},
@@ -289,7 +289,8 @@ NUM_TEXT, NUM_ROWS = 21, 4
 
 def load(directory: Path, options: dict[str, Any]) -> tuple[DFlashDrafter, dict[str, Tensor]]:
     target = read_model_shape(SERVED)
-    written = write_dflash(directory, target, **OF_SERVED | options)
+    layer = OF_SERVED["layer"] | options.get("layer", {})
+    written = write_dflash(directory, target, **OF_SERVED | options | {"layer": layer})
     model = load_model(SERVED, target, PLACEMENT)
     drafter = DFlashDrafter(read_dflash_shape(directory, target), model, 64)
     drafter.fill(directory)
