@@ -5,8 +5,6 @@ rows and the order of steps are the leader's. A turn takes what has arrived, lau
 whether steps and pulls have ended.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

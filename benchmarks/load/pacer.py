@@ -5,8 +5,6 @@ timerfd is not: it becomes readable at its moment, which wakes the loop as a soc
 has it from 3.13 on, so it is called through ctypes; elsewhere the loop's own timers have to do.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import heapq
@@ -37,7 +35,7 @@ class Pacer:
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
         self._fd = -1
 
-    def __enter__(self) -> Pacer:
+    def __enter__(self) -> "Pacer":
         if self._libc is not None:
             self._fd = self._libc.timerfd_create(time.CLOCK_MONOTONIC, os.O_NONBLOCK | os.O_CLOEXEC)
             if self._fd < 0:

@@ -5,8 +5,6 @@ as they wait for each other; the first that fails, ends or dies is the end of th
 that is given up is gone before another gets its device.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -62,7 +60,7 @@ class Identity:
     start_ticks: int
 
     @classmethod
-    def own(cls) -> Identity:
+    def own(cls) -> "Identity":
         """Of this process."""
         node_id, address = RAY.get_runtime_context().get_node_id(), RAY.util.get_node_ip_address()
         return cls(node_id, address, os.getpid(), process_stat(os.getpid()).start_ticks)
@@ -73,7 +71,7 @@ class Rank:
     """One process, by its actor."""
 
     actor: Any
-    process: Identity
+    process: "Identity"
 
     async def kill(self) -> None:
         """Returns when it is gone for certain, or its node is.

@@ -7,8 +7,6 @@
 All state belongs to the router's loop. Every request leaves through `_end`, once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -95,7 +93,7 @@ class Dispatcher:
         if len(self._reqs) + num_choices > self._config.max_inflight:
             raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
 
-    def submit(self, req: Req, server: Trace | None = None) -> None:
+    def submit(self, req: Req, server: "Trace | None" = None) -> None:
         """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
 
         The stages of its trace are below the present one of `server`.

@@ -1,7 +1,5 @@
 """The router: one thread with its asyncio loop, its HTTP socket and its wire."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os
@@ -154,7 +152,7 @@ class RouterServer:
     UserError if the model directory or the file of API keys is unfit, or no policy has the name.
     """
 
-    def __init__(self, settings: Settings, place: Place, *, tracer: Tracer | None = None) -> None:
+    def __init__(self, settings: Settings, place: Place, *, tracer: "Tracer | None" = None) -> None:
         self._settings = settings
         self._place = place
         self._tracer = tracer

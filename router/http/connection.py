@@ -7,8 +7,6 @@
 - One `Host` header, trailers apart from headers, and no 400 into the middle of an answer.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import socket
@@ -40,7 +38,7 @@ UPGRADING = (b"upgrade", b"connection", b"http2-settings")
 class Outlet:
     """Takes the place of one response's transport; uvicorn's `cycle` writes there. Loop only."""
 
-    def __init__(self, cycle: RequestResponseCycle, connection: LimitedProtocol) -> None:
+    def __init__(self, cycle: RequestResponseCycle, connection: "LimitedProtocol") -> None:
         self._cycle: RequestResponseCycle = weakref.proxy(cycle)  # which owns this
         self._connection = connection
         self._transport = cycle.transport

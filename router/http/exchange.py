@@ -6,8 +6,6 @@ POST /v1/chat/completions                    one a request, until its last byte 
                   '-- or lost --'            a choice's `dispatch` holds its worker's stages
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import secrets
@@ -54,11 +52,11 @@ class Exchange:
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
     n: int = 1  # choices of each prompt that the client gets
     failure: str = ""  # how an answer ended that did not end well
-    trace: Trace | None = None  # its present stage is the server's span
+    trace: "Trace | None" = None  # its present stage is the server's span
     trace_id: str = ""  # for exemplars: of our trace, or of the client's if we make none
 
     @classmethod
-    def begin(cls, given: bytes) -> Exchange:
+    def begin(cls, given: bytes) -> "Exchange":
         """A request that has arrived now with this `X-Request-Id`."""
         if FIT_ID.fullmatch(given):
             request_id = given.decode("ascii")
@@ -67,7 +65,7 @@ class Exchange:
         return cls(request_id, request_id)
 
     @classmethod
-    def of(cls, scope: Scope) -> Exchange:
+    def of(cls, scope: Scope) -> "Exchange":
         """The exchange that a scope belongs to."""
         return scope["exchange"]
 
@@ -103,7 +101,7 @@ class Exchange:
             parts.append(f"failure={self.failure}")
         access_log.log(level, "%s req_id=%s", " ".join(parts), self.request_id)
 
-    def begin_trace(self, tracer: Tracer, scope: Scope, headers: Mapping[bytes, bytes]) -> None:
+    def begin_trace(self, tracer: "Tracer", scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Begin the server's span, unless the request generates nothing or is not sampled."""
         path, method = scope["path"], scope["method"]
         if path not in TRACED or method != "POST":
@@ -187,7 +185,7 @@ class Exchanges:
     """
 
     def __init__(
-        self, app: ASGIApp, level: int, *, model: str = "", tracer: Tracer | None = None
+        self, app: ASGIApp, level: int, *, model: str = "", tracer: "Tracer | None" = None
     ) -> None:
         self._app = app
         self._level = level  # of the access log

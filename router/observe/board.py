@@ -3,8 +3,6 @@
 Routers know all workers, and each its own requests. Times are durations: hosts share no clock.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -28,7 +26,7 @@ class Spread(msgspec.Struct, frozen=True):
         """How many."""
         return sum(self.counts)
 
-    def since(self, then: Spread) -> Spread:
+    def since(self, then: "Spread") -> "Spread":
         """What has come since `then`."""
         counts = zip(self.counts, then.counts, strict=True)
         return Spread(self.bounds, tuple(now - before for now, before in counts))
@@ -71,7 +69,7 @@ class Part(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int  # of them
     rates: Rates
-    latencies: dict[str, Spread]
+    latencies: "dict[str, Spread]"
     history: History
 
 
@@ -179,7 +177,7 @@ def verdict(
     return "good", f"All {len(workers)} workers answer" if workers[1:] else "The worker answers"
 
 
-def together(spreads: Sequence[Spread]) -> Spread:
+def together(spreads: "Sequence[Spread]") -> "Spread":
     """The sum of some with the same bounds."""
     counts = [spread.counts for spread in spreads]
     return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))))

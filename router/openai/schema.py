@@ -3,8 +3,6 @@
 Unknown fields are accepted, as in vLLM; null means the default. Responses: `router.openai.reply`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -235,7 +233,7 @@ class ChatBody(OfTemplate, GenerationBody):
     parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
-    def _agrees(self) -> ChatBody:
+    def _agrees(self) -> "ChatBody":
         if self.top_logprobs and not self.logprobs:
             raise contradiction("top_logprobs", "needs logprobs = true")
         return self
@@ -267,7 +265,7 @@ class CompletionBody(GenerationBody):
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
 
     @model_validator(mode="after")
-    def _agrees(self) -> CompletionBody:
+    def _agrees(self) -> "CompletionBody":
         if self.best_of is not None and self.best_of < self.n:
             raise contradiction("best_of", f"must be at least n ({self.n})")
         if self.stream and self.num_samples > self.n:

@@ -1,7 +1,5 @@
 """What all routes of a router share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -27,7 +25,7 @@ class Front:
     shown: Mapping[str, object]  # the resolved configuration
     cors_origins: Sequence[str] = ()  # whose pages may read answers
     api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
-    tracer: Tracer | None = None
+    tracer: "Tracer | None" = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended
     period: Period = field(init=False)  # of what it has done

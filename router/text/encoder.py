@@ -5,8 +5,6 @@ where a message begins, and its pieces encoded one by one. The next turn of a co
 with the pieces of the last one, and all prompts with one system prompt begin alike.
 """
 
-from __future__ import annotations
-
 import re
 import string
 import sys
@@ -61,7 +59,7 @@ class Encoder:
             ids.extend(self._ids_of(piece))
         return tuple(ids)
 
-    def _ids_of(self, piece: str) -> array[int]:
+    def _ids_of(self, piece: str) -> "array[int]":
         with self._lock:
             ids = self.pieces.get(piece)
             self.num_chars += len(piece)
@@ -81,7 +79,7 @@ class Encoder:
         return ids
 
 
-def size_of(piece: str, ids: array[int]) -> int:
+def size_of(piece: str, ids: "array[int]") -> int:
     """Bytes of memory that a kept piece takes, about."""
     return sys.getsizeof(piece) + ids.itemsize * len(ids) + ENTRY_BYTES
 

@@ -6,8 +6,6 @@ pytest-xdist starts in some (`part_processes`). Clients and servers are then in 
 everything dies with their first process.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -98,7 +96,7 @@ class Serve:
         own = {"TMPDIR": str(self.root / "tmp"), "XDG_RUNTIME_DIR": str(self.root / "run")}
         return {**plain_environment(), **own}
 
-    def start(self, *arguments: str) -> Serve:
+    def start(self, *arguments: str) -> "Serve":
         environment = self.environment()
         join = ("--address", self.ray) if self.ray else ()
         with (self.root / "output").open("wb") as output:
@@ -114,7 +112,7 @@ class Serve:
             )
         return self
 
-    def wait_ready(self, timeout_s: float = HANG_S) -> Serve:
+    def wait_ready(self, timeout_s: float = HANG_S) -> "Serve":
         """Returns once it has printed its URL; fails with its output if it does not."""
         assert self.process is not None
         deadline = time.monotonic() + timeout_s

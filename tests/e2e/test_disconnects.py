@@ -1,7 +1,5 @@
 """Clients that hang up in every phase of a request; others beside them get their right texts."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -4,8 +4,6 @@ A real router and a real decode worker in this process. A worker whose engine th
 process, so that here the whole test would end.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -156,7 +154,7 @@ class Raising:
         return getattr(self._inner, name)
 
     @staticmethod
-    def fill(matcher: Raising, *mask: Any) -> None:
+    def fill(matcher: "Raising", *mask: Any) -> None:
         fill_next_token_bitmask(matcher._inner, *mask)
 
 

@@ -3,8 +3,6 @@
 Means would hide a small loss of drafts. The model and its drafter are those that come with kvlane.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +37,7 @@ class Totals:
     texts: tuple[tuple[str, str], ...]  # and finish reasons
 
     @classmethod
-    def of(cls, answers: list[dict[str, Any]]) -> Totals:
+    def of(cls, answers: list[dict[str, Any]]) -> "Totals":
         choices = [choice for answer in answers for choice in answer["choices"]]
         steps = [step for choice in choices for step in choice["kvlane_trace"]]
         assert {step["width"] for step in steps} == {WIDTH}
@@ -63,7 +61,7 @@ def ask(pool: ThreadPoolExecutor, url: str) -> list[Future[dict[str, Any]]]:
     return [pool.submit(one, number, prompt) for number, prompt in enumerate(problem_ids(NUM))]
 
 
-def totals(serve: Serve, *, kill: bool = False) -> Totals:
+def totals(serve: Serve, *, kill: bool = False) -> "Totals":
     """kill: one of the prefill workers, as soon as some requests have ended."""
     with ThreadPoolExecutor(NUM) as pool:
         asked = ask(pool, serve.url)

@@ -3,8 +3,6 @@
 The model is four layers of the bundled one, in float32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -80,7 +78,7 @@ class Known:
     root: Path
 
     @classmethod
-    def made(cls, root: Path) -> Known:
+    def made(cls, root: Path) -> "Known":
         """Serve them plainly; drafters are fitted as they are asked for."""
         ids, longest = problem_ids(2 * NUM), Sampling(NUM_TOKENS, temperature=0.0, ignore_eos=True)
         prompts = [ids[2 * number] + ids[2 * number + 1] for number in range(NUM)]

@@ -9,8 +9,6 @@ tests/unit/test_interpreted.py runs all these files once more in one process tha
 TRITON_INTERPRET=1 pytest FILE runs one of them so.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os

@@ -5,8 +5,6 @@ repeated exactly or drawn from a seed, and an error of a loop is the test's. The
 schedule is the *round*: each loop takes a turn, the router hears and answers.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from collections import defaultdict, deque
@@ -46,7 +44,7 @@ class Ask:
     abort: int | None = None  # rounds after which the client is gone
     abort_in_chunk: bool = False  # it leaves while a chunk of its prompt is in flight
 
-    def but(self, **sampling: Any) -> Ask:
+    def but(self, **sampling: Any) -> "Ask":
         """The same request with other sampling parameters."""
         return replace(self, sampling=msgspec.structs.replace(self.sampling, **sampling))
 
@@ -66,7 +64,7 @@ class Window:
 class Post:
     """EngineThread of one loop: what it sends lies in the receiver's box, in order."""
 
-    def __init__(self, me: PeerId, boxes: Boxes) -> None:
+    def __init__(self, me: PeerId, boxes: "Boxes") -> None:
         self.me = me
         self.stats = api.WorkerStats()
         self._boxes = boxes
@@ -145,7 +143,7 @@ class Lockstep:
 
         scheduler.settle = traced
 
-    def serve(self, asked: Sequence[Ask]) -> list[Answer]:
+    def serve(self, asked: "Sequence[Ask]") -> list[Answer]:
         """Serve all of `asked` until nothing is held for anybody."""
         limit = time.monotonic() + HANG_S
         while self.decode.peers.num_connected < len(self.loops) - 1:

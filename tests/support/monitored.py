@@ -1,7 +1,5 @@
 """Doubles of what a monitor works on: a site, its processes, and the links that ping them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,7 +114,7 @@ class Monitored:
         self.log = self.site.log
 
     @classmethod
-    async def started(cls, *names: str, http: bool = False) -> Monitored:
+    async def started(cls, *names: str, http: bool = False) -> "Monitored":
         cluster = cls(*names, http=http)
         await cluster.monitor.start()
         return cluster

@@ -1,7 +1,5 @@
 """A drafter that knows the text: it proposes what follows, with errors at chosen places."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,7 @@ class Script:
     drafts: Sequence[int]  # by position; -1: none
 
     @classmethod
-    def of(cls, text: Sequence[int], wrong: Mapping[int, int]) -> Script:
+    def of(cls, text: Sequence[int], wrong: Mapping[int, int]) -> "Script":
         """The text itself, but `wrong` by position."""
         return cls(text, [wrong.get(at, token) for at, token in enumerate(text)])
 
@@ -39,7 +37,7 @@ class Oracle:
     scripts: by `Sampling.seed`, each a Script or what that has by length.
     """
 
-    def __init__(self, engine: Engine, scripts: Mapping[int, Script | Tensor]) -> None:
+    def __init__(self, engine: Engine, scripts: "Mapping[int, Script | Tensor]") -> None:
         loaded = engine.runner.loaded
         self._state, device = loaded.state, loaded.state.device
         num = loaded.state.columns.drafts.shape[1]
@@ -63,7 +61,7 @@ class Oracle:
         self._state.columns.drafts[sampled.rows] = torch.where(sampled.valid[:, None], found, -1)
 
 
-def check_windows(windows: Sequence[Window], script: Script, max_len: int, stops: Any) -> None:
+def check_windows(windows: Sequence[Window], script: "Script", max_len: int, stops: Any) -> None:
     """Every window verified what the oracle proposed, and kept what follows from it.
 
     The first window of a stay in a row may have no drafts: nobody has proposed any.

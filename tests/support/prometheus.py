@@ -1,7 +1,5 @@
 """A real Prometheus that scrapes a cluster: apt-get install --no-install-recommends prometheus."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -48,7 +46,7 @@ class Prometheus:
         self._client = httpx.Client(base_url=f"http://{ADDRESS}", timeout=30, trust_env=False)
         self._wait_ready()
 
-    def __enter__(self) -> Prometheus:
+    def __enter__(self) -> "Prometheus":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -10,8 +10,6 @@ arrows. Imports inside functions count, `TYPE_CHECKING` blocks do not. Parameter
 those of kernels and of their definitions do not.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

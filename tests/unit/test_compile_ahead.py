@@ -3,8 +3,6 @@
 Without a GPU: only the driver that describes one is a double, the compiler is Triton's own.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ drafter.
 The model is a table: the logits of a token depend on the one before it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -109,7 +107,7 @@ class Rows:
         np.add.at(self.counts, (known[counts].numpy(), draws[counts].numpy()), 1)
         self.num_windows += ROWS
 
-    def run(self) -> Rows:
+    def run(self) -> "Rows":
         while self.counts.sum() < DRAWS:
             self.step()
         return self

@@ -1,7 +1,5 @@
 """The small Triton kernels against their torch twins, under the interpreter; compiled for sm_90."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

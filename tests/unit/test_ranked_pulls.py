@@ -3,8 +3,6 @@
 Real pools and transports; queues stand for the sockets between the ranks.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import queue
@@ -56,7 +54,7 @@ class Gate:
         self.num_open = 0
         self.num_cancelled = 0
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> GatedPeer:
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> "GatedPeer":
         assert self.may_dial.wait(HANG_S)
         if self.dial_error is not None:
             raise self.dial_error

@@ -1,7 +1,5 @@
 """One rank's pulls from the ranks of a peer: every byte, every pair of sizes, and what may fail."""
 
-from __future__ import annotations
-
 import itertools
 import queue
 import random
@@ -107,7 +105,7 @@ def test_sources_are_measured_on_page_0() -> None:
     decode.close()
 
 
-def local(transport: Scripted, peer: Ranks) -> LocalRank:
+def local(transport: "Scripted", peer: Ranks) -> LocalRank:
     """A worker of one rank that pulls the model of `peer`."""
     return LocalRank(cast("Any", transport), peer.layout, NOBODY, OURS, 1.0)
 
@@ -218,7 +216,7 @@ WHOLE = ModelLayout(
 LAYOUT, IDENTITY = WHOLE.share(1, 0), WHOLE.identity("tiny", "d")
 
 
-def dialled(transport: Scripted, layout_hash: str = IDENTITY.layout_hash) -> Link | DialFailed:
+def dialled(transport: "Scripted", layout_hash: str = IDENTITY.layout_hash) -> Link | DialFailed:
     """The event that a worker with THEIRS pages leads to."""
     memory = tuple(
         MemoryRegion(each.name, 0, THEIRS * each.page_bytes, None) for each in LAYOUT.regions

@@ -3,8 +3,6 @@
 A module that stands in no room below is a breach too: whoever adds one says where it belongs.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache

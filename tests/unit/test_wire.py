@@ -1,7 +1,5 @@
 """Two wires over 127.0.0.1: framing, order, liveness, identity, and that nothing leaks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import queue
@@ -334,7 +332,7 @@ class Relay:
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
-    def __enter__(self) -> Relay:
+    def __enter__(self) -> "Relay":
         return self
 
     def __exit__(self, *_: object) -> None:

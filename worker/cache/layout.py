@@ -10,8 +10,6 @@ with its part of every region. The first region, "target", has the layer groups;
 final, and travel, with the last of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
@@ -156,7 +154,7 @@ class ModelLayout(Regions):
         ranks = zip(self.regions, heads, strict=True)
         return KVLayout(tuple(replace(region, num_kv_heads=len(own)) for region, own in ranks))
 
-    def identity(self, model: str, digest: str) -> Identity:
+    def identity(self, model: str, digest: str) -> "Identity":
         """Build what peers compare, for a model of that served name and digest (ADR 0025)."""
         text = json.dumps([LAYOUT_VERSION, asdict(self), digest], sort_keys=True)
         return Identity(model, digest, hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -170,7 +168,7 @@ class Identity(NamedTuple):
     digest: str  # of configuration and weights of all models whose KV is in the pages
     layout_hash: str  # 16 hex digits over the digest and every field of the ModelLayout
 
-    def explain(self, other: Identity) -> str:
+    def explain(self, other: "Identity") -> str:
         """Say why KV of `other` is of no use here."""
         if self.digest != other.digest:
             ours, theirs = (f"{who.model!r} ({who.digest or 'no digest'})" for who in (self, other))

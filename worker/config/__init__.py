@@ -4,8 +4,6 @@
 The text below a leaf says what it does, for `kvlane config --schema`; units are in the names.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +128,7 @@ class LeaseConfig(Section):
     """After which a final chunk without an Ack is sent again."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> LeaseConfig:
+    def _ordered(self) -> "LeaseConfig":
         if not self.renew_s * 2 < self.decode_window_s < self.prefill_window_s:
             raise ValueError("needs 2 * renew_s < decode_window_s < prefill_window_s")
         return self
@@ -207,14 +205,14 @@ class WorkerConfig(Section):
     engine: EngineConfig = EngineConfig()
     spec: SpecConfig = SpecConfig()
     transport: TransportConfig = TransportConfig()
-    lease: LeaseConfig = LeaseConfig()
+    lease: "LeaseConfig" = LeaseConfig()
     ping: PingConfig = PingConfig()
     disaggregation: DisaggregationConfig = DisaggregationConfig()
     tracing: TracingConfig = TracingConfig()
 
     def resolved(
         self, machine: Machine, *, model_max_len: int, model_dtype: str, note: Note = log_choice
-    ) -> WorkerConfig:
+    ) -> "WorkerConfig":
         """A new tree without `auto`, except for what depends on layout and model: num_pages,
         num_groups, penalty_rows, and on CUDA max_num_reqs. Idempotent.
 

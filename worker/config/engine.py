@@ -1,7 +1,5 @@
 """What one engine is told: memory, limits of a batch, backends, speculation."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
@@ -145,7 +143,7 @@ class SpecConfig(Section):
     windows then keep more. 0: off."""
 
     @model_validator(mode="after")
-    def _sensible(self) -> SpecConfig:
+    def _sensible(self) -> "SpecConfig":
         if self.path and not self.has_weights:
             raise ValueError(
                 f"path names a drafter, but drafter is {self.drafter}: set it to chain or dflash"

@@ -7,8 +7,6 @@ itself. Its own keys and values lie in the slots from L on until the next step's
 page that has such slots is shared.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -50,7 +48,7 @@ class Stacked:
     k_norm: Tensor | None  # [num_layers, head_dim]
 
     @classmethod
-    def of(cls, layers: Sequence[SelfAttention]) -> Stacked:
+    def of(cls, layers: Sequence[SelfAttention]) -> "Stacked":
         """Copy those of `layers`."""
         start = layers[0].qkv.part_sizes[0]  # of keys; all layers have one shape
         biases = [layer.qkv.bias[start:] for layer in layers if layer.qkv.bias is not None]

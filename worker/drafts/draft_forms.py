@@ -4,8 +4,6 @@ A wrong reading lowers acceptance without any error. So a field that no form has
 is a value that we do not compute, or a field with two readings.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -227,7 +225,7 @@ class DrafterFile:
     target: ModelShape
 
     @classmethod
-    def open(cls, path: Path, drafter: str, target: ModelShape) -> DrafterFile:
+    def open(cls, path: Path, drafter: str, target: ModelShape) -> "DrafterFile":
         """Read the file of directory `path`.
 
         Raises UserError if it is broken; Unsupported if it is none of a `drafter`, or has unknown

@@ -1,7 +1,5 @@
 """What draws read: sampling parameters, masks of grammars, and what changes logits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +33,7 @@ class Masks(NamedTuple):
     line: Tensor  # [n] i64; the row's line of `words`, 0 = all is allowed
 
     @classmethod
-    def none(cls, num_rows: int, vocab_size: int) -> Masks:
+    def none(cls, num_rows: int, vocab_size: int) -> "Masks":
         """On the host: all is allowed in each row."""
         words = torch.full((1, -(-vocab_size // 32)), -1, dtype=torch.int32)
         return cls(words, torch.zeros(num_rows, dtype=torch.int64))
@@ -49,7 +47,7 @@ class Changes:
     in_prompt: Tensor  # [1 + slots, vocab] bool
     bias: Tensor  # [1 + slots, vocab] f32
     biased: Tensor  # [1 + slots] bool; whether the slot has a bias
-    masks: Masks | None = None
+    masks: "Masks | None" = None
     # [n / width, width - 1] i64: the drafts of each window, -1 = none; None: the width is 1.
     drafts: Tensor | None = None
 

@@ -4,8 +4,6 @@ A field that may stand in several places is read by all their names: "outer.fiel
 object `outer`. Values that differ are refused. A field that is null counts as absent.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -60,7 +58,7 @@ class Fields:
 
         return self._read(places, [], "a list of integers from 0 on", are_integers)
 
-    def inner(self, field: str) -> Fields:
+    def inner(self, field: str) -> "Fields":
         """The object that the field holds, without fields if it is absent."""
         value = self._read([field], {}, "an object", lambda value: isinstance(value, dict))
         return Fields(self.path, value, f"{self.prefix}{field}.")
@@ -71,7 +69,7 @@ class Fields:
             names = ", ".join(map(str, supported))
             raise self.unsupported(field, f"{value!r}; supported: {names}")
 
-    def place(self, *places: str) -> tuple[Fields, str]:
+    def place(self, *places: str) -> "tuple[Fields, str]":
         """(object, field) of the first of `places` that has a value; of the last if none has.
 
         Raises UserError if two of them differ.
@@ -84,11 +82,11 @@ class Fields:
                 raise where.error(field, f"{value!r}, but {first.prefix}{name} {other!r}")
         return held[0][:2] if held else self._at(places[-1])
 
-    def _at(self, place: str) -> tuple[Fields, str]:
+    def _at(self, place: str) -> "tuple[Fields, str]":
         outer, _, field = place.rpartition(".")
         return (self.inner(outer) if outer else self), field
 
-    def _held(self, places: Sequence[str]) -> list[tuple[Fields, str, Any]]:
+    def _held(self, places: Sequence[str]) -> "list[tuple[Fields, str, Any]]":
         """(object, field, value) of those places that have a value."""
         at = map(self._at, places)
         return [(o, f, v) for o, f in at if (v := o.values.get(f)) is not None]
@@ -111,7 +109,7 @@ def _is_integer(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def read_fields(path: Path) -> Fields:
+def read_fields(path: Path) -> "Fields":
     """The JSON object in the file `path`; UserError if there is none."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

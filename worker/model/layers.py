@@ -4,8 +4,6 @@ A weight method (there is one, `Plain`) says how a matrix is stored, multiplied 
 linear layers say how it is divided.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +36,7 @@ class Placement:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
 
-    def matrix(self, num_rows: int, num_columns: int) -> Plain:
+    def matrix(self, num_rows: int, num_columns: int) -> "Plain":
         """An uninitialised matrix of the model's weight method."""
         return Plain(self.empty(num_rows, num_columns))
 

@@ -3,8 +3,6 @@
 Free of torch: what cannot be divided is refused before anything starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,11 +17,11 @@ if TYPE_CHECKING:
 class Shard:
     """One tensor of the checkpoint: which part of it this rank holds, and where."""
 
-    dest: Tensor  # a view of the parameter; same shape as the part
+    dest: "Tensor"  # a view of the parameter; same shape as the part
     full_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: tuple[slice, ...]  # the part, one slice per dimension
 
-    def fill(self, part: Tensor) -> None:
+    def fill(self, part: "Tensor") -> None:
         """Store the part, in whatever dtype the checkpoint has it."""
         self.dest.copy_(part)
 
@@ -44,7 +42,7 @@ def all_of(size: int) -> Part:
     return Part(size, slice(0, size))
 
 
-def stacked(dest: Tensor, parts: Mapping[str, Part], *inner: Part) -> dict[str, Shard]:
+def stacked(dest: "Tensor", parts: Mapping[str, Part], *inner: Part) -> dict[str, Shard]:
     """Shards of the tensors that lie one below the other in `dest`, by name.
 
     parts: their first dimensions; inner: the dimensions behind it, which they share.
@@ -57,7 +55,7 @@ def stacked(dest: Tensor, parts: Mapping[str, Part], *inner: Part) -> dict[str, 
     return shards
 
 
-def whole(dest: Tensor) -> Shard:
+def whole(dest: "Tensor") -> Shard:
     """A tensor that every rank holds whole."""
     return Shard(dest.detach(), tuple(dest.shape), tuple(slice(0, size) for size in dest.shape))
 

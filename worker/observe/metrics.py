@@ -4,8 +4,6 @@ Each worker serves its families on a port of its own (Member.metrics_address), a
 them; the router's /metrics/targets lists the ports of all. The router has a table like this.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -241,10 +239,10 @@ class WorkerMetrics(Families):
             thread.join()
 
 
-def with_live(metrics: WSGIApplication, stalled: Callable[[], str]) -> WSGIApplication:
+def with_live(metrics: "WSGIApplication", stalled: Callable[[], str]) -> "WSGIApplication":
     """`metrics`, and GET /live: 200 while `stalled` says "", else 503 and what it says."""
 
-    def app(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/live":
             return metrics(environ, start_response)
         reason = stalled()

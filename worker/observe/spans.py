@@ -5,8 +5,6 @@ another's: only trace and span ids travel. OpenTelemetry's SDK sends spans from 
 reads the variables OTEL_* itself; what the configuration says wins.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading
@@ -62,12 +60,12 @@ class Tracer:
         self._offset_ns = _offset_ns()
         self.close = close
 
-    def of_headers(self, headers: Mapping[str, str], at: float) -> Trace:
+    def of_headers(self, headers: Mapping[str, str], at: float) -> "Trace":
         """The trace that a request's W3C headers name, or a new one, from `at` on."""
         # Not the current context: whatever instruments this process, our parents are explicit.
         return Trace(self, W3C.extract(headers, Context()), at, serves=True)
 
-    def carried(self, text: str, at: float) -> Trace:
+    def carried(self, text: str, at: float) -> "Trace":
         """The trace that a message brought (`Trace.carried`); at: when its first stage begins."""
         parent = {"traceparent": text[:PARENT_CHARS], "tracestate": text[PARENT_CHARS:]}
         return self.of_headers(parent, at)
@@ -93,7 +91,7 @@ class Trace:
     at: float  # up to when stages have ended
     attributes: Attributes = field(default_factory=dict)  # of every stage
     serves: bool = False  # and no stage is SERVER yet
-    inner: Trace | None = None  # stages within the present one, which end with it
+    inner: "Trace | None" = None  # stages within the present one, which end with it
     _span: Span | None = None  # of the present stage
     _attempts: int = 0
     _cause: str = ""  # of the next attempt: why a stage failed
@@ -171,7 +169,7 @@ class Trace:
         span.end(self.tracer.wall_ns(self.at))
         self._span = None
 
-    def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> Trace:
+    def below(self, at: float, attributes: Attributes = NO_ATTRIBUTES) -> "Trace":
         """Stages within the present one, from `at` on."""
         assert self._span is not None
         parent = otel.set_span_in_context(self._span, Context())

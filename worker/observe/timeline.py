@@ -8,8 +8,6 @@ A further choice of a request may be in `sibling` before. A failed attempt to ge
 another `prefill`. A preempted request is in `preempted` until its KV is got anew.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +16,7 @@ from worker.api import Error, PeerId, Stages
 if TYPE_CHECKING:
     from worker.observe.spans import Attributes, Trace
 
-NONE: Attributes = {}
+NONE: "Attributes" = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +27,7 @@ class Timeline:
     """
 
     received_at: float = 0.0
-    spans: Trace | None = None
+    spans: "Trace | None" = None
     stage: str = ""  # the present one
     prefilled_by: PeerId = ""  # "": all but the last token was in a prefix tree
     prefill_s: float = 0.0  # KVReady.prefill_s, a duration
@@ -44,7 +42,7 @@ class Timeline:
         return "" if self.spans is None else self.spans.carried
 
     def enter(
-        self, stage: str, now: float, attributes: Attributes = NONE, *, asks: bool = False
+        self, stage: str, now: float, attributes: "Attributes" = NONE, *, asks: bool = False
     ) -> None:
         """Begin a stage. asks: it waits for another process."""
         self.stage = stage

@@ -1,7 +1,5 @@
 """Whether this process makes spans. OpenTelemetry is imported here, and only if it does."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from importlib.util import find_spec
@@ -48,7 +46,7 @@ def check_tracing(config: TracingConfig) -> None:
         raise UserError(f"{SAMPLER_ARG}={ratio}: must be a number from 0 to 1", SAMPLER_ARG)
 
 
-def tracer_of(config: TracingConfig, role: str, name: str) -> Tracer | None:
+def tracer_of(config: TracingConfig, role: str, name: str) -> "Tracer | None":
     """What makes the spans of this process; None where tracing is off. Raises as `check_tracing`.
 
     name: of this process; stays the same when it is started again.

@@ -3,8 +3,6 @@
 With TRITON_INTERPRET=1 set before the import, every kernel runs on CPU tensors instead.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -32,7 +30,7 @@ elif HAS_TRITON:
     gdc_wait = tl.extra.cuda.gdc_wait
 
     @triton.jit
-    def enter(PDL: tl.constexpr):
+    def enter(PDL: "tl.constexpr"):
         """What a kernel begins with that may be resident before the one before it has ended."""
         if PDL:
             gdc_wait()

@@ -9,8 +9,6 @@ the library refuses an algorithm. None needs scratch, so streams share nothing.
 The library is the one that torch has loaded. The constants below are those of its C header.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

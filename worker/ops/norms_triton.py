@@ -1,7 +1,5 @@
 """Kernels of norms.py."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

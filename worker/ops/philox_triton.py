@@ -1,7 +1,5 @@
 """Kernels of philox.py."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from worker.ops.jit import HAS_TRITON, tl, triton

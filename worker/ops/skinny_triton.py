@@ -12,8 +12,6 @@ A tile of a gated product has as many gate rows as up rows. It applies the activ
 before it stores them, which saves a kernel and half of the writes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any

@@ -11,8 +11,6 @@ late beyond a limit sets a fault and ends (`peer_layout`); neither its result no
 use then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """peer_ptx under Triton's interpreter: plain loads and stores of memory that processes share."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What lies where in the memory that ranks give each other, and how messages are cut for it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 

@@ -8,8 +8,6 @@ Memory of peers is touched by relaxed accesses of the scope of the system (PTX I
 consistency model"). They are never torn within an element, and no L1 holds what they read.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from worker.ops.jit import tl, triton

@@ -1,7 +1,5 @@
 """Engine: the parts of one worker, the same for both roles."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class Engine:
     metrics: WorkerMetrics
     meter: StepMeter
     checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
-    tracer: Tracer | None
+    tracer: "Tracer | None"
     rank_group: RankGroup
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:

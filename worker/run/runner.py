@@ -1,7 +1,5 @@
 """ModelRunner: launches a step without waiting for it, and settles it once it has ended."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from contextlib import nullcontext
@@ -128,7 +126,7 @@ class ModelRunner:
         return made.result if made.sampled is None else self.draw(plan, made)
 
     @torch.inference_mode()
-    def begin(self, plan: Plan) -> _Drafts | None:
+    def begin(self, plan: Plan) -> "_Drafts | None":
         """Apply a decode plan's row changes; returns the drafts that a masked step verifies."""
         self._state.apply(plan)
         self._seed(plan)
@@ -200,7 +198,7 @@ class _Drafts(NamedTuple):
 
     ids: Tensor  # [rows, width - 1] i64
 
-    def to_host(self) -> _Drafts:
+    def to_host(self) -> "_Drafts":
         host = torch.empty(self.ids.shape, dtype=self.ids.dtype, pin_memory=True)
         return _Drafts(host.copy_(self.ids, non_blocking=True))
 

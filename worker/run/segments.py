@@ -12,8 +12,6 @@ All captures of an engine share the memory of one pool: read a result before the
 capture the largest first.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -94,7 +92,7 @@ class Capture(Generic[Made]):
         """Number of graphs."""
         return len(self._parts)
 
-    def record(self, forward: Callable[[Capture[Made] | None], Made]) -> Made:
+    def record(self, forward: "Callable[[Capture[Made] | None], Made]") -> Made:
         """Call `forward` with None to warm up, then with `self` to capture it; returns `made`."""
         memory, collecting = self._memory, gc.isenabled()
         with memory.capturing():
@@ -156,7 +154,7 @@ class Cuts:
     The breaks `after`, counted from 1, end a segment.
     """
 
-    def __init__(self, capture: Capture[Any], after: Collection[int]) -> None:
+    def __init__(self, capture: "Capture[Any]", after: Collection[int]) -> None:
         self._capture, self._after = capture, after
         self._num_breaks = 0
 

@@ -4,8 +4,6 @@
 pull protocol change them, and `PageBook` fills their holds.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
@@ -73,7 +71,7 @@ class Req:
     num_slots_in_flight: int = 0  # tokens that these steps may add: the sum of their widths
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
-    matcher: Matcher | None = None  # of its grammar; None = free text
+    matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
@@ -121,7 +119,7 @@ class PrefillReq:
     token: int | None = None  # drawn and settled
     prefill_s: float = 0.0  # from started_at until its last page and token were announced
     dropped: bool = False  # given back; a step in flight may still compute it
-    trace: Trace | None = None  # its stages here; None = not traced
+    trace: "Trace | None" = None  # its stages here; None = not traced
 
     @property
     def num_target_tokens(self) -> int:

@@ -1,7 +1,5 @@
 """Kernels of chunk_rows.py."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton

@@ -4,8 +4,6 @@ Row j of a verify window of W tokens is the token at position L + j, where L is 
 length: for j = 0 the token drawn last, for j > 0 a draft. W = 1 is plain decode.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +38,7 @@ class SampledRows:
     width: int = 1  # see Plan.width
     max_seq_len_ub: int = 0  # of a decode step: host bound of KV lengths with whole windows
 
-    def first(self, n: int) -> SampledRows:
+    def first(self, n: int) -> "SampledRows":
         """The first n of them."""
         position = self.position[: n * self.width]
         return replace(self, rows=self.rows[:n], position=position, valid=self.valid[:n])
@@ -111,7 +109,7 @@ NUM_COUNTS = 2
 
 
 def accept_rows_ref(
-    sampled: SampledRows,
+    sampled: "SampledRows",
     draws: Tensor,
     stop_ids: Tensor,
     min_len: Tensor,

@@ -8,8 +8,6 @@ Security. The engine listens on all interfaces and lets whoever connects read an
 memory: run it inside a cluster-internal network only.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -62,7 +60,7 @@ class _Read(NamedTuple):
 class MooncakePull(Pull):
     """A pull as a queue of pieces and the few reads that are under way."""
 
-    def __init__(self, peer: MooncakePeer, reads: Iterable[Run]) -> None:
+    def __init__(self, peer: "MooncakePeer", reads: Iterable[Run]) -> None:
         self.error: str | None = None
         self._peer = peer
         self._pieces = deque(reads)  # not issued, each short enough for one read
@@ -156,7 +154,7 @@ class MooncakePeer(Peer):
     with the peer, 1 s later and outside the engine loop (see mooncake_engine).
     """
 
-    def __init__(self, transport: MooncakeTransport, endpoint: Endpoint, engine: Engine) -> None:
+    def __init__(self, transport: "MooncakeTransport", endpoint: Endpoint, engine: Engine) -> None:
         self.name = endpoint.name
         self._transport = transport
         self.finish_copies = transport.engines.finish_copies
@@ -231,7 +229,7 @@ class MooncakeTransport(KVTransport):
         self._endpoint = describe(self.name, self.kind, name, regions)
         log.debug("mooncake serves at %s over %s", name, self.kind)
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> MooncakePeer:
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> "MooncakePeer":
         """Probe, then read one byte, so that connections are open (see KVTransport.connect).
 
         A peer that hangs keeps the thread of its first contact for up to 60 s; until that has
@@ -290,7 +288,7 @@ class MooncakeTransport(KVTransport):
             raise Unreachable(f"{name} answers, but a first read of one byte failed{advice}")
         return engine
 
-    def release(self, peer: MooncakePeer, engine: Engine) -> None:
+    def release(self, peer: "MooncakePeer", engine: Engine) -> None:
         with self._lock:
             self._peers.discard(peer)
         self.engines.discard(engine)

@@ -10,8 +10,6 @@ The token that decode asked for comes with the announcement marked `last`, which
 all layer groups were announced while their step computed.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -64,7 +62,7 @@ class Outbound:
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     metrics: WorkerMetrics
-    tracer: Tracer | None = None
+    tracer: "Tracer | None" = None
     draining: bool = False
     _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
     _by_req: dict[PrefillReq, _Outgoing] = field(default_factory=dict)

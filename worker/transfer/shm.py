@@ -6,8 +6,6 @@ frees the memory when the last process that maps it ends, so a pull from a kille
 says OK. The mapping is read-only, so we cannot harm the peer.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import os
@@ -43,7 +41,7 @@ MAX_POLL_BYTES = 8 << 20
 class ShmPull(Pull):
     """A pull that copies inside poll(); between two polls nothing is under way."""
 
-    def __init__(self, peer: ShmPeer, runs: Sequence[Run]) -> None:
+    def __init__(self, peer: "ShmPeer", runs: Sequence[Run]) -> None:
         self.num_bytes = sum(run.num_bytes for run in runs)
         self.error: str | None = None
         self._peer = peer
@@ -73,7 +71,7 @@ class ShmPeer(Peer):
 
     def __init__(
         self,
-        transport: ShmTransport,
+        transport: "ShmTransport",
         endpoint: Endpoint,
         maps: Sequence[mmap.mmap],
         opened: ExitStack,
@@ -131,7 +129,7 @@ class ShmTransport(KVTransport):
             for region in regions
         ]
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> ShmPeer:
+    def connect(self, endpoint: Endpoint, timeout_s: float) -> "ShmPeer":
         """Map the peer's memory; takes well under a millisecond, whatever `timeout_s` is."""
         check_peer(self.endpoint(), endpoint, same_host=True)
         with ExitStack() as opened:
