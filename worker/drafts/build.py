@@ -72,7 +72,7 @@ def build_drafter(
 ) -> Drafter | None:
     """Put the drafter that is configured beside `target`, whose taps are set.
 
-    model: loaded; None: a drafter without weights, of which prefill workers build nothing. Raises
+    model: None: n-gram lookup (on a decode worker; else None is returned), or no drafter. Raises
     UserError if the attention backend of windows cannot serve the drafter's heads or masks.
     """
     if model is None:

@@ -155,7 +155,7 @@ class Chain(Drafter):
         self._tails.index_copy_(0, draft.tail_pages, features)
 
     def seed(self, rows: Tensor) -> None:
-        """Make the row of the last token: its feature is the tail of the page of the one before."""
+        """Store the last token's row, with the feature that its predecessor's page tail holds."""
         columns = self._state.columns
         active = columns.active.index_select(0, rows)
         position = columns.seq_len.index_select(0, rows)

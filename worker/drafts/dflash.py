@@ -61,7 +61,7 @@ class Stacked:
 
 
 class DFlashDrafter(DrafterModel):
-    """One rank of a drafter. Its layers read and write those of the attention's region."""
+    """One rank of a drafter. Layer i reads and writes layer i of the region "draft"."""
 
     spec: DFlashShape
 
@@ -163,7 +163,7 @@ class DFlash(Drafter):
         self._store(features, batch.positions, batch.slot_mapping)
 
     def seed(self, rows: Tensor) -> None:
-        """All that a block needs is in the row's pages."""
+        """Do nothing: the row's pages hold all."""
 
     def advance(self, sampled: SampledRows, hidden: Tensor, drawn: Tensor, *, greedy: bool) -> None:
         columns, width = self._state.columns, sampled.width

@@ -25,8 +25,8 @@ class DraftDraws(NamedTuple):
     seed: Tensor | None  # [num_rows + 1] i64, a column of the step state; None: all are greedy
     temperature: Tensor  # [num_rows + 1] f32, another; 0 = greedy
     ids: Tensor | None  # [num_ids] i64, ascending: the target's id of each draft id; None: equal
-    # Which of the drafter's ids the logits' columns are, if other ranks have others. All ranks
-    # call, and draw the same.
+    # Draft ids of the logits' columns, if ranks divide them: then all ranks call draw_drafts, and
+    # draw the same.
     part: VocabPart | None = None
 
     def ids_of(self, logits: Tensor) -> Tensor | None:
@@ -37,7 +37,7 @@ class DraftDraws(NamedTuple):
 
 
 def draw_drafts_ref(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Tensor:
-    """Draw the next m drafts of each row into `drafts`; returns them, 0 where there is none.
+    """Draw the next m drafts of each row into `drafts`; returns [n * m] i64, 0 for no draft.
 
     logits: [n * m, ids of `part`], of the drafter; lines of one row are neighbours.
     drafts: [num_rows + 1, m] i64, strided: written at `rows`, -1 where there is no draft.

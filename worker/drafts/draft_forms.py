@@ -193,8 +193,8 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
 }}  # fmt: skip
 DRAFTS = {"chain": "token by token", "dflash": "by blocks"}
 
-# Relatives that are known and need a part that is missing here, by a word (or by words, with a "|"
-# between them) in their name or in a field of theirs.
+# Known drafters that need a part which we lack: a regular expression, searched in their name and in
+# names of fields -> the part.
 MISSING: Mapping[str, str] = {
     "confidence": "a confidence head (DSpark)",
     "conv_": "grouped convolutions (DFlash 2)",
@@ -228,7 +228,7 @@ class DrafterFile:
     def open(cls, path: Path, drafter: str, target: ModelShape) -> "DrafterFile":
         """Read the file of directory `path`.
 
-        Raises UserError if it is broken; Unsupported if it is none of a `drafter`, or has unknown
+        Raises UserError if it is broken; Unsupported if it is no `drafter`, or has unknown
         fields or values that we do not compute.
         """
         fields, field = read_fields(path / "config.json"), "speculators_model_type"
@@ -307,7 +307,7 @@ class DrafterFile:
         needed = {"embedding": narrow, "head": narrow or reduced, "d2t": reduced}
 
         def place(text: str) -> str:
-            """The option that tensors are called by, maybe behind "model."; else the first."""
+            """The first option that prefixes a tensor, maybe after "model."; else option 0."""
             options = text.split("|")
             for name in (f"{outer}{option}" for option in options for outer in ("", "model.")):
                 if any(f"{tensor}.".startswith(f"{name}.") for tensor in tensors):
@@ -350,7 +350,7 @@ class DrafterFile:
         raise self.fields.unsupported(field, problem)
 
     def check_equal(self, where: Fields, wanted: int, *places: str) -> None:
-        """Refuse a drafter of another target by a size of it that the file has."""
+        """Raise UserError if the file's size of the target is not `wanted`."""
         if (size := where.integer(*places)) != wanted:
             where, field = where.place(*places)
             raise where.error(

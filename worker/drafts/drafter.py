@@ -21,7 +21,7 @@ class Stack(nn.ModuleList):
     """Modules that a checkpoint numbers."""
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        """Those of all modules; see DrafterModel.shards."""
+        """All modules' tensors, by checkpoint name."""
         shards: dict[str, Shard] = {}
         for number, module in enumerate(self):
             held: Any = module
@@ -51,7 +51,7 @@ class DrafterModel(nn.Module):
         self.head = self._rows("head", spec.vocab_size, target.head)
         # [vocab_size] i64: the target's id of each of the head's; None: they are the same.
         self.id_map: Tensor | None = None
-        # The head's ids among the target's: its own id + d2t[its own id]; t2d: which these are.
+        # d2t: target id minus draft id, by draft id. t2d: which target ids have a draft id.
         self.tables = {  # parts that are tensors, not modules
             "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64, device=device),
             "t2d": torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device),

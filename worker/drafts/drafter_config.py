@@ -129,7 +129,7 @@ def read_dflash_shape(path: Path, target: ModelShape) -> DFlashShape:
 
 
 def _masks(file: DrafterFile, num_layers: int) -> tuple[KeyMask, ...]:
-    """Which keys each layer's rows see. Unless the file says so, sliding layers are causal."""
+    """Which keys each layer's rows see. By default only sliding layers are causal."""
     fields, layer, name = file.fields, file.layer, "sliding_window_non_causal"
     types = layer.get("layer_types")
     types = [FULL] * num_layers if types is None else types
@@ -193,8 +193,8 @@ def _windows(file: DrafterFile, slides: list[bool]) -> list[int | None]:
 
 
 def _dflash_taps(file: DrafterFile, num_layers: int) -> tuple[int, ...]:
-    """After which of the target's layers; by default as many as the drafter has layers, evenly from
-    1 to the target's last but two."""
+    """The target's layers that are tapped; by default one per drafter layer, evenly from 1 to the
+    target's last but two."""
     fields, num_target_layers = file.fields, file.target.num_layers
     if file.form.layer:
         name = "aux_hidden_state_layer_ids"

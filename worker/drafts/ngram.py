@@ -65,7 +65,7 @@ class Ngram(Drafter):
         self._lengths = range(shortest, longest + 1)
 
     def observe(self, batch: Batch, hidden: Tensor) -> None:
-        """Rows start with their text."""
+        """Do nothing: rows have text."""
 
     def seed(self, rows: Tensor) -> None:
         """Append the last token, which may have been drawn behind a chunk."""

@@ -36,7 +36,7 @@ class LoadedModel:
     config: EngineConfig  # resolved
     max_len: int  # tokens of one request at most
     widths: tuple[int, ...]  # of windows of decode steps, ascending; 1 is the first
-    decodes: bool  # the worker's loop launches decode steps; all draw at the end of prompts
+    decodes: bool  # a decode worker; prefill workers draw first tokens only
     always_hooked: bool  # the loop passes a layer hook with every prefill step
     drafter: Drafter | None = None  # takes part in every step
 
@@ -45,7 +45,7 @@ class LoadedModel:
 class BucketCheck:
     """Result of the start-up check of one bucket. Filled by `run/check.py`."""
 
-    kind: Literal["prefill", "prefill_full", "decode"]  # path of launch: piecewise, graph, graph
+    kind: Literal["prefill", "prefill_full", "decode"]  # Forward.path: piecewise, graph, graph
     bucket: int  # tokens of chunks, or requests that decode
     width: int = field(default=1, kw_only=True)  # of their windows
     equal: bool  # graph and eager agree: bit for bit, or within `rounding` if a compiler fused ops
@@ -78,7 +78,7 @@ class Decoded(NamedTuple):
 
 
 class StepGraphs:
-    """Launches one kind of step. Built as `cls(loaded, memory)`; without graphs nothing is made."""
+    """Launches one kind of step. Built as `cls(loaded, memory)`; without graphs memory is None."""
 
     def run_buckets(self) -> None:
         """Run what `capture` will capture, for `compile_ahead`. The pool may be tiny."""

@@ -1,6 +1,6 @@
 """Builds the ChunkGraphs and DecodeGraphs that `engine.graph` names, and runs the largest steps.
 
-These are launched op by op, to measure their memory and to compile their kernels. All tokens and
+They run op by op and captured, which measures memory and compiles kernels. All tokens and
 rows are padding. Draws run for every number of rows for which kernels differ.
 """
 
@@ -72,7 +72,7 @@ class Graphs:
         _run_largest_chunks(self.loaded)
 
     def capture(self, progress: Progress = no_progress) -> Sequence[BucketCheck]:
-        """See StepGraphs.capture; chunks are the first half of it."""
+        """See StepGraphs.capture; `progress` counts chunks first."""
         if not self.loaded.decodes:
             return self.chunks.capture(progress)
         of_chunks = self.chunks.capture(lambda stage, done, n: progress(stage, done, 2 * n))

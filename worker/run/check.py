@@ -1,9 +1,9 @@
 """The start-up check: compares every captured bucket with the same step launched op by op.
 
-At the same padded shape, hidden states, tokens and stored KV have to be equal bit for bit, or
-close where a compiler fuses ops and rounds differently. The times of both are measured: those of
-chunks decide which graphs are kept, those of decode steps feed the width policy. The check runs on
-an idle engine, and leaves the initial step state and zero pages.
+At the same padded shape, hidden states, tokens and sums of the KV's bits have to be equal, or
+hidden states close where a compiler fuses ops. The times of both are measured: those of chunks
+decide which graphs are kept, those of decode steps feed the width policy. The check runs on an idle
+engine, and leaves the initial step state and zero pages.
 """
 
 import logging
@@ -86,7 +86,7 @@ def check_chunk_bucket(
 ) -> BucketCheck | None:
     """As `check_bucket`, of a batch of chunks padded to `num_tokens`; `ways`: op by op, by replays.
 
-    Compares the KV, and the hidden states of all tokens but padding. With `rounding`, a row of
+    Compares sums of the KV's bits, and the forward's hidden states. With `rounding`, a row of
     hidden states may differ by this share of its norm, and KV is not compared: wrong KV shows in
     the hidden states that attend to it. fixed_shape: see `BatchBuffers.chunks`.
     """
@@ -228,7 +228,7 @@ class DecodeScene(_Scene):
 
 
 class ChunkScene(_Scene):
-    """Chunks that fill 15/16 of a bucket; every second one continues a prefix that ends in a page.
+    """Chunks that fill 15/16 of a bucket; every second one continues a prefix that ends mid-page.
 
     There are three chunks: fewer if limits are lower, more if max_len is too short for three.
     """
@@ -262,7 +262,7 @@ class ChunkScene(_Scene):
         return buffers.chunks(self._plan, self._padded_tokens, fixed_shape=self._fixed_shape)
 
     def outcome(self, launch: LaunchChunks) -> tuple[Tensor, Tensor]:
-        """Hidden states of all tokens but padding, and `written`, after one launch."""
+        """The hidden states (a long step's: of last tokens), and `written`."""
         batch = self.set()
         return launch(batch).hidden[: self.num_tokens].clone(), self.written()
 

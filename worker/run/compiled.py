@@ -51,7 +51,7 @@ def _custom_op(
 
     fake: the op's fake (meta) implementation: output shapes and dtypes only.
     """
-    name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # op() keeps the name NAME_ref
+    name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # without CUDA it is NAME_ref
     torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
     op = getattr(torch.ops.kvlane, name.rpartition(":")[2]).default
     _OPS.append((function, op))
@@ -177,7 +177,7 @@ def fingerprint(piece: GraphModule) -> Hashable:
 
 
 class TracedForward:
-    """A Decoder's forward. The first call traces and compiles it, for up to its own token count.
+    """A Decoder's forward. The first call, which must be the longest, traces and compiles it.
 
     Later calls go to the pieces: Dynamo sees none of them, so nothing is ever compiled anew. The
     storage of the model's weights is captured and must stay; its content may change.

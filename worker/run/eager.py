@@ -92,7 +92,7 @@ class EagerDecode(DecodeGraphs):
         return draw_eagerly(self._loaded, forwarded, plan, masks)
 
     def step(self, rows: Tensor, window: WindowShape, tail: Tail = "none") -> Decoded:
-        """One decode step of `rows` [n] i64 on the device, whose draws follow unless "none"."""
+        """One decode step of `rows` [n] i64, and its draws unless `tail` is "none"."""
         loaded = self._loaded
         batch, sampled = loaded.windows.batch(rows, window)
         attention = loaded.attention.decode if window.width == 1 else loaded.attention.spec

@@ -52,7 +52,7 @@ class Engine:
 
     @property
     def step_s(self) -> dict[tuple[int, int], float]:
-        """Seconds of a decode step by (rows, width), measured at the start; empty on the CPU."""
+        """Seconds of a greedy decode step by (rows, width); empty without decode graphs."""
         checks = (check for check in self.checks if check.kind == "decode")
         return {(check.bucket, check.width): check.graph_ms / 1e3 for check in checks}
 

@@ -42,7 +42,7 @@ class LayerGroups:
     The leader knows that after the layer's all-reduce: a group is final from the next layer on.
 
     If the stream launches in the engine thread, `while_launching` is called at each layer, once the
-    store of its KV is enqueued. Meanwhile that thread announces the groups of the previous step.
+    store of its KV is enqueued. The callback announces the groups of the previous step.
     """
 
     def __init__(
@@ -108,9 +108,8 @@ class Step:
 
     def __init__(self, plan: Plan, shape: PaddedShape, groups: LayerGroups | None = None) -> None:
         self.plan, self.shape, self.groups = plan, shape, groups
-        # Known once `wait` has returned:
-        self.path = ""  # how the step was launched, for metrics
-        self.num_tokens = 0  # computed by its forward, padding included
+        self.path = ""  # how it was launched, for metrics; "" until then
+        self.num_tokens = 0  # of its forward, with padding; 0 until it has run
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
         self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
@@ -140,7 +139,7 @@ class Flight:
 
     A turn asks, in this order: `launch_due` (then `launched`), `take_ended`, `take_tail_due`,
     `idle_s`. meter: predicts the ends of steps; overlap: a step is launched while the one before it
-    runs; wake: begins a turn of the loop, called from any thread where the stream can do so.
+    runs; wake: begins a turn of the loop; a CPU stream's thread calls it at a step's end.
     """
 
     def __init__(

@@ -36,10 +36,10 @@ log = logging.getLogger("kvlane.graph")
 
 MAX_BUCKET = 4096  # beyond, a layer of any model takes longer to compute than to launch
 MAX_FULL = 1024  # beyond, gaps between pieces are negligible beside a layer's time
-# A full capture begins a new segment after these layers; the host launches a layer in 8 us.
+# A full capture is cut after attention of these layers, from 1; a layer launches in 8 us.
 CUT_AFTER = frozenset({2, 8})
-# A graph is kept if it takes less than TIE times eager's time: it relieves the host, and two
-# measurements of the same launch differ by 2 %.
+# A piecewise graph is kept below TIE times eager's time: graphs relieve the host, and two
+# measurements of one launch differ by 2 %.
 TIE = 1.02
 FREE_TOKENS = MAX_STREAMED_ROWS  # padding up to here is free: a GEMM is bound by its weights' reads
 

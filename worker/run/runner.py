@@ -24,7 +24,7 @@ from worker.run.ranks import Ranks
 from worker.run.stream import stream_of
 from worker.step.state import SampledRows
 
-JOINED = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
+BARRIER_SIZE = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
 
 
 class ModelRunner:
@@ -211,12 +211,12 @@ def _join_ranks(loaded: LoadedModel) -> None:
     """
     collective = loaded.model.collective
     if collective.size > 1 and loaded.drafter is not None and not loaded.decodes:
-        nothing = collective.buffer((JOINED,), loaded.model.placement.dtype)
-        collective.all_reduce(nothing.zero_())
+        barrier = collective.buffer((BARRIER_SIZE,), loaded.model.placement.dtype)
+        collective.all_reduce(barrier.zero_())
 
 
 def count_sums(model: Decoder, metrics: WorkerMetrics, step: Step) -> None:
-    """Count the algorithm and the bytes of a finished step's all-reduces, the same in all layers.
+    """Count algorithm and bytes of a step's all-reduces (a long step's last layer has smaller).
 
     A replayed graph runs no Python, so a sum cannot be counted where it is launched. But its
     algorithm depends on the number of tokens alone, in captured graphs as well.

@@ -113,7 +113,7 @@ class _CpuHandle:
 class CudaStream:
     """The step stream of a device, made current in the thread that submits.
 
-    It is not the default stream: KV pulls are copies that wait for that one.
+    It is not the default stream, for whose work the copies of KV pulls would wait.
     """
 
     launches_here = True

@@ -56,7 +56,7 @@ def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
             is too small.
         PeerLost: the other ranks did not come to the rendezvous.
     """
-    name, host, leads = place.name, place.host, rank == 0  # which alone knows of requests
+    name, host, leads = place.name, place.host, rank == 0  # only rank 0 has requests
     rank_group = RankGroup(rank, config.tp, place.rendezvous, place.peer)
     start = _begin(config, rank_group, place.progress)
     tracer = tracer_of(config.tracing, config.role, name) if leads else None

@@ -35,7 +35,7 @@ def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) ->
 
 
 def model_limits(directory: Path) -> tuple[int, str]:
-    """Positions of a model, and the dtype in which it is stored; UserError as its reader."""
+    """Positions of a model, and its stored dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
     return shape.max_position_embeddings, shape.dtype
 
@@ -43,7 +43,7 @@ def model_limits(directory: Path) -> tuple[int, str]:
 def check_directories(
     model: ModelConfig, spec: SpecConfig, ranks: Mapping[str, int], *, with_weights: bool = True
 ) -> None:
-    """The directories of a model and, with the weights, of its drafter.
+    """Check a model's directory; with_weights: its files and drafter too.
 
     ranks: path of a field -> ranks among which both are divided. UserErrors name file and field.
     """

@@ -98,9 +98,9 @@ def tensor_sum(shard: Shard) -> Tensor:
     """[] i64: sum over all elements of bits · a(row) · b(column), modulo 2^64, on their device.
 
     Rows are all dimensions but the last; both are counted in the whole tensor, of which `shard` is
-    a part. The factors are odd and look random. So one changed element always changes the sum,
-    exchanged ones do but for one case in billions, the order of addition does not, and the sums of
-    a tensor's parts add up to its own.
+    a part. The factors are odd and look random. So a changed element always changes the sum, an
+    exchange does but once in billions. The order of addition does not matter. Sums of parts add up
+    to the tensor's.
     """
     part = shard.dest.detach()
     *rows_shape, num_columns = shard.full_shape

@@ -91,7 +91,7 @@ def load(start: Start) -> Loaded:
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
-            weights[0].tap((), 0)  # those of that run go
+            weights[0].tap((), 0)  # drop that run's taps
         ended_at["largest steps"] = time.monotonic()
         pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
         config = fit(config, start.configured_len, pages)

@@ -11,7 +11,7 @@ from worker.ops.op import op
 from worker.plan import Chunk, RowPages
 
 NUM_LINES = 6
-TOKEN_LINES, DRAFT_LINES = 3, 6  # of a batch; with what a chain drafter's rows need
+TOKEN_LINES, DRAFT_LINES = 3, 6  # of `out`: without and with DraftRows' fields
 
 
 NOTHING_NEW = RowPages(0, 0, ())

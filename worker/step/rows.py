@@ -1,7 +1,7 @@
 """Windows of a decode step: read from the step state, and accepted into it.
 
-Row j of a verify window of W tokens is the token at position L + j, where L is the request's KV
-length: for j = 0 the token drawn last, for j > 0 a draft. W = 1 is plain decode.
+Token j of a verify window of W tokens is at position L + j, where L is the request's KV length.
+Token 0 was drawn last, the others are drafts. W = 1 is plain decode.
 """
 
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class SampledRows:
     """The rows that a sampling tail draws for; index i belongs to the i-th hidden state."""
 
     rows: Tensor  # [n] i64; 0 = padding
-    # [n * width] i64; index in prompt + output of each token to be drawn, `width` in turn of a row
+    # [n * width] i64; index in prompt + output of each token to be drawn, row by row
     position: Tensor
     valid: Tensor  # [n] bool; False = padding
     width: int = 1  # see Plan.width
@@ -125,11 +125,10 @@ def accept_rows_ref(
     Args:
         sampled: n rows, distinct where valid.
         draws: [n * width] i64.
-        stop_ids: [n * width, num] i64, -1 = unused. Lines of one window are equal, in this tensor,
-            in min_len and in num_accepted.
-        min_len: [n * width] i64; no stop id counts below it.
-        columns: changed.
-        num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever they are.
+        stop_ids: [n * width, num] i64, -1 = unused. Only a window's first line is read; min_len and
+        num_accepted likewise. min_len: [n * width] i64; no stop id counts below it. columns:
+        changed. num_accepted: [n * width] i64; so many drafts of the window are accepted, whatever
+        they are.
 
     Returns:
         [n, 2 * width + 1] i64: the draws; how many of them count, 0 for rows that are not valid;

@@ -1,6 +1,6 @@
 """StepState: what the device keeps of each row between steps, without asking the host.
 
-`apply_rows` and `apply_pages` fill it from a Plan, and so does each step's sampling tail. (Pages of
+`apply_rows` and `apply_pages` fill it from a Plan; each step's tail advances it. (Pages of
 rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands in for inactive and
 padded rows, so whatever they write is harmless.
 """
@@ -113,8 +113,8 @@ class StepState:
         self._flat_table = self.page_table.view(-1)
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # KV length of each row after the last step applied, counted on the host from plans. Exact,
-        # if no step was wider than 1, but for rows that have ended on the device: too high there.
+        # Bound of each row's KV length after the last step applied, counted on the host from plans.
+        # Exact if all widths were 1 and the row has not ended on the device.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
             self.active,
@@ -248,5 +248,5 @@ class Windows:
         return batch, SampledRows(read.live, read.next_positions, read.valid, width, max_seq_len_ub)
 
     def lengths(self, rows: Sequence[int]) -> HostLengths:
-        """Of a batch of `rows` of width 1, whose plan has been applied."""
+        """Lengths of `rows` at width 1, after their plan is applied."""
         return HostLengths([1] * len(rows), [self._state.seq_len_ub[row] for row in rows])

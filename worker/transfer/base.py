@@ -4,8 +4,8 @@ Only the puller's own process writes the puller's memory: every transfer is a re
 the destination started. So a page may be used again as soon as the pull into it is over, even if
 the peer is dead, hung or cut off.
 
-Threads. `connect` may block and belongs in a thread of its own; `pull`, `poll`, `cancel` and
-`close` of a peer belong to the engine loop. No transport has a polling thread: `poll` drives it.
+Threads. `connect` may block and belongs in a thread of its own; A peer's other methods belong to
+one thread at a time. No transport has a polling thread: `poll` drives it.
 """
 
 import os

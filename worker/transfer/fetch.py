@@ -80,7 +80,7 @@ class _Pages:
     def __init__(self, num_groups: int) -> None:
         self.ready: deque[_Ready] = deque()  # announced, neither bound nor pulled yet
         self._num_groups = num_groups
-        # By index of a page in the prompt; the first has bits of layer groups.
+        # By index of a page in the prompt: bits of groups; number of groups.
         self._announced: dict[int, int] = {}
         self._num_landed: Counter[int] = Counter()
 

@@ -101,7 +101,7 @@ class MooncakePull(Pull):
         return num_ended
 
     def _issue(self, deadline: float) -> int:
-        """Start reads while nothing is wrong and the peer may have more; how many."""
+        """Start reads while none has failed and the peer has room; their number."""
         if self._cancelled or self._failed or time.monotonic() < self._resume_at:
             return 0
         num_issued = 0
@@ -164,7 +164,8 @@ class MooncakePeer(Peer):
         self._pulls: list[MooncakePull] = []
 
     def read(self, piece: Run) -> int:
-        """Start one read; its batch id, or 0: refused. A batch's status is that of its first."""
+        """Start one read; its batch id, or 0: refused. One read a batch: its status covers only
+        one."""
         assert self._engine is not None
         here = self._transport.endpoint().regions[piece.region].address + piece.local_offset
         there = self._endpoint.regions[piece.region].address + piece.remote_offset

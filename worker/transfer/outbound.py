@@ -128,9 +128,9 @@ class Outbound:
     ) -> None:
         """Announce the first `num_final` layer groups of chunks that are being computed.
 
-        Call it only for the step that this turn settles: after the turn has handled its messages
-        and before that step settles. By then all KV of earlier steps has been announced. A request
-        that a Release has dropped since its step was launched is passed over (`dropped`).
+        Call it only for the running step (`Flight.running`): after the turn has handled its
+        messages and before that step settles. By then all KV of earlier steps has been announced. A
+        request that a Release has dropped since its step was launched is passed over (`dropped`).
         """
         for req, chunk in chunks:
             groups = range(req.num_announced_groups, num_final)

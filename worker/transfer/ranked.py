@@ -31,7 +31,7 @@ log = logging.getLogger("kvlane.rank")
 
 
 class DialPeer(Message, frozen=True):
-    """Connect to the ranks of `member` that hold your heads; answer if you could, or why not."""
+    """Connect to the ranks of `member` that hold your heads; answer with PeerDialled."""
 
     link: int
     member: Member
@@ -45,8 +45,8 @@ class PullPages(Message, frozen=True):
     pairs: tuple[tuple[int, int], ...]  # (local page, remote page)
     first_group: int
     num_groups: int
-    # Begin once this many of your steps have ended. The leader had settled as many when it chose
-    # the local pages; later steps do not use them.
+    # rank.py holds this until so many steps have ended. The leader had settled as many when it
+    # chose the local pages; later steps do not use them.
     after_steps: int = 0
 
 
@@ -201,7 +201,7 @@ class LeaderPulls:
     """What all ranks of this worker dial and pull, ordered by rank 0. Belongs to its loop.
 
     own: the leader's rank. tell: sends an order to all other ranks, in order. post: hands the loop
-    an event: OwnDialled is for `on`, `dial` leads to the others. num_settled: the leader's steps.
+    an event: OwnDialled for `on`, the others as `dial` ends. num_settled: steps of the leader.
     """
 
     def __init__(
