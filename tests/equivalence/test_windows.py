@@ -92,10 +92,11 @@ def test_windows_change_no_token(widths, page_size, num_prefill, overlap, plain:
     made, known = workers(num_prefill, page_size, widths, overlap=overlap), scripts(*plain)
     Oracle(made.engines[DECODE], known)
     check_told(made, asked, obeys(made, asked, wanted, known))
-    if page_size == 16:
+    if page_size == 16 and min(widths) == 1:  # with wide windows alone requests end too early
         assert value(made.engines[DECODE].metrics.preemptions) > 0
     kept = {window.num for windows in made.windows.values() for window in windows}
-    assert {1, 2} <= kept
+    assert 1 in kept
+    assert 2 in kept or min(widths) == 16
     assert max(kept) >= min(4, max(widths)), "few drafts were accepted"
     masked = [number for number, ask in enumerate(asked) if ask.sampling.grammar]
     assert any(window.num > 1 for number in masked for window in made.windows[number])
