@@ -38,7 +38,7 @@ CLUSTER_SEES = {
 }
 # Of cluster, lowest first; a folder imports from those before it.
 CLUSTER_FLOORS = (
-    *("search_path", "config", "logs", "resolve", "explain", "download", "tables"),
+    *("search_path", "config", "logs", "resolve", "download", "tables"),
     *("diagnose", "sites", "control", "serve", "clients"),
     *("cli", "__main__"),
 )
@@ -48,7 +48,7 @@ WINGS = ("text", "observe", "dispatch", "openai", "show", "http")
 ROUTER_ROOT = {"__init__.py", "config.py", "errors.py"}
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [
-    *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "recurrent", "step"),
+    *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "step"),
     *("model", "draw", "drafts", "schedule", "transfer", "run", "start"),
     *("loop", "prefill", "decode", "rank", "worker"),
 ]

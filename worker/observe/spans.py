@@ -89,7 +89,7 @@ class Trace:
     tracer: Tracer
     parent: Context
     at: float  # up to when stages have ended
-    attributes: Attributes = field(default_factory=dict)  # of every stage
+    attributes: Attributes = field(default_factory=dict[str, AttributeValue])  # of every stage
     serves: bool = False  # and no stage is SERVER yet
     inner: "Trace | None" = None  # stages within the present one, which end with it
     _span: Span | None = None  # of the present stage
