@@ -124,7 +124,7 @@ class Bench:
         self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
         self.path = ""  # of the last step that was waited for
         self._num_admitted = 0
-        words = -(-engine.spec.vocab_size // 32)
+        words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
         num = max(width * max_rows(width, most) for width in engine.config.spec.all_widths)
         generator = torch.Generator().manual_seed(0)
@@ -136,7 +136,7 @@ class Bench:
         """Requests with random prompts, to be prefilled by this engine."""
         rng, reqs = random.Random(seed), []
         for number in range(batch):
-            tokens = rng.choices(range(self.engine.spec.vocab_size), k=prompt_len)
+            tokens = rng.choices(range(self.engine.shape.vocab_size), k=prompt_len)
             self._num_admitted += 1  # of another seed each: simulated acceptance is by seed
             own = msgspec.structs.replace(sampling, seed=self._num_admitted)
             req = Req(str(number), 1, "bench", tokens, prompt_len, own, float("inf"))

@@ -51,7 +51,7 @@ class DecodeLoop:
         self._engine = engine
         self._thread = thread
         config, metrics = engine.config, engine.metrics
-        eos_ids, widths = frozenset(engine.spec.eos_token_ids), _widths(engine)
+        eos_ids, widths = frozenset(engine.shape.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
             engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
         )

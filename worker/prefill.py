@@ -31,7 +31,7 @@ class PrefillLoop(Role):
             engine.layout.num_groups,
             engine.model_layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
-            engine.spec.num_layers,
+            engine.shape.num_layers,
             1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
         )
         self.scheduler = PrefillScheduler(

@@ -91,7 +91,7 @@ class Engine:
     """The least that can drive a model: fixed pages per request, chosen apart and out of order."""
 
     def __init__(self, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> None:
-        self.model, spec, heads = model, model.spec, model.heads
+        self.model, spec, heads = model, model.shape, model.heads
         region = KVRegion(
             "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
         )

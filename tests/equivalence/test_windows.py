@@ -136,7 +136,7 @@ def test_delays_change_no_token_of_windows_that_change(num_prefill: int, plain: 
 def ends(ask: Ask, made: Lockstep) -> tuple[int, Callable[[int, int], bool]]:
     """Where a request ends: its max_len, and whether a token at a position is a stop."""
     sampling, num = ask.sampling, len(ask.prompt)
-    eos = () if sampling.ignore_eos else made.engines[DECODE].spec.eos_token_ids
+    eos = () if sampling.ignore_eos else made.engines[DECODE].shape.eos_token_ids
     stops, least = {*sampling.stop_ids, *eos}, num + sampling.min_tokens
     return num + sampling.max_tokens, lambda token, at: token in stops and at >= least
 
@@ -205,7 +205,7 @@ def test_windows_pass_the_last_position_of_the_model(width: int) -> None:
         config["model"]["max_model_len"] = "auto"
         config["spec"] = {"widths": list(widths)}
         made = Lockstep(config, num_prefill=0)
-        longest = made.engines[DECODE].spec.max_position_embeddings
+        longest = made.engines[DECODE].shape.max_position_embeddings
         prompt = sum(problem_ids(100), ())[: longest - 12]
         asked = [Ask(prompt, Sampling(12, temperature=0.0, ignore_eos=True, seed=7))]
         if found:

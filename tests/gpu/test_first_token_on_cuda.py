@@ -76,7 +76,7 @@ def plan_of(counts: Sequence[int], *, draws: bool) -> Plan:
 
 def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, list[Any]]:
     """The tokens, how the step was launched, and all KV after it."""
-    caches = [c for i in range(engine.spec.num_layers) for c in engine.pool.layer(i)]
+    caches = [c for i in range(engine.shape.num_layers) for c in engine.pool.layer(i)]
     for cache in caches:
         cache.zero_()
     step = engine.runner.launch(plan, engine.layer_groups(lambda: None) if hooked else None)

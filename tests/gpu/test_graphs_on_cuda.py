@@ -105,7 +105,7 @@ def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
     prompts, wanted = problem_ids(ROWS), [sampling_of(i) for i in range(ROWS)]
     alone, _ = serve(engine, prompts[:3], wanted[:3])
     caches = [
-        cache for layer in range(engine.spec.num_layers) for cache in engine.pool.layer(layer)
+        cache for layer in range(engine.shape.num_layers) for cache in engine.pool.layer(layer)
     ]
     for cache in caches:
         cache[1:].fill_(float("nan"))  # a stale slot that were read would show
@@ -129,7 +129,7 @@ def test_poisoned_padding_changes_nothing() -> None:
     prompts, wanted = problem_ids(ROWS)[:5], [sampling_of(i) for i in range(5)]  # bucket 8
     clean, _ = serve(engine, prompts, wanted)
     state = engine.runner.loaded.state
-    for layer in range(engine.spec.num_layers):
+    for layer in range(engine.shape.num_layers):
         for cache in engine.pool.layer(layer):
             cache[0].fill_(float("nan"))
     state.floats.temperature[0], state.floats.top_p[0] = 1.0, 0.5

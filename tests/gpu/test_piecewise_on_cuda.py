@@ -86,7 +86,7 @@ def test_every_bucket_was_compared_at_the_start(bench: Any) -> None:
     assert checks
     assert all(check.equal for check in checks)
     segments = {each.num_segments for each in bench.runner.piecewise.values()}
-    assert segments == {bench.engine.spec.num_layers + 1}
+    assert segments == {bench.engine.shape.num_layers + 1}
     assert {each.num_segments for each in bench.runner.full.values()} <= {2, 3}
 
 
@@ -116,7 +116,7 @@ def test_what_others_allocate_changes_nothing(bench: Any) -> None:
 
 def test_layers_are_told_once_in_order_and_their_kv_is_final(bench: Any) -> None:
     """An event of the hook is passed when that layer's KV is; later layers are under way."""
-    layout, layers = chunks.layouts(500, 3, 20), range(bench.engine.spec.num_layers)
+    layout, layers = chunks.layouts(500, 3, 20), range(bench.engine.shape.num_layers)
     final = bench.run(bench.eager.launch, layout, 512)[1:]
     for launch in (bench.eager.launch, bench.runner.launch):
         told: list[int] = []

@@ -20,7 +20,7 @@ class ChainRows:
     """The region "draft" of a drafter, filled with NaN."""
 
     def __init__(self, drafter: ChainDrafter) -> None:
-        size, heads, dtype = drafter.spec.head_dim, drafter.heads, drafter.placement.dtype
+        size, heads, dtype = drafter.shape.head_dim, drafter.heads, drafter.placement.dtype
         name = str(dtype).removeprefix("torch.")
         region = KVRegion("draft", 1, heads.num_kv_heads, size, 1, PAGE_SIZE, name)
         self.drafter = drafter

@@ -70,7 +70,7 @@ def serve(
     widths: Sequence[int] = (1,),
 ) -> tuple[list[list[int]], set[int]]:
     """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
-    eos_ids = frozenset(engine.spec.eos_token_ids)
+    eos_ids = frozenset(engine.shape.eos_token_ids)
     scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
     scheduler.step = STEPS[0]
     scheduler.widths = AnyWidth(widths, random.Random(3))
@@ -178,12 +178,12 @@ class Bench:
 
     def caches(self) -> list[Tensor]:
         """Every layer's keys and values, the sink's page left out."""
-        pool, num_layers = self.engine.pool, self.engine.spec.num_layers
+        pool, num_layers = self.engine.pool, self.engine.shape.num_layers
         return [cache[1:] for i in range(num_layers) for cache in pool.layer(i)]
 
     def plan(self, layout: Layout) -> Plan:
         """Row i + 1 is request i; token ids differ everywhere."""
-        vocab, first, chunks = self.engine.spec.vocab_size, 3, []
+        vocab, first, chunks = self.engine.shape.vocab_size, 3, []
         for i, (start, count) in enumerate(layout):
             tokens = tuple((first + 7 * j) % vocab for j in range(count))
             first += 11 * count
@@ -278,7 +278,7 @@ def check_padding(bench: Bench, layout: Layout, num_rows: int, *, fixed_shape: b
     launch = bench.runner.launch
     clean = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
     poison(bench)
-    for i in range(bench.engine.spec.num_layers):
+    for i in range(bench.engine.shape.num_layers):
         for cache in bench.engine.pool.layer(i):
             cache[0].fill_(float("nan"))
     again = bench.run(launch, layout, num_rows, fixed_shape=fixed_shape)
@@ -293,7 +293,7 @@ def check_layers(bench: Bench, other: EagerChunks | Uncaptured) -> None:
         fill(bench)
         with torch.inference_mode():
             launch(bench.batch(layouts(20, 3, 5), 32), layers.append)
-        assert layers == list(range(bench.engine.spec.num_layers))
+        assert layers == list(range(bench.engine.shape.num_layers))
 
 
 def check_texts(bench: Bench) -> None:

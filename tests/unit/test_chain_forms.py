@@ -211,7 +211,7 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(tmp_path, target: 
 def test_a_drafter_s_digest_covers_flags_weights_and_ids(tmp_path: Path, target: Decoder) -> None:
     def digest() -> str:
         drafter = load(tmp_path, target)
-        return model_digest(drafter.spec, weights_digest(part_sums(drafter.shards())))
+        return model_digest(drafter.shape, weights_digest(part_sums(drafter.shards())))
 
     write_chain(tmp_path, "specforge", TARGET, own=("t2d",), **REDUCED)
     digests = [digest()]
@@ -290,7 +290,7 @@ def test_rows_equal_plain_torch(case: str, tmp_path: Path, target: Decoder) -> N
     """Stored rows for known tokens, then rows that attend, on features and on what is fed back."""
     write_case(tmp_path, case)
     drafter, plain = load(tmp_path, target), Layer(tmp_path, TARGET.num_layers)
-    spec, rows = drafter.spec, ChainRows(drafter)
+    spec, rows = drafter.shape, ChainRows(drafter)
     table = plain.weights.get("embed_tokens", target.embedding.weight)
     head = plain.weights.get("lm_head", target.head.weight)
 
@@ -341,7 +341,7 @@ def test_a_pass_reads_no_value_from_the_device(form: str, tmp_path: Path) -> Non
     meta, kind = torch.device("meta"), torch.bfloat16
     target = Decoder(TARGET, Placement(SingleCollective(), kind, meta))
     drafter = ChainDrafter(read_chain_shape(tmp_path, TARGET), target, 64)
-    taps = torch.empty(6, drafter.spec.num_features * 32, dtype=kind, device=meta)
+    taps = torch.empty(6, drafter.shape.num_features * 32, dtype=kind, device=meta)
     rows, g = ChainRows(drafter), drafter.features(taps)
     rows.store(1, torch.zeros(6), g)
     fed_back, head_input = rows.forward(7, torch.zeros(6), g)

@@ -143,7 +143,7 @@ def test_replays_equal_what_was_piecewise_at_the_same_padded_shape(
 def test_a_capture_has_a_segment_more_than_layers(bench: Bench) -> None:
     assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
     for captured in bench.runner.piecewise.values():
-        assert captured.num_segments == bench.engine.spec.num_layers + 1
+        assert captured.num_segments == bench.engine.shape.num_layers + 1
 
 
 def test_layers_are_told_once_and_in_order(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_pieces_hold_no_layer_and_end_where_attention_begins(alone: Bench) -> No
     calls = [node.target for node in forward._split.graph.nodes if node.op == "call_module"]
     modules = [forward._split.get_submodule(str(name)) for name in calls]
     is_piece = [not isinstance(module, GraphModule) for module in modules]
-    assert is_piece == [True, False] * loaded.model.spec.num_layers + [True]
+    assert is_piece == [True, False] * loaded.model.shape.num_layers + [True]
     assert len(set(modules[::2])) == 3
 
 

@@ -80,7 +80,7 @@ class PrefillAlone:
         layers = range(groups.start * per_group, groups.stop * per_group)
         caches = [cache for layer in layers for cache in self.engine.pool.layer(layer)]
         if groups.stop == NUM_GROUPS:
-            caches += self.engine.pool.caches()[2 * self.engine.spec.num_layers :]
+            caches += self.engine.pool.caches()[2 * self.engine.shape.num_layers :]
         return torch.cat([cache[page].flatten() for cache in caches])
 
     def _send(self, peer: str, message: object) -> None:
@@ -131,7 +131,7 @@ def test_each_group_is_announced_once_and_is_final_then(sampling, worker: Prefil
 def test_the_last_group_is_announced_while_its_step_computes(worker, monkeypatch) -> None:
     """After the last layer has stored its KV comes all its attention, which nobody waits for."""
     attention = worker.engine.runner.loaded.attention.prefill
-    attend, last_layer = attention.forward, worker.engine.spec.num_layers - 1
+    attend, last_layer = attention.forward, worker.engine.shape.num_layers - 1
     in_time = list[bool]()
 
     def after_the_news(q: Any, layer_id: int, out: Any = None) -> Any:

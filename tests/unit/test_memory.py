@@ -164,7 +164,7 @@ def test_the_largest_steps_touch_nothing_but_the_sink(role: str) -> None:
     runner.graphs.run_largest_steps()
     assert not runner.loaded.state.active.any()
     assert not runner.loaded.state.ints.seq_len.any()
-    for layer in range(engine.spec.num_layers):
+    for layer in range(engine.shape.num_layers):
         for cache in engine.pool.layer(layer):
             assert not cache[1:].any()
     engine.close()

@@ -58,7 +58,7 @@ def bench() -> Iterator[Bench]:
 
 
 def test_a_capture_has_a_segment_more_than_breaks(bench: Bench) -> None:
-    num_layers = bench.engine.spec.num_layers
+    num_layers = bench.engine.shape.num_layers
     assert set(bench.runner.piecewise) == {16, 32, MAX_TOKENS}
     for captured in bench.runner.piecewise.values():
         assert captured.num_segments == num_layers + 1
@@ -151,7 +151,7 @@ def test_a_hook_finds_its_layer_s_kv_complete(bench: Bench) -> None:
 
     with torch.inference_mode():
         bench.runner.launch(bench.batch(layout, 32), on_layer)
-    num_layers = bench.engine.spec.num_layers
+    num_layers = bench.engine.shape.num_layers
     assert found == [[j <= i for j in range(num_layers)] for i in range(num_layers)]
 
 
@@ -186,7 +186,7 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
     found, path = forward(told.append)
     assert torch.equal(found[:20], wanted)
     assert path == "piecewise"
-    assert told == list(range(bench.engine.spec.num_layers))
+    assert told == list(range(bench.engine.shape.num_layers))
     runner.buckets[1].piecewise = runner.buckets[1].full = False
     found, path = forward()
     assert path == "eager_dropped"

@@ -40,7 +40,7 @@ def test_every_step_counts_the_bytes_that_its_layers_sum(monkeypatch: pytest.Mon
         engine = cluster.workers["decode-0"].engine
         summed.clear()  # of the start
         asked(cluster)
-        sums_of_step = 1 + 2 * engine.spec.num_layers  # of the embedding, and two of each layer
+        sums_of_step = 1 + 2 * engine.shape.num_layers  # of the embedding, and two of each layer
         counted = [
             [value(engine.metrics, f"all_reduce_bytes_{what}", kind=kind, algorithm="gloo") or 0
              for kind in ("prefill", "decode")]
@@ -74,7 +74,7 @@ def test_a_step_is_under_what_its_padded_size_is_summed_by(num_tokens: int, algo
 
     metrics = WorkerMetrics(**BOUND)
     model: Any = SimpleNamespace(
-        spec=SimpleNamespace(hidden_size=1024),
+        shape=SimpleNamespace(hidden_size=1024),
         placement=SimpleNamespace(dtype=torch.bfloat16),
         collective=Chosen(),
     )

@@ -80,8 +80,8 @@ def build_drafter(
             return None
         return Ngram(state, config.spec.ngram_min, config.spec.ngram_max)
     taps = None  # the drafter is fed with the target's output
-    if model.spec.taps != (target.spec.num_layers,):
-        taps = target.tap(model.spec.taps, _most_tokens(config))
+    if model.shape.taps != (target.shape.num_layers,):
+        taps = target.tap(model.shape.taps, _most_tokens(config))
     strict = config.engine.strict
     if isinstance(model, ChainDrafter):
         attention = _attention(config, model, pool, FROM_KEY_1)
@@ -97,7 +97,7 @@ def _attention(
 ) -> AttentionBackend:
     backend = config.engine.attention.spec
     names = {"spec": backend, "prefill": backend, "decode": backend}
-    heads, size = model.heads, model.spec.head_dim
+    heads, size = model.heads, model.shape.head_dim
     shape = AttentionShape(heads.num_heads, heads.num_kv_heads, size, size**-0.5, mask, "draft")
     try:
         return build_attentions(names, pool, shape).spec

@@ -33,35 +33,35 @@ from worker.step.state import StepState
 class ChainDrafter(DrafterModel):
     """One rank of a drafter. It reads and writes layer 0 of the attention's region."""
 
-    spec: ChainShape
+    shape: ChainShape
 
-    def __init__(self, spec: ChainShape, target: Decoder, max_positions: int) -> None:
-        super().__init__(spec, target, max_positions)
-        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
+    def __init__(self, shape: ChainShape, target: Decoder, max_positions: int) -> None:
+        super().__init__(shape, target, max_positions)
+        size, eps, placement = shape.hidden_size, shape.rms_norm_eps, self.placement
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
-            return RMSNorm(width, eps, placement) if part in spec.names else None
+            return RMSNorm(width, eps, placement) if part in shape.names else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
-            own = part in spec.names
+            own = part in shape.names
             return ReplicatedLinear(width, size, placement, bias=bias) if own else None
 
-        tapped = spec.num_features * spec.target_hidden_size
+        tapped = shape.num_features * shape.target_hidden_size
         self.fc_norm = None
-        if "fc_norm" in spec.names:
+        if "fc_norm" in shape.names:
             self.fc_norm = FeatureNorms(
-                RMSNorm(spec.target_hidden_size, eps, placement) for _ in spec.taps
+                RMSNorm(shape.target_hidden_size, eps, placement) for _ in shape.taps
             )
         self.input_norm = norm("input_norm", tapped)
         self.fc = linear("fc", tapped, bias=False)
         self.token_norm = norm("token_norm")
         self.hidden_norm = norm("hidden_norm")
-        self.projection = linear("projection", 2 * size, bias=spec.projection_bias)
+        self.projection = linear("projection", 2 * size, bias=shape.projection_bias)
         self.layer_norm = norm("layer_norm")
         in_features = 2 * size if self.projection is None else size
-        self.attention = SelfAttention(spec, 0, self.rotary, placement, in_features)
+        self.attention = SelfAttention(shape, 0, self.rotary, placement, in_features)
         self.post_norm = RMSNorm(size, eps, placement)
-        self.feed_forward = FeedForward(spec, placement)
+        self.feed_forward = FeedForward(shape, placement)
         self.final_norm = norm("final_norm")
 
     def features(self, taps: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class ChainDrafter(DrafterModel):
             output = self.collective.all_reduce(part) + residual
             return output, output
         normed, output = self.final_norm.reduce_add(part, residual)
-        return (normed if self.spec.norm_output else output), normed
+        return (normed if self.shape.norm_output else output), normed
 
     def _layer_input(self, input_ids: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """(what q, k and v are made of, the residual that attention is added to)."""
@@ -107,16 +107,16 @@ class ChainDrafter(DrafterModel):
             g,
             None if self.token_norm is None else self.token_norm.weight,
             None if self.hidden_norm is None else self.hidden_norm.weight,
-            self.spec.rms_norm_eps,
-            self.spec.hidden_first,
+            self.shape.rms_norm_eps,
+            self.shape.hidden_first,
         )
         if self.projection is None:
-            return pair, pair[:, g.shape[1] :] if self.spec.norm_before_residual else g
+            return pair, pair[:, g.shape[1] :] if self.shape.norm_before_residual else g
         projected = self.projection(pair)
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def ignores(self, name: str) -> bool:
-        is_target_s = self.spec.form == "mtp" and not name.startswith("model.mtp_layers.")
+        is_target_s = self.shape.form == "mtp" and not name.startswith("model.mtp_layers.")
         return is_target_s or super().ignores(name)
 
 

@@ -63,22 +63,22 @@ class Stacked:
 class DFlashDrafter(DrafterModel):
     """One rank of a drafter. Layer i reads and writes layer i of the region "draft"."""
 
-    spec: DFlashShape
+    shape: DFlashShape
 
-    def __init__(self, spec: DFlashShape, target: Decoder, max_positions: int) -> None:
+    def __init__(self, shape: DFlashShape, target: Decoder, max_positions: int) -> None:
         """The last block may pass `max_positions`."""
-        super().__init__(spec, target, max_positions + spec.block_size)
-        size, eps, placement = spec.hidden_size, spec.rms_norm_eps, self.placement
-        tapped = spec.num_features * spec.target_hidden_size
+        super().__init__(shape, target, max_positions + shape.block_size)
+        size, eps, placement = shape.hidden_size, shape.rms_norm_eps, self.placement
+        tapped = shape.num_features * shape.target_hidden_size
         self.fc = ReplicatedLinear(tapped, size, placement, bias=False)
         self.hidden_norm = RMSNorm(size, eps, placement)
-        layers = [DecoderLayer(spec, i, self.rotary, placement) for i in range(spec.num_layers)]
+        layers = [DecoderLayer(shape, i, self.rotary, placement) for i in range(shape.num_layers)]
         self.layers = Stack(layers)
         # Layers that follow each other and see the same keys.
-        runs = groupby(zip(spec.masks, layers, strict=True), key=itemgetter(0))
+        runs = groupby(zip(shape.masks, layers, strict=True), key=itemgetter(0))
         self.runs = [(mask, [layer for _, layer in run]) for mask, run in runs]
         self.final_norm = RMSNorm(size, eps, placement)
-        if spec.mask_token_id is None:
+        if shape.mask_token_id is None:
             self.tables["mask_embedding"] = placement.empty(size)
         self._stacked: Stacked | None = None
 
@@ -97,9 +97,9 @@ class DFlashDrafter(DrafterModel):
         """
         context, stacked = current(), self._stacked
         assert stacked is not None, "fill() comes first"
-        caches = [context.attention.kv(layer) for layer in range(self.spec.num_layers)]
+        caches = [context.attention.kv(layer) for layer in range(self.shape.num_layers)]
         kv = product(features, stacked.weight, stacked.bias)
-        slots, eps = context.batch.slot_mapping, self.spec.rms_norm_eps
+        slots, eps = context.batch.slot_mapping, self.shape.rms_norm_eps
         rotation = Rotation(self.rotary.table, positions)
         layers_rope_store(kv, rotation, caches, slots, stacked.k_norm, eps)
 
@@ -149,7 +149,7 @@ class DFlash(Drafter):
         num_rows, max_width = len(state.active), state.columns.drafts.shape[1] + 1
         longest = max(min_block, max_width)
         # A block is read as a window is, with masks for drafts. It may pass the end of its text.
-        mask = self._model.spec.mask_token_id or 0
+        mask = self._model.shape.mask_token_id or 0
         self._blocks = replace(
             state.columns,
             max_len=torch.full_like(state.ints.max_len, 1 << 40),

@@ -37,30 +37,30 @@ class DrafterModel(nn.Module):
     the target's ranks.
     """
 
-    spec: DrafterShape
+    shape: DrafterShape
 
-    def __init__(self, spec: DrafterShape, target: Decoder, max_positions: int) -> None:
+    def __init__(self, shape: DrafterShape, target: Decoder, max_positions: int) -> None:
         super().__init__()
-        self.spec = spec
+        self.shape = shape
         self.placement, self.collective = target.placement, target.collective
         device = target.placement.device
         rank, size = self.collective.rank, self.collective.size
-        self.heads = split_heads(spec.num_heads, spec.num_kv_heads, rank, size)
-        self.rotary = RotaryEmbedding(spec, max_positions, device)
-        self.embedding = self._rows("embedding", spec.target_vocab_size, target.embedding)
-        self.head = self._rows("head", spec.vocab_size, target.head)
+        self.heads = split_heads(shape.num_heads, shape.num_kv_heads, rank, size)
+        self.rotary = RotaryEmbedding(shape, max_positions, device)
+        self.embedding = self._rows("embedding", shape.target_vocab_size, target.embedding)
+        self.head = self._rows("head", shape.vocab_size, target.head)
         # [vocab_size] i64: the target's id of each of the head's; None: they are the same.
         self.id_map: Tensor | None = None
         # d2t: target id minus draft id, by draft id. t2d: which target ids have a draft id.
         self.tables = {  # parts that are tensors, not modules
-            "d2t": torch.zeros(spec.vocab_size, dtype=torch.int64, device=device),
-            "t2d": torch.zeros(spec.target_vocab_size, dtype=torch.bool, device=device),
+            "d2t": torch.zeros(shape.vocab_size, dtype=torch.int64, device=device),
+            "t2d": torch.zeros(shape.target_vocab_size, dtype=torch.bool, device=device),
         }
 
     def _rows(self, part: str, num: int, shared: VocabParallelEmbedding) -> VocabParallelEmbedding:
-        if part not in self.spec.names:
+        if part not in self.shape.names:
             return shared
-        return VocabParallelEmbedding(num, self.spec.hidden_size, self.placement)
+        return VocabParallelEmbedding(num, self.shape.hidden_size, self.placement)
 
     def features(self, taps: Tensor) -> Tensor:
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
@@ -68,7 +68,7 @@ class DrafterModel(nn.Module):
 
     def shards(self) -> dict[str, Shard]:
         shards: dict[str, Shard] = {}
-        for part, name in self.spec.names.items():
+        for part, name in self.shape.names.items():
             if part in self.tables:
                 shards[name] = whole(self.tables[part])
             else:
@@ -94,8 +94,8 @@ class DrafterModel(nn.Module):
         self.eval()
 
     def _spread_ids(self) -> None:
-        own = torch.arange(self.spec.vocab_size, device=self.placement.device)
-        targets = own * self.spec.target_vocab_size // self.spec.vocab_size
+        own = torch.arange(self.shape.vocab_size, device=self.placement.device)
+        targets = own * self.shape.target_vocab_size // self.shape.vocab_size
         self.tables["d2t"].copy_(targets - own)
         self.tables["t2d"].zero_()[targets] = True
 
@@ -104,15 +104,15 @@ class DrafterModel(nn.Module):
 
         Raises UserError if ids are not the target's or not ascending, or the two tables disagree.
         """
-        names, size, offsets = self.spec.names, self.spec.target_vocab_size, self.tables["d2t"]
-        targets = torch.arange(self.spec.vocab_size, device=offsets.device) + offsets
+        names, size, offsets = self.shape.names, self.shape.target_vocab_size, self.tables["d2t"]
+        targets = torch.arange(self.shape.vocab_size, device=offsets.device) + offsets
         if bool(((targets < 0) | (targets >= size)).any()):
             raise UserError(f"{path}: {names['d2t']} leads to ids beyond the target's {size}")
         if bool((targets[1:] <= targets[:-1]).any()):
             raise UserError(f"{path}: {names['d2t']} does not lead to ascending ids")
         if "t2d" in names and not torch.equal(self.tables["t2d"].nonzero().flatten(), targets):
             raise UserError(f"{path}: {names['t2d']} and d2t name different ids")
-        self.id_map = targets if self.spec.vocab_size < size else None
+        self.id_map = targets if self.shape.vocab_size < size else None
 
 
 Model = TypeVar("Model", bound=DrafterModel)

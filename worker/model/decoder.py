@@ -116,7 +116,7 @@ class Decoder(nn.Module):
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
-        self.spec = shape
+        self.shape = shape
         self.placement, self.collective = placement, placement.collective
         self.heads = split_heads(
             shape.num_heads, shape.num_kv_heads, self.collective.rank, self.collective.size
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         The norm behind a tapped layer writes the sum that it makes anyway into the buffer, so a tap
         costs no kernel, and graphs write it when they are replayed. Earlier taps are dropped.
         """
-        taps = Taps(layers, max_tokens, self.spec.hidden_size, self.placement)
+        taps = Taps(layers, max_tokens, self.shape.hidden_size, self.placement)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
             layer.input_norm.tap = taps.after(number - 1)

@@ -24,7 +24,7 @@ class Loadable(Protocol):
     """One rank of a model, a drafter too, that waits for its weights."""
 
     @property
-    def spec(self) -> LayerShape:
+    def shape(self) -> LayerShape:
         """Of the whole model."""
         ...
 
@@ -77,7 +77,7 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
                 unexpected.append(name)
     kinds = ("missing", sorted(missing)), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
-        architecture = model.spec.architecture
+        architecture = model.shape.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 
 

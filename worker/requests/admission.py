@@ -32,9 +32,9 @@ class Admission:
         self._me = me
         self._engine = engine
         self._scheduler = scheduler
-        spec = engine.spec
+        shape = engine.shape
         path = engine.config.model.directory
-        self.grammars = Grammars(path, spec.vocab_size, spec.eos_token_ids)
+        self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids)
         self._inbound = inbound
 
     def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
@@ -122,12 +122,12 @@ class Admission:
             self.place(req)
 
     def _check(self, message: Generate) -> None:
-        spec, sampling = self._engine.spec, message.sampling
-        vocab_size = spec.vocab_size
+        shape, sampling = self._engine.shape, message.sampling
+        vocab_size = shape.vocab_size
         max_len = message.num_prompt_tokens + sampling.max_tokens
         limit = int(self._engine.config.model.max_model_len)
         max_logprobs = min(MAX_LOGPROBS, vocab_size)
-        max_stops = MAX_STOP_IDS - len(spec.eos_token_ids)
+        max_stops = MAX_STOP_IDS - len(shape.eos_token_ids)
         if not 1 <= message.num_prompt_tokens <= len(message.tokens) < max_len:
             raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
         if max_len > limit:

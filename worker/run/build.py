@@ -132,7 +132,7 @@ def _run_largest_windows(loaded: LoadedModel) -> None:
         for num in _sizes(num_rows):
             hidden, sampled = forwarded.hidden[: num * width], forwarded.sampled.first(num)
             first = forwarded._replace(hidden=hidden, sampled=sampled)
-            decode.draw(first, plan, Masks.none(num * width, loaded.model.spec.vocab_size))
+            decode.draw(first, plan, Masks.none(num * width, loaded.model.shape.vocab_size))
             if loaded.drafter is not None and width == 1:
                 loaded.drafter.seed(rows[:num])
 

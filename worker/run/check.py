@@ -183,14 +183,17 @@ class DecodeScene(_Scene):
         longest = max(1, self.num_slots - width * (2 * NUM_ROUNDS * NUM_TIMED + 3))
         starts = tuple(self._start(loaded, row, longest) for row in range(1, bucket + 1))
         self._plan = Plan(0, starts=starts, pages=_pages_of_rows(bucket, num_pages))
-        every_second = torch.full((2, -(-loaded.model.spec.vocab_size // 32)), 0x55555555).int()
+        every_second = torch.full((2, -(-loaded.model.shape.vocab_size // 32)), 0x55555555).int()
         every_second[0] = -1  # no mask
         self._masks = Masks(every_second, (torch.arange(bucket * width) % 3 == 0).long())
         super().__init__(loaded, bucket * num_pages + 1)
 
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
-        vocab_size, num_slots = loaded.model.spec.vocab_size, len(loaded.state.penalties.counts) - 1
+        vocab_size, num_slots = (
+            loaded.model.shape.vocab_size,
+            len(loaded.state.penalties.counts) - 1,
+        )
         slot = row if row <= min(num_slots, NUM_PENALIZED) else 0
         text, penalties = (), dict[str, Any](logit_bias=((row, 1.5),) if slot else ())
         if slot:
@@ -244,7 +247,7 @@ class ChunkScene(_Scene):
         starts = [prefix * (i % 2) for i in range(num_reqs)]
         num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
         self.fits = num_reqs <= most and num_reqs * num_pages < loaded.pool.num_pages
-        vocab_size = loaded.model.spec.vocab_size
+        vocab_size = loaded.model.shape.vocab_size
         chunks = tuple(
             Chunk(1 + i, start, tuple(7 * token % vocab_size for token in range(i, i + count)))
             for i, (start, count) in enumerate(zip(starts, counts, strict=True))

@@ -35,7 +35,7 @@ def draw_eagerly(
         # One tail serves every batch: with several, six times as many kernels would be compiled,
         # some for the first time while requests wait.
         tail = TAILS[-1]
-        masks = masks or Masks.none(len(forwarded.hidden), loaded.model.spec.vocab_size)
+        masks = masks or Masks.none(len(forwarded.hidden), loaded.model.shape.vocab_size)
     sent = masks and Masks(*(state.pinned(x).to(state.device, non_blocking=True) for x in masks))
     draws = Draws(tail, plan.penalized, plan.num_logprobs, sent)
     if not plan.chunks:

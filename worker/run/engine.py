@@ -32,7 +32,7 @@ class Engine:
     """The parts of one worker. Filled by `build_engine`."""
 
     config: WorkerConfig  # resolved
-    spec: ModelShape
+    shape: ModelShape
     model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity

@@ -58,7 +58,7 @@ class FullDecode(DecodeGraphs):
         shapes = [(b, w) for w in loaded.widths for b in buckets_of(self.buckets, w)]
         self._shapes = sorted(shapes, key=lambda shape: (shape[0] * shape[1], shape), reverse=True)
         most = self._shapes[0][0] * self._shapes[0][1]
-        shape = most + 1, -(-loaded.model.spec.vocab_size // 32)
+        shape = most + 1, -(-loaded.model.shape.vocab_size // 32)
         self._masks = Masks(
             torch.full(shape, -1, dtype=torch.int32, device=device),
             torch.zeros(most, dtype=torch.int64, device=device),

@@ -83,7 +83,7 @@ class PiecewiseChunks(ChunkGraphs):
         self.full: dict[int, Capture[Tensor]] = {}
         self._launched_variants: set[Hashable] = {None}  # of attention; None: it has only one
         placement = loaded.model.placement
-        shape = self.buckets[-1].num_tokens, loaded.model.spec.hidden_size
+        shape = self.buckets[-1].num_tokens, loaded.model.shape.hidden_size
         self.embedded = torch.zeros(shape, dtype=placement.dtype, device=placement.device)
 
     @torch.inference_mode()
@@ -207,7 +207,7 @@ class PiecewiseChunks(ChunkGraphs):
                 continue
             self._launched_variants.add(variant)
             plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
-            shape = num_tokens, loaded.model.heads.num_heads, loaded.model.spec.head_dim
+            shape = num_tokens, loaded.model.heads.num_heads, loaded.model.shape.head_dim
             q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):

@@ -24,7 +24,9 @@ from worker.run.ranks import Ranks
 from worker.run.stream import stream_of
 from worker.step.state import SampledRows
 
-BARRIER_SIZE = 8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
+BARRIER_SIZE = (
+    8  # elements of an all-reduce that is a barrier: 16 bytes or more, as our kernel needs
+)
 
 
 class ModelRunner:
@@ -222,7 +224,7 @@ def count_sums(model: Decoder, metrics: WorkerMetrics, step: Step) -> None:
     algorithm depends on the number of tokens alone, in captured graphs as well.
     """
     dtype, kind = model.placement.dtype, "prefill" if step.plan.chunks else "decode"
-    num_bytes = step.num_tokens * model.spec.hidden_size * dtype.itemsize
+    num_bytes = step.num_tokens * model.shape.hidden_size * dtype.itemsize
     algorithm = model.collective.algorithm(num_bytes, dtype)
     metrics.all_reduce_bytes(kind, algorithm).observe(num_bytes)
 

@@ -77,7 +77,7 @@ def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
         step_log = StepLog(config.engine.step_log, name, device)
     return Engine(
         config=config,
-        spec=start.shape,
+        shape=start.shape,
         model_layout=start.model_layout,
         layout=start.layout,
         identity=start.model_layout.identity(config.model.name, loaded.digest),
@@ -119,20 +119,20 @@ def probe() -> Machine:
 
 
 def model_layout(
-    config: WorkerConfig, spec: ModelShape, drafter: DrafterShape | None
+    config: WorkerConfig, shape: ModelShape, drafter: DrafterShape | None
 ) -> ModelLayout:
     """How a KV page of the whole model is laid out, with the drafter's regions if it has any."""
     num_groups = config.kv.num_groups
     if num_groups == "auto":
         # On a CPU a pull is short beside a step: little to gain by hiding it.
         most = 1 if config.engine.device == "cpu" else MAX_GROUPS
-        num_groups = max(n for n in range(1, most + 1) if spec.num_layers % n == 0)
-        log.debug("kv.num_groups = %d (of %d layers)", num_groups, spec.num_layers)
+        num_groups = max(n for n in range(1, most + 1) if shape.num_layers % n == 0)
+        log.debug("kv.num_groups = %d (of %d layers)", num_groups, shape.num_layers)
     target = KVRegion(
         name="target",
-        num_layers=spec.num_layers,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
         num_groups=num_groups,
         page_size=int(config.kv.page_size),
         dtype=config.model.dtype,

@@ -68,9 +68,9 @@ def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device) -> str:
     return _sha256(["noise 1", seed, str(dtype), device.type])
 
 
-def model_digest(spec: LayerShape, weights: str) -> str:
+def model_digest(shape: LayerShape, weights: str) -> str:
     """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
-    fields = {name: value for name, value in asdict(spec).items() if name not in NOT_OF_KV}
+    fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
     return _sha256([fields, weights])
 
 
@@ -90,7 +90,7 @@ def models_digest(models: Mapping[str, Loadable], rank_group: RankGroup, noise: 
         if not noise:
             sums = rank_group.gather(msgspec.msgpack.encode(part_sums(model.shards())))
             weights = weights_digest(chain.from_iterable(map(decode, sums)))
-        digests[region] = model_digest(model.spec, weights)
+        digests[region] = model_digest(model.shape, weights)
     return combined(digests)
 
 

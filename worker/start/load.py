@@ -151,7 +151,7 @@ def _assemble(
     config: WorkerConfig, pool: KVPool, model: Decoder, drafter: DrafterModel | None
 ) -> LoadedModel:
     """Build everything that a step's device work needs, over `pool`."""
-    engine, spec, page_size = config.engine, model.spec, int(config.kv.page_size)
+    engine, shape, page_size = config.engine, model.shape, int(config.kv.page_size)
     max_len, decodes = int(config.model.max_model_len), config.role == "decode"
     widths = config.spec.all_widths if decodes else (1,)
     max_width = max(widths)
@@ -160,33 +160,34 @@ def _assemble(
     names, heads = engine.attention.model_dump(), model.heads
     if max_width == 1:
         del names["spec"]
-    shape = AttentionShape(heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5)
-    attention = build_attentions(names, pool, shape)
+    size = shape.head_dim
+    attended = AttentionShape(heads.num_heads, heads.num_kv_heads, size, size**-0.5)
+    attention = build_attentions(names, pool, attended)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
             "KV lengths after a step that verifies drafts; set it to triton, or spec.widths to [1]",
             "engine.attention.decode",
         )
-    shape = StateShape(
+    rows = StateShape(
         int(engine.max_num_reqs),
         -(-(max_len + longest - 1) // page_size) + 1,
-        spec.eos_token_ids,
+        shape.eos_token_ids,
         num_penalty_slots=int(engine.penalty_rows) if decodes else 0,
-        vocab_size=spec.vocab_size,
+        vocab_size=shape.vocab_size,
         max_width=max_width,
         max_text=max_len + 1 if decodes and config.spec.reads_text else 0,
     )
-    state = StepState(shape, pool.device)
+    state = StepState(rows, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
     buffers = BatchBuffers(
         state,
         page_size,
         int(engine.max_prefill_tokens),
-        drafts=drafter is not None and isinstance(drafter.spec, ChainShape),
+        drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
         # Long steps end the last layer for last tokens alone; a drafter that taps it needs all.
-        all_hidden=drafter is not None and max(drafter.spec.taps) >= spec.num_layers - 1,
+        all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
     )
     return LoadedModel(
         model,
