@@ -163,7 +163,7 @@ class Dispatcher:
         if chunk.finish_reason is not None:
             self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
         req = self._reqs.get(chunk.req_id)
-        if req is None or req.dispatch != chunk.dispatch or req.choice is None:
+        if req is None or req.dispatch != chunk.dispatch or req.route is None:
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
@@ -219,8 +219,8 @@ class Dispatcher:
         req.tokens.extend(tokens)
         scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
         if piece.stopped:
-            assert req.choice is not None
-            self._wire.send(req.choice.decode, Stop(req.req_id, req.dispatch, req.position))
+            assert req.route is not None
+            self._wire.send(req.route.decode, Stop(req.req_id, req.dispatch, req.position))
             self._end(req, FinishReason.STOP, piece.text, scored=scored)
         elif piece.text or scored:
             req.mailbox.put(Delta(req.index, piece.text, scored=scored))
@@ -229,7 +229,7 @@ class Dispatcher:
 
     def _on_refused(self, peer: PeerId, refused: Refused) -> None:
         req = self._reqs.get(refused.req_id)
-        if req is None or req.dispatch != refused.dispatch or req.choice is None:
+        if req is None or req.dispatch != refused.dispatch or req.route is None:
             return
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
@@ -244,7 +244,7 @@ class Dispatcher:
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         known = self._members.get(peer)
         self._members.lost(peer)
-        there = [r for r in self._reqs.values() if r.choice and r.choice.decode == peer]
+        there = [r for r in self._reqs.values() if r.route and r.route.decode == peer]
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
@@ -267,10 +267,10 @@ class Dispatcher:
             error = ApiError("worker_lost", "the worker that had the request is lost")
             self._end(req, FinishReason.ERROR, error=error)
         else:
-            assert req.choice is not None
+            assert req.route is not None
             if req.trace is not None:
                 req.trace.leave(time.monotonic(), error=cause)
-            req.avoid, req.waiting_since = req.choice.decode, None
+            req.avoid, req.waiting_since = req.route.decode, None
             self._queue.leave(req, served=False)
             self._metrics.retries(cause).inc()
             self._queue.add(req, first=True)

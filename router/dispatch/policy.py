@@ -19,7 +19,7 @@ POLICIES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Route:
     """Where a request goes: its decode worker, and prefill workers in order of preference."""
 
     decode: PeerId
@@ -29,7 +29,7 @@ class Choice:
 class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
         """Place a request at one of `decode`, which may take it and are at least one.
 
         `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
@@ -44,11 +44,11 @@ class LeastLoaded(Policy):
     Ties are broken at random, so that routers that know the same do not all choose the same.
     """
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
         best = min(decode, key=lambda known: (_load(known), random.random()))
         pool = _eligible(best, prefill)
         pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
-        return _choice(best, pool)
+        return _route(best, pool)
 
 
 class RoundRobin(Policy):
@@ -58,7 +58,7 @@ class RoundRobin(Policy):
         self._decode_turn = 0
         self._prefill_turn = 0
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Choice:
+    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
         in_order = sorted(decode, key=lambda known: known.peer)
         chosen = in_order[self._decode_turn % len(in_order)]
         self._decode_turn += 1
@@ -67,7 +67,7 @@ class RoundRobin(Policy):
             first = self._prefill_turn % len(pool)
             self._prefill_turn += 1
             pool = pool[first:] + pool[:first]
-        return _choice(chosen, pool)
+        return _route(chosen, pool)
 
 
 def policy(name: str) -> Policy:
@@ -91,9 +91,9 @@ def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
     return [known for known in prefill if form(known) == form(decode)]
 
 
-def _choice(decode: Known, prefill: Sequence[Known]) -> Choice:
+def _route(decode: Known, prefill: Sequence[Known]) -> Route:
     candidates = tuple(
         Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token)
         for known in prefill[:MAX_CANDIDATES]
     )
-    return Choice(decode.peer, candidates)
+    return Route(decode.peer, candidates)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
-from router.dispatch.policy import Choice, Policy
+from router.dispatch.policy import Route, Policy
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
@@ -49,7 +49,7 @@ class Req:
     deadline: float = 0.0
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
-    choice: Choice | None = None  # the workers it was sent to; None while it waits
+    route: Route | None = None  # the workers it was sent to; None while it waits
     num_losses: int = 0
     num_cached_tokens: int = 0
     avoid: PeerId = ""  # the worker that was lost with it: another one is preferred
@@ -104,7 +104,7 @@ def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
 class Queue:
     """The requests that wait.
 
-    Only this class changes where a request is: in the queue (its choice is None) or at a worker.
+    Only this class changes where a request is: in the queue (its route is None) or at a worker.
     `expired` is called with a request that has waited for `queue_timeout_s` at a stretch.
     """
 
@@ -132,7 +132,7 @@ class Queue:
 
         One that a worker has refused expires at once if its queue timeout has passed meanwhile.
         """
-        assert req.choice is None
+        assert req.route is None
         now = req.queued_at = time.monotonic()
         if req.trace is not None:
             req.trace.enter("router_queue", now)
@@ -143,7 +143,7 @@ class Queue:
         if first:
             self._waiting.move_to_end(req.req_id, last=False)
         self.place()
-        if req.waiting_since is None and (first or req.choice is None):
+        if req.waiting_since is None and (first or req.route is None):
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
@@ -157,17 +157,17 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
-            choice = self._policy.choose(with_leader or preferred or decode, prefill)
-            self._send(req, choice, after)
+            route = self._policy.choose(with_leader or preferred or decode, prefill)
+            self._send(req, route, after)
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
         self._waiting.pop(req.req_id, None)
-        choice, req.choice = req.choice, None
-        if choice is None:
+        route, req.route = req.route, None
+        if route is None:
             req.queued_s += time.monotonic() - req.queued_at
             return
-        self._members.left(choice.decode, gives_room=served)
+        self._members.left(route.decode, gives_room=served)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""
@@ -177,23 +177,23 @@ class Queue:
 
     def abort(self, req: Req) -> None:
         """Tell the worker that has `req`, if one has, to drop it."""
-        if req.choice is not None:
-            self._wire.send(req.choice.decode, Abort(req.req_id, req.dispatch))
+        if req.route is not None:
+            self._wire.send(req.route.decode, Abort(req.req_id, req.dispatch))
 
     def _late(self, req: Req, since: float) -> None:
-        if not req.outcome and req.choice is None and req.waiting_since == since:
+        if not req.outcome and req.route is None and req.waiting_since == since:
             self._expired(req)
 
-    def _send(self, req: Req, choice: Choice, after: str) -> None:
+    def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
         req.dispatch += 1
-        req.choice = choice
+        req.route = route
         req.queued_s += now - req.queued_at
-        first = choice.candidates[0].peer if choice.candidates else None
-        self._members.sent(choice.decode, first, len(req.prompt), now)
+        first = route.candidates[0].peer if route.candidates else None
+        self._members.sent(route.decode, first, len(req.prompt), now)
         trace = ""
         if req.trace is not None:
-            req.trace.enter("dispatch", now, {"kvlane.worker": choice.decode}, asks=True)
+            req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)
             trace = req.trace.carried
         generate = Generate(
             req_id=req.req_id,
@@ -202,12 +202,12 @@ class Queue:
             num_prompt_tokens=len(req.prompt),
             sampling=req.sampling,
             timeout_s=max(0.001, req.deadline - now),
-            candidates=choice.candidates,
+            candidates=route.candidates,
             after=after,
             trace=trace,
         )
-        log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, choice.decode)
-        self._wire.send(choice.decode, generate)
+        log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
+        self._wire.send(route.decode, generate)
 
 
 def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
@@ -217,7 +217,7 @@ def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
     refusal or loss it no longer follows.
     """
     leader = req.leader
-    if leader is None or leader.choice is None or req.dispatch > 0:
+    if leader is None or leader.route is None or req.dispatch > 0:
         return [], ""
-    at = [known for known in decode if known.peer == leader.choice.decode]
+    at = [known for known in decode if known.peer == leader.route.decode]
     return at, leader.req_id if at else ""
