@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
-from router.dispatch.policy import Route, Policy
+from router.dispatch.policy import Policy, Route
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
