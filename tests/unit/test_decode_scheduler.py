@@ -260,7 +260,7 @@ class Simulation:
         """As worker.requests.admission.Admission.place."""
         if req.num_computed_tokens == len(req.tokens) - 1:
             self.counts["cached"] += 1
-            self.scheduler.commit(req)
+            self.scheduler.make_ready(req)
         elif not self.scripts[req].remote:
             self.counts["local"] += 1
             self.scheduler.prefill_locally(req)
@@ -375,7 +375,7 @@ class Simulation:
             self.end(req)
         elif pull.num_landed >= num_wanted:
             self.counts["fetched"] += 1
-            self.scheduler.commit(req)
+            self.scheduler.make_ready(req)
         else:
             self.counts["fallback"] += 1
             self.scheduler.prefill_locally(req)

@@ -112,7 +112,7 @@ class Admission:
     def queue_for_row(self, req: Req) -> None:
         """All KV but the last token's is here."""
         req.timeline.landed(time.monotonic())
-        self._scheduler.commit(req)
+        self._scheduler.make_ready(req)
 
     def resume_preempted(self) -> None:
         """Admit preempted requests again, oldest first, until one does not fit."""

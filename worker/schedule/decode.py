@@ -112,7 +112,7 @@ class DecodeScheduler:
         req.phase = Phase.LOCAL
         self.local.append(req)
 
-    def commit(self, req: Req) -> None:
+    def make_ready(self, req: Req) -> None:
         """Enter KV of tokens[:-1], which is final, into the tree; queue `req` for a row."""
         assert req.hold is not None
         req.num_computed_tokens = len(req.tokens) - 1
