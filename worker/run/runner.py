@@ -105,7 +105,8 @@ class ModelRunner:
 
     def check_ranks(self) -> None:
         """Raise PeerLost if another rank was late in an all-reduce; its results are invalid."""
-        self.loaded.model.collective.check()
+        if self.loaded.model.collective.size > 1:
+            self.loaded.model.collective.check()
 
     def close(self) -> None:
         """Wait for launched steps and free captured graphs."""
