@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 
-import networkx  # torch needs it, too
+import networkx
 
 PACKAGES = ("worker", "router", "cluster")
 REPOSITORY = Path(__file__).parents[2]
