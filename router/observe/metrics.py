@@ -104,8 +104,8 @@ class RouterMetrics(Families):
         self.stale_chunks = self.dropped("chunk")
         self.first_tokens = tuple(self.ttft(where) for where in PREFILLS)
         self.live = Live()
-        self._vllm = VllmMetrics(self)
-        if vllm:
+        self._vllm = VllmMetrics(self) if vllm else None
+        if self._vllm is not None:
             self.registry.register(self._vllm)
 
     def prompt(self, num_tokens: int, num_cached: int) -> None:
@@ -117,13 +117,15 @@ class RouterMetrics(Families):
     def ended(self, outcome: str) -> None:
         """Count the end of one choice; a request without any counts in `requests` alone."""
         self.requests(outcome).inc()
-        self._vllm.ended(outcome)
+        if self._vllm is not None:
+            self._vllm.ended(outcome)
 
     def spent(self, spent: StageTimes, num_tokens: int, trace_id: str = "") -> None:
         """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
             self.stages(stage).observe(seconds, trace_id)
-        self._vllm.spent(spent, num_tokens)
+        if self._vllm is not None:
+            self._vllm.spent(spent, num_tokens)
 
     def watch(self, live: Live) -> None:
         """Gauges read from `live` when they are scraped."""
