@@ -17,6 +17,14 @@ MinP = Annotated[float, Field(ge=0, lt=1)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100)]
 
 
+def given(value: Any) -> Any:
+    """A JSON object without the fields that are null; anything else as it is."""
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, Any]", value)
+    return {name: item for name, item in fields.items() if item is not None}
+
+
 class Defaults(BaseModel):
     """Sampling parameters of requests that do not name them; read as vLLM reads the model's file.
 
@@ -34,11 +42,12 @@ class Defaults(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _as_written(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        fields = cast("dict[str, Any]", value)
-        greedy = {"temperature": 0.0} if fields.get("do_sample") is False else {}
-        return {name: item for name, item in fields.items() if item is not None} | greedy
+        fields = given(value)
+        match value:
+            case {"do_sample": False}:
+                return fields | {"temperature": 0.0}
+            case _:
+                return fields
 
 
 def defaults_of(directory: Path) -> Defaults:

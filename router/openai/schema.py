@@ -20,7 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from router.errors import ApiError, invalid, unsupported
-from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP
+from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
@@ -92,13 +92,7 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _null_is_default(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        fields = cast("dict[str, Any]", value)
-        return {name: item for name, item in fields.items() if item is not None}
+    _null_is_default = model_validator(mode="before")(given)
 
 
 class StreamOptions(RequestModel):
