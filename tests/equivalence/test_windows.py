@@ -92,7 +92,7 @@ def test_windows_change_no_token(widths, page_size, num_prefill, overlap, plain:
     made, known = workers(num_prefill, page_size, widths, overlap=overlap), scripts(*plain)
     Oracle(made.engines[DECODE], known)
     check_told(made, asked, obeys(made, asked, wanted, known))
-    if page_size == 16 and min(widths) == 1:  # with wide windows alone requests end too early
+    if page_size == 16 and min(widths) < 4:  # with wide windows alone requests end too early
         assert value(made.engines[DECODE].metrics.preemptions) > 0
     kept = {window.num for windows in made.windows.values() for window in windows}
     assert 1 in kept
