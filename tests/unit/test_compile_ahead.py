@@ -172,3 +172,28 @@ def test_what_does_not_compile_is_an_error_and_launches_are_as_before():
     assert compile_ahead(lambda: None) == 0
     assert triton.runtime.jit.JITFunction.run is launch
     assert torch.empty(1, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
+static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
+static struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
+PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&made); }
+"""
+
+
+def test_a_launcher_that_is_loaded_again_leaves_the_others_alone():
+    """As threads do it: the second is loaded, the first again, and then the second's is taken."""
+    numbers, build = list[int](), triton.runtime.build
+
+    def step() -> None:
+        def load(number: int):
+            src = LAUNCHER.replace("NUMBER", str(number))
+            return build.compile_module_from_src(src, "__triton_launcher", [], [], [])
+
+        first, second, again = load(1), load(2), load(1)
+        numbers.extend(module.launch() for module in (first, second, again))
+
+    compile_ahead(step)
+    assert numbers == [1, 2, 1]

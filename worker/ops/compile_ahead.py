@@ -56,10 +56,16 @@ def _compile_ahead(step: Callable[[], object]) -> int:
                     return parse_alone(kernel)
             return parse_alone(kernel)
 
+    def load_alone(name: str, path: str) -> Any:
+        # CPython has one module of a name. A launcher that is loaded again puts its function there,
+        # where another thread may be about to take its own: so each file has a name of its own.
+        return load_module(f"{os.path.basename(os.path.dirname(path))}.{name}", path)
+
     # The class that kernels share with constexpr functions, which are parsed, too.
     owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
-    parse_alone = owner.parse
+    parse_alone, load_module = owner.parse, triton.runtime.build._load_module_from_path
     with (
+        replaced(triton.runtime.build, "_load_module_from_path", load_alone),
         replaced(owner, "parse", parse),
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
