@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import copy_context
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -63,9 +64,10 @@ def _compile_ahead(step: Callable[[], object]) -> int:
 
     # The class that kernels share with constexpr functions, which are parsed, too.
     owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
-    parse_alone, load_module = owner.parse, triton.runtime.build._load_module_from_path
+    build: Any = import_module("triton.runtime.build")
+    parse_alone, load_module = owner.parse, build._load_module_from_path
     with (
-        replaced(triton.runtime.build, "_load_module_from_path", load_alone),
+        replaced(build, "_load_module_from_path", load_alone),
         replaced(owner, "parse", parse),
         _Loading(triton.runtime.driver.active) as pool,
         triton.AsyncCompileMode(pool) as mode,
