@@ -43,7 +43,11 @@ class Shape:
     head_dim: int
 
 
-MODELS = {"qwen3-8b": Shape(36, 32, 8, 128), "tiny": Shape(2, 4, 2, 32)}
+MODELS = {
+    "qwen3-8b": Shape(36, 32, 8, 128),
+    "hybrid-9b": Shape(8, 16, 4, 256),
+    "tiny": Shape(2, 4, 2, 32),
+}
 
 
 @dataclass(slots=True)

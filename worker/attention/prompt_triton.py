@@ -30,10 +30,11 @@ from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
 from worker.ops.launch import has_dependent_launch
 
-BLOCK_M, BLOCK_N = 128, 128
-HEAD_DIMS = (64, 128)
+BLOCK_M = 128
+UNIT = 128  # gathered rows of a request are a multiple of it
+BLOCKS_N = {64: 128, 128: 128, 256: 64}  # keys of a step, by head_dim
 SHARED_BYTES = 228 << 10  # of an SM
-NUM_WARPS, NUM_STAGES = 8, 3
+NUM_WARPS, NUM_STAGES = 8, {64: 3, 128: 3, 256: 2}  # stages by head_dim
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_head"])
@@ -164,7 +165,7 @@ class PromptPlan:
 def serves(k_cache: Tensor) -> bool:
     """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view."""
     _, _, page_size, head_dim = k_cache.shape
-    known = k_cache.dtype.itemsize == 2 and BLOCK_N % page_size == 0 and head_dim in HEAD_DIMS
+    known = k_cache.dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in BLOCKS_N
     return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
 
 
@@ -177,7 +178,7 @@ def _has_room(x: Tensor) -> bool:
 
 def num_rows(seq_lens: Sequence[int]) -> int:
     """Rows of gathered keys that requests of such lengths take."""
-    return sum(-(-length // BLOCK_N) * BLOCK_N for length in seq_lens)
+    return sum(-(-length // UNIT) * UNIT for length in seq_lens)
 
 
 def plan_prompts(
@@ -195,18 +196,18 @@ def plan_prompts(
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
     _, num_tokens, max_query_len, max_seq_len = bounds
-    max_tiles = -(-max_query_len // BLOCK_M)
+    max_tiles, block_n = -(-max_query_len // BLOCK_M), BLOCKS_N[shape.head_dim]
     num_tiles = min(len(seq_lens) * max_tiles, -(-num_tokens // BLOCK_M) + len(seq_lens))
     tiles = PagedTiles(
-        BLOCK_M, BLOCK_N, rows=BLOCK_M, max_tiles=max_tiles, max_items=num_tiles,
-        programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        BLOCK_M, block_n, rows=BLOCK_M, max_tiles=max_tiles, max_items=num_tiles,
+        programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS, num_stages=NUM_STAGES[shape.head_dim],
     )  # fmt: skip
     each_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
     paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, page_size)
-    units = torch.div(seq_lens + BLOCK_N - 1, BLOCK_N, rounding_mode="floor") * BLOCK_N
+    units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
-        TensorDescriptor(each, list(each.shape), [shape.head_dim, 1], [BLOCK_N, shape.head_dim])
+        TensorDescriptor(each, list(each.shape), [shape.head_dim, 1], [block_n, shape.head_dim])
         for each in gathered.flatten(1, 2)
     )
     return PromptPlan(paged, seq_lens, first_rows, gathered, keys, values, max_seq_len)
@@ -230,7 +231,7 @@ def prompt_attention(
     assert out.is_contiguous()
     keys, values = plan.gathered
     num_pages = num_rows([plan.max_seq_len]) // page_size
-    constants: dict[str, Any] = {"PAGE": page_size, "HEAD_DIM": head_dim, "UNIT": BLOCK_N}
+    constants: dict[str, Any] = {"PAGE": page_size, "HEAD_DIM": head_dim, "UNIT": UNIT}
     _gather_kernel[(num_pages, len(plan.seq_lens), kv_heads)](
         k_cache, v_cache, keys, values, page_table, plan.seq_lens, plan.first_rows,
         page_table.stride(0), k_cache.stride(0), k_cache.stride(1), keys.stride(0), **constants,
@@ -247,6 +248,7 @@ def prompt_attention(
 def prompt_constants(heads: tuple[int, int], head_dim: int) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
     return {
-        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCK_N, "HEAD_DIM": head_dim, "HEADS": heads[0],
-        "GROUP": heads[0] // heads[1], "FIELDS": FIELDS, "INTERPRETED": INTERPRETED,
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[head_dim], "HEAD_DIM": head_dim,
+        "HEADS": heads[0], "GROUP": heads[0] // heads[1], "FIELDS": FIELDS,
+        "INTERPRETED": INTERPRETED,
     }  # fmt: skip

@@ -1,0 +1,1 @@
+"""Recurrent layers: gated delta nets over slots of state."""

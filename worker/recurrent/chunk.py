@@ -1,0 +1,109 @@
+"""Chunks of prompts through a delta net: state in, state out, 64 tokens at a time.
+
+Within a block the rule is a product of matrices (WY form: Yang et al., arXiv:2406.06484, section 3;
+with decay arXiv:2412.06464, section 3.3). Blocks begin at multiples of 64 of the request, and
+chunks that are not a prompt's last end there, so it does not matter how a prompt was cut.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.ops.op import op
+from worker.recurrent.delta_net import (
+    BLOCK,
+    TAPS,
+    DeltaState,
+    DeltaWeights,
+    Inputs,
+    by_channel,
+    by_head,
+    convolved,
+    gated_norm,
+    inputs,
+)
+
+
+class Chunks(NamedTuple):
+    """Chunks of n requests, as Batch has them. A padded request has no tokens."""
+
+    query_start: Tensor  # [n + 1] i32
+    seq_lens: Tensor  # [n] i32; with the chunk
+    slots: Tensor  # [n] i64; of each request's state
+    # [2, at least all blocks] i32: request (n: none) and first token of each block of the batch
+    blocks: Tensor
+
+
+def block_table(query_start: Tensor, num_tokens: int) -> Tensor:
+    """Chunks.blocks of a batch of `num_tokens` tokens, padded ones included; enqueued only."""
+    n = len(query_start) - 1
+    counts = -((query_start[:-1] - query_start[1:]) // BLOCK)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    number = torch.arange(num_tokens // BLOCK + n, dtype=torch.int32, device=query_start.device)
+    request = torch.searchsorted(ends, number, right=True, out_int32=True)
+    held = request.clamp(max=n - 1)
+    first = query_start[held] + (number - ends[held] + counts[held]) * BLOCK
+    return torch.stack((request, first))
+
+
+def delta_chunk_ref(
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: Chunks
+) -> Tensor:
+    """Returns [num_tokens, value_width] of the dtype of `packed`; padded tokens are zero.
+
+    packed: [num_tokens, packed_width]. Slots are written.
+    """
+    shape = state.shape
+    widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
+    qkv, z, ba = packed.split(widths, dim=-1)
+    out = z.new_zeros(z.shape)
+    starts, lengths = chunks.query_start.tolist(), chunks.seq_lens.tolist()
+    for i, slot in enumerate(chunks.slots.tolist()):
+        tokens = slice(starts[i], starts[i + 1])
+        count = tokens.stop - tokens.start
+        if not count:
+            continue
+        s, conv = state.s[slot].flatten(0, 1), state.conv[slot : slot + 1]
+        early = by_channel(conv, shape)[0]
+        if lengths[i] == count:  # nothing is read at position 0
+            s, early = torch.zeros_like(s), torch.zeros_like(early)
+        raw = torch.cat((early, qkv[tokens]))
+        x = inputs(convolved(raw, weights.conv), ba[tokens], weights, shape)
+        outputs = []
+        for at in range(0, count, BLOCK):
+            s, o = delta_block(s, Inputs(*(part[at : at + BLOCK] for part in x)))
+            outputs.append(o)
+        out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
+        state.s[slot] = s.unflatten(0, (shape.key_heads, shape.ratio))
+        state.conv[slot] = by_head(raw[None, 1 - TAPS :], shape)[0]
+    return out
+
+
+def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
+
+    s: [value_heads, value_dim, key_dim] f32. The arithmetic of a token does not depend on how many
+    follow it.
+    """
+    count = len(x.g)
+    q, k, v, g, beta = (
+        torch.nn.functional.pad(part.transpose(0, 1), (0, 0) * (part.dim() - 2) + (0, BLOCK - count))
+        for part in x
+    )
+    total = g.cumsum(1)
+    decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
+    mixed = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+    both = torch.cat((beta[..., None] * v, (beta * total.exp())[..., None] * k), dim=-1)
+    eye = torch.eye(BLOCK, device=s.device)
+    u, w = torch.linalg.solve_triangular(
+        eye + mixed, both, upper=False, unitriangular=True
+    ).split([v.shape[-1], k.shape[-1]], dim=-1)
+    new = u - w @ s.mT
+    o = (q * total.exp()[..., None]) @ s.mT + (q @ k.mT * decay) @ new
+    last = total[:, -1:]
+    s = s * last[..., None].exp() + new.mT @ (k * (last - total).exp()[..., None])
+    return s, o[:, :count].transpose(0, 1)
+
+
+delta_chunk = op(delta_chunk_ref)

@@ -1,0 +1,311 @@
+"""Kernels of chunk.py: convolution, each block's matrices, the scan over blocks, gated norm."""
+
+import torch
+from torch import Tensor
+
+from worker.ops.jit import enter, tl, triton
+from worker.ops.launch import overlap
+from worker.recurrent.chunk import Chunks
+from worker.recurrent.delta_net import BLOCK, DeltaState, DeltaWeights
+from worker.recurrent.window_triton import normalised, softplus
+
+SCAN_VALUES, SCAN_STAGES, SCAN_WARPS, MATRIX_WARPS = 32, 2, 4, 4
+
+
+@triton.jit
+def _raw(conv, packed, stride_conv, stride_packed, t, end, started, lanes):
+    """Raw inputs of a chunk's tokens t < end, from -3 on: of the slot or the chunk."""
+    of_slot = tl.load(conv + (t + 3) * stride_conv + lanes, mask=(t < 0) & started, other=0.0)
+    inside = (t >= 0) & (t < end)
+    of_chunk = tl.load(packed + t * stride_packed + lanes, mask=inside, other=0.0)
+    return tl.where(t < 0, of_slot, of_chunk)
+
+
+@triton.jit
+def _convolved(
+    conv, chunk, weight, stride_conv, stride_packed, t, end, started,
+    DIM: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK, DIM] f32, rounded to the weight's dtype."""
+    lanes = tl.arange(0, DIM)[None, :]
+    total = tl.zeros((t.shape[0], DIM), dtype=tl.float32)
+    for tap in tl.static_range(4):
+        x = _raw(conv, chunk, stride_conv, stride_packed, t[:, None] + (tap - 3), end, started,
+                 lanes)  # fmt: skip
+        total += x.to(tl.float32) * tl.load(weight + lanes * 4 + tap).to(tl.float32)
+    return (total / (1.0 + tl.exp(-total))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _convolve_kernel(
+    packed, conv_weight, a_log, dt_bias, conv_all, query_start, seq_lens, slots, blocks,
+    mixed, decays, betas, stride_packed, stride_conv_slot, stride_conv_head, stride_conv,
+    num_reqs, num_blocks,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, heads of q, k and v). `decays` become sums of g from the block's begin on."""
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    part = tl.program_id(1)
+    enter(PDL)
+    request = tl.load(blocks + tl.program_id(0))
+    if request < num_reqs:
+        begin = tl.load(query_start + request)
+        end = tl.load(query_start + request + 1) - begin
+        at = tl.load(blocks + num_blocks + tl.program_id(0)) - begin
+        started = tl.load(seq_lens + request) > end
+        conv = conv_all + tl.load(slots + request) * stride_conv_slot
+        chunk = packed + begin.to(tl.int64) * stride_packed
+        t = at + tl.arange(0, BLOCK)
+        rows, inside = (begin + t).to(tl.int64), t < end
+        if part < 2 * KEY_HEADS:
+            conv += (part % KEY_HEADS) * stride_conv_head + part // KEY_HEADS * KEY_DIM
+            first = part * KEY_DIM
+            y = _convolved(conv, chunk + first, conv_weight + first * 4, stride_conv,
+                           stride_packed, t, end, started, KEY_DIM, DTYPE)  # fmt: skip
+            y = normalised(y) * tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+            to = mixed + rows[:, None] * CHANNELS + first + tl.arange(0, KEY_DIM)[None, :]
+            tl.store(to, y.to(DTYPE), mask=inside[:, None])
+        else:
+            head = part - 2 * KEY_HEADS
+            conv += head // RATIO * stride_conv_head + 2 * KEY_DIM + head % RATIO * VALUE_DIM
+            of_v = 2 * KEYS + head * VALUE_DIM
+            v = _convolved(conv, chunk + of_v, conv_weight + of_v * 4, stride_conv,
+                           stride_packed, t, end, started, VALUE_DIM, DTYPE)  # fmt: skip
+            v_to = mixed + rows[:, None] * CHANNELS + of_v + tl.arange(0, VALUE_DIM)[None, :]
+            tl.store(v_to, v.to(DTYPE), mask=inside[:, None])
+            gates = chunk + t * stride_packed + CHANNELS + HEADS * VALUE_DIM + head
+            b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
+            a = tl.load(gates + HEADS, mask=inside, other=0.0).to(tl.float32)
+            g = -tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
+            g = tl.cumsum(tl.where(inside, g, 0.0), 0)
+            tl.store(decays + rows * HEADS + head, g, mask=inside)
+            tl.store(betas + rows * HEADS + head, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+
+
+@triton.jit
+def _matrices_kernel(
+    mixed, decays, betas, query_start, blocks, scratch, w_all, u_all, p_all, num_reqs, num_blocks,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, value heads): T = (1 + A)^-1, w = T β e^G k, u = T β v, and P of q and k.
+
+    T by forward substitution of the four blocks of 16 on its diagonal, then by twos.
+    """
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    number, head = tl.program_id(0), tl.program_id(1)
+    enter(PDL)
+    request = tl.load(blocks + number)
+    if request < num_reqs:
+        end = tl.load(query_start + request + 1)
+        i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
+        tokens = tl.load(blocks + num_blocks + number) + i
+        inside = tokens < end
+        rows = tokens.to(tl.int64)
+        total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
+        beta = tl.load(betas + rows * HEADS + head, mask=inside, other=0.0)
+        k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM + keys[None, :]
+        k = tl.load(k_at, mask=inside[:, None], other=0.0)
+        q = tl.load(k_at - KEYS, mask=inside[:, None], other=0.0)
+        lower = i[:, None] >= i[None, :]
+        decay = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+        place = (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
+        square = i[:, None] * BLOCK + i[None, :]
+        p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+        tl.store(p_all + place + square, p.to(DTYPE))
+        a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+        scratch += place
+        tl.store(scratch + square, tl.where(i[:, None] > i[None, :], a, 0.0))
+        tl.debug_barrier()
+
+        # The diagonal blocks, all four at once.
+        d, r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
+        c = tl.arange(0, 16)[None, None, :]
+        diagonal = scratch + (d * 16 + r) * BLOCK + d * 16 + c
+        inverse = -tl.load(diagonal)
+        for row in range(1, 16):
+            line = tl.sum(tl.where(r == row, inverse, 0.0), 1)
+            line += tl.sum(line[:, :, None] * inverse, 1)
+            inverse = tl.where(r == row, line[:, None, :], inverse)
+        inverse = tl.where(r == c, 1.0, inverse)
+        tl.store(diagonal, inverse)
+        tl.debug_barrier()
+        h = tl.arange(0, 16)
+        half = h[:, None] * BLOCK + h[None, :]
+        for pair in tl.static_range(2):
+            corner = scratch + pair * 32 * (BLOCK + 1)
+            left = tl.load(corner + 16 * (BLOCK + 1) + half)
+            below = tl.dot(left, tl.load(corner + 16 * BLOCK + half), input_precision="ieee")
+            below = -tl.dot(below, tl.load(corner + half), input_precision="ieee")
+            tl.store(corner + 16 * BLOCK + half, below)
+        tl.debug_barrier()
+        h2 = tl.arange(0, 32)
+        half2 = h2[:, None] * BLOCK + h2[None, :]
+        left2 = tl.load(scratch + 32 * (BLOCK + 1) + half2)
+        below2 = tl.dot(left2, tl.load(scratch + 32 * BLOCK + half2), input_precision="ieee")
+        below2 = -tl.dot(below2, tl.load(scratch + half2), input_precision="ieee")
+        tl.store(scratch + 32 * BLOCK + half2, below2)
+        tl.debug_barrier()
+
+        t = tl.load(scratch + square).to(DTYPE)
+        scaled = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(DTYPE)
+        w = tl.dot(t, scaled, input_precision=PRECISION)
+        w_at = w_all + (rows[:, None] * HEADS + head) * KEY_DIM + keys[None, :]
+        tl.store(w_at, w.to(DTYPE), mask=inside[:, None])
+        values = tl.arange(0, VALUE_DIM)
+        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + values[None, :]
+        v = tl.load(v_at, mask=inside[:, None], other=0.0)
+        u = tl.dot(t, (v.to(tl.float32) * beta[:, None]).to(DTYPE), input_precision=PRECISION)
+        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+        tl.store(u_at, u.to(DTYPE), mask=inside[:, None])
+
+
+@triton.jit
+def _scan_kernel(
+    packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
+    stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (VALUE_DIM / VALUES, value heads, requests): outputs, and the state after the chunk."""
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    enter(PDL)
+    begin, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+    if end > begin:
+        started = tl.load(seq_lens + request) > end - begin
+        slot = tl.load(slots + request)
+        i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
+        values = part * VALUES + tl.arange(0, VALUES)
+        key_head = head // RATIO
+        s_at = s_all + slot * stride_slot + key_head * stride_head
+        s_at += (head % RATIO) * (VALUE_DIM * KEY_DIM) + values[None, :] * KEY_DIM + keys[:, None]
+        s = tl.load(s_at, mask=started & (keys[:, None] >= 0), other=0.0)
+        number = 0
+        for earlier in range(request):
+            length = tl.load(query_start + earlier + 1) - tl.load(query_start + earlier)
+            number += (length + BLOCK - 1) // BLOCK
+        p_at = p_all + (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
+        p_at += i[:, None] * BLOCK + i[None, :]
+        for first in range(begin, end, BLOCK):
+            inside = first + i < end
+            rows = (first + i).to(tl.int64)
+            both = inside[:, None]
+            w = tl.load(w_all + (rows[:, None] * HEADS + head) * KEY_DIM + keys[None, :], mask=both,
+                        other=0.0)  # fmt: skip
+            u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+            u = tl.load(u_at, mask=both, other=0.0).to(tl.float32)
+            q_at = mixed + rows[:, None] * CHANNELS + key_head * KEY_DIM + keys[None, :]
+            q = tl.load(q_at, mask=both, other=0.0)
+            k = tl.load(q_at + KEYS, mask=both, other=0.0)
+            total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
+            last = tl.load(decays + (tl.minimum(first + BLOCK, end) - 1).to(tl.int64) * HEADS + head)
+            held = s.to(DTYPE)
+            new = u - tl.dot(w, held, input_precision=PRECISION)
+            o = tl.dot(q, held, input_precision=PRECISION) * tl.exp(total)[:, None]
+            o += tl.dot(tl.load(p_at), new.to(DTYPE), input_precision=PRECISION)
+            to = out + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+            tl.store(to, o.to(DTYPE), mask=both)
+            new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
+            s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+            p_at += HEADS * BLOCK * BLOCK
+        tl.store(s_at, s)
+
+        # The last three raw inputs. Of a short chunk some were in the slot before.
+        t = end - begin - 3 + tl.arange(0, 4)[:, None]
+        length = end - begin
+        chunk = packed + begin.to(tl.int64) * stride_packed
+        conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
+        line = tl.arange(0, 4)[:, None] * stride_conv
+        inside = tl.arange(0, 4)[:, None] < 3
+        of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
+        x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv, stride_packed, t,
+                 length, started, values[None, :])  # fmt: skip
+        tl.debug_barrier()
+        tl.store(conv + of_v + line + values[None, :], x, mask=inside)
+        if (part == 0) & (head % RATIO == 0):
+            of_q = chunk + key_head * KEY_DIM
+            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :])
+            x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length, started,
+                       keys[None, :])  # fmt: skip
+            tl.debug_barrier()
+            tl.store(conv + line + keys[None, :], x_q, mask=inside)
+            tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
+
+
+@triton.jit
+def _gated_norm_kernel(
+    o, z, weight, query_start, stride_z, num_reqs, num_rows, eps,
+    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens · HEADS / ROWS), in place; rows of padded tokens become zero."""
+    DTYPE: tl.constexpr = o.dtype.element_ty
+    lanes = tl.arange(0, DIM)[None, :]
+    scale = tl.load(weight + lanes).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    token = row // HEADS
+    enter(PDL)
+    real = (row < num_rows) & (token < tl.load(query_start + num_reqs))
+    x = tl.load(o + row * DIM + lanes, mask=real, other=0.0).to(tl.float32)
+    gate_at = z + token * stride_z + (row % HEADS) * DIM + lanes
+    gate = tl.load(gate_at, mask=real, other=0.0).to(tl.float32)
+    x *= tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
+    x = (x.to(DTYPE).to(tl.float32) * scale).to(DTYPE).to(tl.float32)
+    x = x * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(o + row * DIM + lanes, x.to(DTYPE), mask=(row < num_rows) & (lanes >= 0))
+
+
+def delta_chunk_triton(
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: Chunks
+) -> Tensor:
+    """See delta_chunk_ref; a token's result depends on its request alone, bit for bit."""
+    shape, num_tokens, num_reqs = state.shape, len(packed), len(chunks.slots)
+    s, conv, _ = state
+    heads, num_blocks = shape.value_heads, chunks.blocks.shape[1]
+    assert s.stride()[2:] == (shape.value_dim * shape.key_dim, shape.key_dim, 1)
+    assert packed.stride(1) == conv.stride(3) == 1
+    mixed = packed.new_empty(num_tokens, shape.channels)
+    decays = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=packed.device)
+    w = packed.new_empty(num_tokens, heads, shape.key_dim)
+    u = packed.new_empty(num_tokens, heads, shape.value_dim)
+    p = packed.new_empty(num_blocks, heads, BLOCK, BLOCK)
+    scratch = torch.empty(p.shape, dtype=torch.float32, device=packed.device)
+    out = packed.new_empty(num_tokens, shape.value_width)
+    sizes = overlap(
+        packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
+        VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
+    )  # fmt: skip
+    precision = {"PRECISION": "ieee" if packed.dtype == torch.float32 else "tf32"}
+    strides = conv.stride(0), conv.stride(1), conv.stride(2)
+    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads)](
+        packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
+        chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
+        packed.stride(0), *strides, num_reqs, num_blocks, num_warps=4, **sizes,
+    )  # fmt: skip
+    _matrices_kernel[(num_blocks, heads)](
+        mixed, decays[0], decays[1], chunks.query_start, chunks.blocks, scratch, w, u, p,
+        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **precision, **sizes,
+    )  # fmt: skip
+    values = min(SCAN_VALUES, shape.value_dim)
+    _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
+        packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
+        conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
+        num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,
+    )  # fmt: skip
+    z = packed[:, shape.channels :]
+    rows = 8
+    _gated_norm_kernel[(-(-num_tokens * heads // rows),)](
+        out, z, weights.norm, chunks.query_start, packed.stride(0), num_reqs, num_tokens * heads,
+        weights.eps, **overlap(packed, HEADS=heads, DIM=shape.value_dim, ROWS=rows, num_warps=4),
+    )  # fmt: skip
+    return out
