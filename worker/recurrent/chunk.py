@@ -8,6 +8,7 @@ chunks that are not a prompt's last end there, so it does not matter how a promp
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.ops.op import op
@@ -22,6 +23,8 @@ from worker.recurrent.delta_net import (
     convolved,
     gated_norm,
     inputs,
+    read_states,
+    write_states,
 )
 
 
@@ -59,13 +62,13 @@ def delta_chunk_ref(
     qkv, z, ba = packed.split(widths, dim=-1)
     out = z.new_zeros(z.shape)
     starts, lengths = chunks.query_start.tolist(), chunks.seq_lens.tolist()
-    for i, slot in enumerate(chunks.slots.tolist()):
+    for i in range(len(lengths)):
         tokens = slice(starts[i], starts[i + 1])
         count = tokens.stop - tokens.start
         if not count:
             continue
-        s, conv = state.s[slot].flatten(0, 1), state.conv[slot : slot + 1]
-        early = by_channel(conv, shape)[0]
+        held = chunks.slots[i : i + 1]
+        s, early = read_states(state, held)[0], by_channel(state.conv[held], shape)[0]
         if lengths[i] == count:  # nothing is read at position 0
             s, early = torch.zeros_like(s), torch.zeros_like(early)
         raw = torch.cat((early, qkv[tokens]))
@@ -75,34 +78,33 @@ def delta_chunk_ref(
             s, o = delta_block(s, Inputs(*(part[at : at + BLOCK] for part in x)))
             outputs.append(o)
         out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
-        state.s[slot] = s.unflatten(0, (shape.key_heads, shape.ratio))
-        state.conv[slot] = by_head(raw[None, 1 - TAPS :], shape)[0]
+        write_states(state, held, s[None])
+        state.conv[held] = by_head(raw[None, 1 - TAPS :], shape)
     return out
 
 
 def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
     """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
 
-    s: [value_heads, value_dim, key_dim] f32. The arithmetic of a token does not depend on how many
+    s: [value_heads, key_dim, value_dim] f32. The arithmetic of a token does not depend on how many
     follow it.
     """
     count = len(x.g)
-    q, k, v, g, beta = (
-        torch.nn.functional.pad(part.transpose(0, 1), (0, 0) * (part.dim() - 2) + (0, BLOCK - count))
-        for part in x
-    )
+    q, k, v, g, beta = (part.transpose(0, 1) for part in x)
+    q, k, v = (F.pad(part, (0, 0, 0, BLOCK - count)) for part in (q, k, v))
+    g, beta = (F.pad(part, (0, BLOCK - count)) for part in (g, beta))
     total = g.cumsum(1)
     decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
     mixed = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
     both = torch.cat((beta[..., None] * v, (beta * total.exp())[..., None] * k), dim=-1)
     eye = torch.eye(BLOCK, device=s.device)
-    u, w = torch.linalg.solve_triangular(
-        eye + mixed, both, upper=False, unitriangular=True
-    ).split([v.shape[-1], k.shape[-1]], dim=-1)
-    new = u - w @ s.mT
-    o = (q * total.exp()[..., None]) @ s.mT + (q @ k.mT * decay) @ new
+    u, w = torch.linalg.solve_triangular(eye + mixed, both, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    new = u - w @ s
+    o = (q * total.exp()[..., None]) @ s + (q @ k.mT * decay) @ new
     last = total[:, -1:]
-    s = s * last[..., None].exp() + new.mT @ (k * (last - total).exp()[..., None])
+    s = s * last[..., None].exp() + (k * (last - total).exp()[..., None]).mT @ new
     return s, o[:, :count].transpose(0, 1)
 
 

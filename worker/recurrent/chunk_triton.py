@@ -7,7 +7,8 @@ from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 from worker.recurrent.chunk import Chunks
 from worker.recurrent.delta_net import BLOCK, DeltaState, DeltaWeights
-from worker.recurrent.window_triton import normalised, softplus
+from worker.recurrent.gated_norm_triton import gated_norm_triton
+from worker.recurrent.window_triton import silu, softplus
 
 SCAN_VALUES, SCAN_STAGES, SCAN_WARPS, MATRIX_WARPS = 32, 2, 4, 4
 
@@ -33,7 +34,7 @@ def _convolved(
         x = _raw(conv, chunk, stride_conv, stride_packed, t[:, None] + (tap - 3), end, started,
                  lanes)  # fmt: skip
         total += x.to(tl.float32) * tl.load(weight + lanes * 4 + tap).to(tl.float32)
-    return (total / (1.0 + tl.exp(-total))).to(DTYPE).to(tl.float32)
+    return silu(total).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -66,7 +67,8 @@ def _convolve_kernel(
             first = part * KEY_DIM
             y = _convolved(conv, chunk + first, conv_weight + first * 4, stride_conv,
                            stride_packed, t, end, started, KEY_DIM, DTYPE)  # fmt: skip
-            y = normalised(y) * tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+            y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+            y *= tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
             to = mixed + rows[:, None] * CHANNELS + first + tl.arange(0, KEY_DIM)[None, :]
             tl.store(to, y.to(DTYPE), mask=inside[:, None])
         else:
@@ -172,9 +174,13 @@ def _scan_kernel(
     packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
     stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (VALUE_DIM / VALUES, value heads, requests): outputs, and the state after the chunk."""
+    """Grid (VALUE_DIM / VALUES, value heads, requests): outputs, and the state after the chunk.
+
+    HELD: values that lie together in a state.
+    """
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
@@ -189,7 +195,8 @@ def _scan_kernel(
         values = part * VALUES + tl.arange(0, VALUES)
         key_head = head // RATIO
         s_at = s_all + slot * stride_slot + key_head * stride_head
-        s_at += (head % RATIO) * (VALUE_DIM * KEY_DIM) + values[None, :] * KEY_DIM + keys[:, None]
+        s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + keys[:, None] * HELD
+        s_at += (values // HELD * (KEY_DIM * HELD) + values % HELD)[None, :]
         s = tl.load(s_at, mask=started & (keys[:, None] >= 0), other=0.0)
         number = 0
         for earlier in range(request):
@@ -209,7 +216,8 @@ def _scan_kernel(
             q = tl.load(q_at, mask=both, other=0.0)
             k = tl.load(q_at + KEYS, mask=both, other=0.0)
             total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
-            last = tl.load(decays + (tl.minimum(first + BLOCK, end) - 1).to(tl.int64) * HEADS + head)
+            last_row = (tl.minimum(first + BLOCK, end) - 1).to(tl.int64)
+            last = tl.load(decays + last_row * HEADS + head)
             held = s.to(DTYPE)
             new = u - tl.dot(w, held, input_precision=PRECISION)
             o = tl.dot(q, held, input_precision=PRECISION) * tl.exp(total)[:, None]
@@ -243,28 +251,6 @@ def _scan_kernel(
             tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
 
 
-@triton.jit
-def _gated_norm_kernel(
-    o, z, weight, query_start, stride_z, num_reqs, num_rows, eps,
-    HEADS: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Grid (tokens · HEADS / ROWS), in place; rows of padded tokens become zero."""
-    DTYPE: tl.constexpr = o.dtype.element_ty
-    lanes = tl.arange(0, DIM)[None, :]
-    scale = tl.load(weight + lanes).to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    token = row // HEADS
-    enter(PDL)
-    real = (row < num_rows) & (token < tl.load(query_start + num_reqs))
-    x = tl.load(o + row * DIM + lanes, mask=real, other=0.0).to(tl.float32)
-    gate_at = z + token * stride_z + (row % HEADS) * DIM + lanes
-    gate = tl.load(gate_at, mask=real, other=0.0).to(tl.float32)
-    x *= tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-    x = (x.to(DTYPE).to(tl.float32) * scale).to(DTYPE).to(tl.float32)
-    x = x * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(o + row * DIM + lanes, x.to(DTYPE), mask=(row < num_rows) & (lanes >= 0))
-
-
 def delta_chunk_triton(
     packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: Chunks
 ) -> Tensor:
@@ -272,7 +258,7 @@ def delta_chunk_triton(
     shape, num_tokens, num_reqs = state.shape, len(packed), len(chunks.slots)
     s, conv, _ = state
     heads, num_blocks = shape.value_heads, chunks.blocks.shape[1]
-    assert s.stride()[2:] == (shape.value_dim * shape.key_dim, shape.key_dim, 1)
+    assert s[0, 0].is_contiguous()
     assert packed.stride(1) == conv.stride(3) == 1
     mixed = packed.new_empty(num_tokens, shape.channels)
     decays = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=packed.device)
@@ -300,12 +286,8 @@ def delta_chunk_triton(
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
         packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
         conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
-        num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,
+        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,
     )  # fmt: skip
-    z = packed[:, shape.channels :]
-    rows = 8
-    _gated_norm_kernel[(-(-num_tokens * heads // rows),)](
-        out, z, weights.norm, chunks.query_start, packed.stride(0), num_reqs, num_tokens * heads,
-        weights.eps, **overlap(packed, HEADS=heads, DIM=shape.value_dim, ROWS=rows, num_warps=4),
-    )  # fmt: skip
+    z = packed[:, shape.channels : shape.channels + shape.value_width]
+    gated_norm_triton(out, z, weights, shape, chunks.query_start[-1:])
     return out

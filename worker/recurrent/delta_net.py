@@ -2,7 +2,7 @@
 
 Yang et al., "Gated Delta Networks" (arXiv:2412.06464), as Qwen3-Next computes it: a short causal
 convolution of q, k and v, then for each value head, in f32,
-    S ← e^g · S;  δ = β · (v − S k);  S ← S + δ ⊗ k;  o = S q.
+    S ← e^g · S;  δ = β · (v − Sᵀ k);  S ← S + k ⊗ δ;  o = Sᵀ q.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from torch import Tensor
 TAPS = 4  # of the convolution: a token and the three before it
 L2_EPS = 1e-6
 BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
+# Numbers of a head's values that lie together in a state: what a warp of the decode kernel has.
+VALUES = 16
 
 
 class DeltaShape(NamedTuple):
@@ -67,7 +69,8 @@ class DeltaWeights(NamedTuple):
 class DeltaState(NamedTuple):
     """Slots of one layer, strided views. Slot 0 is a sink; none is read at position 0."""
 
-    s: Tensor  # [num_slots, key_heads, ratio, value_dim, key_dim] f32
+    # [num_slots, key_heads, ratio, blocks of values, key_dim, values of a block] f32
+    s: Tensor
     conv: Tensor  # [num_slots, key_heads, TAPS - 1, head_channels]; raw inputs, oldest first
     # [num_rows + 1, max_width, raw_width]: raw inputs of each row's last window, if that was wider
     # than one token
@@ -75,8 +78,20 @@ class DeltaState(NamedTuple):
 
     @property
     def shape(self) -> DeltaShape:
-        _, key_heads, ratio, value_dim, key_dim = self.s.shape
-        return DeltaShape(key_heads, ratio, key_dim, value_dim)
+        _, key_heads, ratio, blocks, key_dim, values = self.s.shape
+        return DeltaShape(key_heads, ratio, key_dim, blocks * values)
+
+
+def read_states(state: DeltaState, slots: Tensor) -> Tensor:
+    """[n, value_heads, key_dim, value_dim] f32; slots: [n] i64."""
+    return state.s[slots].flatten(1, 2).transpose(2, 3).flatten(3)
+
+
+def write_states(state: DeltaState, slots: Tensor, s: Tensor) -> None:
+    """The inverse."""
+    _, key_heads, ratio, blocks, _, values = state.s.shape
+    s = s.unflatten(3, (blocks, values)).transpose(2, 3)
+    state.s[slots] = s.unflatten(1, (key_heads, ratio))
 
 
 def by_channel(conv: Tensor, shape: DeltaShape) -> Tensor:
@@ -131,12 +146,13 @@ def inputs(mixed: Tensor, ba: Tensor, weights: DeltaWeights, shape: DeltaShape) 
 def delta_step(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
     """(state after one token, its output [n, value_heads, value_dim] f32).
 
-    s: [n, value_heads, value_dim, key_dim] f32; x: of n tokens.
+    s: [n, value_heads, key_dim, value_dim] f32; x: of n tokens.
     """
+    q, k = x.q[..., None], x.k[..., None]
     s = s * x.g.exp()[..., None, None]
-    delta = x.beta[..., None] * (x.v - (s * x.k[..., None, :]).sum(-1))
-    s = s + delta[..., None] * x.k[..., None, :]
-    return s, (s * x.q[..., None, :]).sum(-1)
+    delta = x.beta[..., None] * (x.v - (s * k).sum(-2))
+    s = s + k * delta[..., None, :]
+    return s, (s * q).sum(-2)
 
 
 def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Tensor:

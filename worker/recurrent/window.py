@@ -23,6 +23,8 @@ from worker.recurrent.delta_net import (
     delta_step,
     gated_norm,
     inputs,
+    read_states,
+    write_states,
 )
 
 
@@ -63,7 +65,7 @@ def delta_window_ref(
     raw = _lines(raw, torch.cat((early, at + TAPS - 1), dim=1))
     ba = _lines(known[..., channels:], at)
     x = inputs(convolved(raw, weights.conv), ba, weights, shape)
-    s = torch.where(started.unsqueeze(-1), state.s[slots].flatten(1, 2), 0)
+    s = torch.where(started.unsqueeze(-1), read_states(state, slots), 0)
     kept = pending + (width == 1)  # tokens that are folded now
     after, outputs = s, list[Tensor]()
     for i in range(num_pending + width):
@@ -72,9 +74,10 @@ def delta_window_ref(
         outputs.append(o)
     window = pending[:, None] + torch.arange(width)
     o = torch.stack(outputs, dim=1)[torch.arange(n)[:, None], window].flatten(0, 1)
-    state.s[slots[active]] = after[active].unflatten(1, (shape.key_heads, shape.ratio))
+    writes = active & (kept > 0)
+    write_states(state, slots[writes], after[writes])
     last = _lines(raw, kept[:, None] + torch.arange(TAPS - 1))
-    state.conv[slots[active]] = by_head(last, shape)[active]
+    state.conv[slots[writes]] = by_head(last, shape)[writes]
     if width > 1:
         state.ring[rows.live[active], :width] = new[active]
     out = gated_norm(o, z, weights, shape)

@@ -1,0 +1,196 @@
+"""The gated delta rule, step by step and in chunks, against the recurrence written down in float64.
+
+In a process with Triton's interpreter the kernels, otherwise their definitions.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support import pairwise
+from tests.support.interpreted import INTERPRETED
+from worker.recurrent.chunk import Chunks, block_table, delta_chunk_ref
+from worker.recurrent.delta_net import VALUES, DeltaShape, DeltaState, DeltaWeights
+from worker.recurrent.window import WindowRows, delta_window_ref
+
+if INTERPRETED:
+    from worker.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
+    from worker.recurrent.window_triton import delta_window_triton as delta_window
+else:
+    delta_chunk, delta_window = delta_chunk_ref, delta_window_ref
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 16, 16)]
+WIDEST = 4
+BOUND = 4e-5
+NAN = float("nan")
+
+
+class Net:
+    """One layer: weights, and slots and ring that are NaN until a request writes them."""
+
+    def __init__(self, shape: DeltaShape, num_rows: int) -> None:
+        self.shape = shape
+        generator = torch.Generator().manual_seed(sum(shape))
+
+        def noise(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator)
+
+        heads = shape.value_heads
+        a_log, dt_bias = noise(heads).sub(1.0), 0.5 * noise(heads)
+        norm = 1 + 0.2 * noise(shape.value_dim)
+        self.weights = DeltaWeights(0.5 * noise(shape.channels, 4), a_log, dt_bias, norm, 1e-6)
+        values = min(VALUES, shape.value_dim)
+        blocks = shape.value_dim // values
+        sizes = shape.key_heads, shape.ratio, blocks, shape.key_dim, values
+        self.state = DeltaState(
+            torch.full((num_rows + 1, *sizes), NAN),
+            torch.full((num_rows + 1, shape.key_heads, 3, shape.head_channels), NAN),
+            torch.full((num_rows + 1, WIDEST, shape.raw_width), NAN),
+        )
+        self.state_slot = torch.randperm(num_rows, generator=generator).add(1)
+        self.state_slot = torch.cat((torch.zeros(1, dtype=torch.int64), self.state_slot))
+        self.folded, self.seq_len = (torch.zeros_like(self.state_slot) for _ in range(2))
+        self.noise = noise
+
+    def tokens(self, count: int) -> Tensor:
+        return self.noise(count, self.shape.packed_width)
+
+    def prefill(self, parts: Sequence[tuple[int, Tensor]], padding: int = 0) -> list[Tensor]:
+        """A batch of chunks, each the next tokens of a row; returns their outputs."""
+        counts = [len(tokens) for _, tokens in parts]
+        rows = torch.tensor([row for row, _ in parts])
+        start = torch.tensor([0, *counts]).cumsum(0).int()
+        self.seq_len[rows] += torch.tensor(counts)
+        self.folded[rows] = self.seq_len[rows]
+        packed = torch.cat([tokens for _, tokens in parts] + [self.tokens(padding)])
+        chunks = Chunks(
+            start, self.seq_len[rows].int(), self.state_slot[rows], block_table(start, len(packed))
+        )
+        out = delta_chunk(packed, self.weights, self.state, chunks)
+        assert not out[sum(counts) :].any()
+        return list(out[: sum(counts)].split(counts))
+
+    def decode(self, rows: Sequence[int], windows: Tensor, accepted: Sequence[int]) -> Tensor:
+        """A step with windows [n, width, packed_width]; returns [n, width, value_width]."""
+        n, width, _ = windows.shape
+        live = torch.tensor(rows)
+        columns = WindowRows(live, self.state_slot, self.folded, self.seq_len, width)
+        out = delta_window(windows.flatten(0, 1), self.weights, self.state, columns)
+        before = self.seq_len[live]
+        self.folded[live] = before + 1 if width == 1 else before
+        self.seq_len[live] = before + torch.tensor(accepted)
+        self.folded[0] = self.seq_len[0] = 0
+        return out.view(n, width, -1)
+
+
+def recurrence(net: Net, tokens: Tensor) -> Tensor:
+    """Outputs [count, value_width] f64: no cuts, no windows, one number after the other."""
+    shape, weights = net.shape, net.weights
+    keys, width = shape.key_heads * shape.key_dim, shape.value_dim
+    conv, norm = weights.conv.double(), weights.norm.double()
+    raw = torch.cat((tokens.new_zeros(3, shape.channels), tokens[:, : shape.channels])).double()
+    z, b, a = tokens[:, shape.channels :].double().split(
+        [shape.value_width, shape.value_heads, shape.value_heads], dim=-1
+    )  # fmt: skip
+    outputs = torch.zeros(len(tokens), shape.value_width, dtype=torch.float64)
+    states = torch.zeros(shape.value_heads, shape.key_dim, width, dtype=torch.float64)
+    for t in range(len(tokens)):
+        x = sum(raw[t + tap] * conv[:, tap] for tap in range(4))
+        x = x * torch.sigmoid(x)
+        for head in range(shape.value_heads):
+            first = head // shape.ratio * shape.key_dim
+            q, k = x[first : first + shape.key_dim], x[keys + first : keys + first + shape.key_dim]
+            v = x[2 * keys + head * width : 2 * keys + (head + 1) * width]
+            q, k = (y / math.sqrt(y @ y + 1e-6) for y in (q, k))
+            rate = math.log1p(math.exp(a[t, head] + weights.dt_bias[head]))
+            decay = math.exp(-math.exp(weights.a_log[head]) * rate)
+            beta = 1 / (1 + math.exp(-b[t, head]))
+            s = states[head] * decay
+            s = s + torch.outer(k, beta * (v - s.T @ k))
+            states[head] = s
+            o = s.T @ q / math.sqrt(shape.key_dim)
+            o = o / math.sqrt((o @ o) / width + weights.eps) * norm
+            gate = z[t, head * width : (head + 1) * width]
+            outputs[t, head * width : (head + 1) * width] = o * gate * torch.sigmoid(gate)
+    return outputs
+
+
+def spans(borders: Sequence[int]) -> list[tuple[int, int]]:
+    return list(itertools.pairwise(borders))
+
+
+def check_same(x: Tensor, y: Tensor) -> None:
+    """The kernels' order of sums is fixed; torch's depends on a tensor's sizes."""
+    bound = 0 if INTERPRETED else 1e-5
+    torch.testing.assert_close(x, y, rtol=0, atol=bound)
+
+
+# Widths of three steps, one after the other, so that every change of width occurs.
+WIDTHS = [(2, 1, 4), (4, 3, 1), (1, 2, 2)]
+PROMPTS = [0, 70, 1, 3, 64]
+CASES = [*zip(SHAPES, PROMPTS, strict=False), *pairwise.more(*product(SHAPES, PROMPTS))]
+
+
+@pytest.mark.parametrize(("shape", "prompt"), CASES, ids=str)
+def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, prompt: int):
+    """Rows differ in how many drafts are accepted. All have the same text; plain decode's bits."""
+    for widths in WIDTHS:
+        ways = list(product(*(range(1, width + 1) for width in widths)))
+        rows = range(1, len(ways) + 2)  # and one that decodes plainly
+        net = Net(shape, len(rows))
+        text = net.tokens(prompt + sum(widths) + 1)
+        wanted = recurrence(net, text)
+        for first, last in spans([*range(0, prompt, 64), prompt]):
+            for out in net.prefill([(row, text[first:last]) for row in rows], padding=3):
+                torch.testing.assert_close(out.double(), wanted[first:last], rtol=0, atol=BOUND)
+        plain = [
+            net.decode([rows[-1]], text[None, at : at + 1], [1])[0, 0]
+            for at in range(prompt, len(text))
+        ]
+        at = [prompt] * len(ways)
+        for step, width in enumerate((*widths, 1)):
+            accepted = [way[step] if step < len(widths) else 1 for way in ways]
+            windows = net.tokens(len(ways) * width).view(len(ways), width, -1)  # drafts to reject
+            for i, num in enumerate(accepted):
+                windows[i, :num] = text[at[i] : at[i] + num]
+            idle = net.tokens(width)[None]  # of a row that is not there
+            out = net.decode([*rows[:-1], 0], torch.cat((windows, idle)), [*accepted, 0])
+            assert not out[-1].any()
+            for i, num in enumerate(accepted):
+                for j in range(num):
+                    position = at[i] + j
+                    right = wanted[position].float()
+                    torch.testing.assert_close(out[i, j], right, rtol=0, atol=BOUND)
+                    check_same(out[i, j], plain[position - prompt])
+                at[i] += num
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
+    net = Net(shape, 4)
+    text, other = net.tokens(200), net.tokens(130)
+    whole = net.prefill([(1, text)])[0]
+    torch.testing.assert_close(whole.double(), recurrence(net, text), rtol=0, atol=BOUND)
+    for row, cuts in ((2, [0, 64, 200]), (3, [0, 128, 192, 200])):
+        parts = [text[first:last] for first, last in spans(cuts)]
+        outs = [net.prefill([(4, other[:2]), (row, part)] if i else [(row, part)], padding=i)[-1]
+                for i, part in enumerate(parts)]  # fmt: skip
+        net.seq_len[4] = 0
+        check_same(torch.cat(outs), whole)
+        for mine, its in zip(net.state[:2], net.state[:2], strict=True):
+            check_same(mine[net.state_slot[row]], its[net.state_slot[1]])
+
+
+def test_blocks_of_a_batch_on_the_device():
+    start = torch.tensor([0, 130, 130, 131, 195], dtype=torch.int32)
+    table = block_table(start, 200)
+    assert table.dtype == torch.int32
+    assert table[0].tolist() == [0, 0, 0, 2, 3, 4, 4]
+    assert table[1].tolist()[:5] == [0, 64, 128, 130, 131]
