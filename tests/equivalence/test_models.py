@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ from safetensors.torch import load_file, save_file
 from tests.support.processes import on_ranks
 from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
-from worker.cache.layout import KVLayout, KVRegion
+from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.forward.batch import Batch
+from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
+from worker.model.delta_net import rank_delta
 from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
+from worker.recurrent.chunk import block_table
+from worker.recurrent.delta_net import delta_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +44,13 @@ SHAPE = {  # an odd vocabulary: two ranks hold 100 rows each, one of them surplu
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
     "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+# Three layers of four are gated delta nets. Their norm divides by the size of what may be small: a
+# larger eps keeps it from enlarging the last bits of both sides.
+DELTA = {
+    "rms_norm_eps": 1e-4,
+    "num_hidden_layers": 4, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -53,6 +64,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "qwen3-bias": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
+    "qwen3-next": ("Qwen3Next", {**DELTA, "linear_num_value_heads": 4, "num_experts": 0}),
+    "qwen3-next-r1": (
+        "Qwen3Next",
+        {**DELTA, "mlp_only_layers": [0, 1, 2, 3], "linear_key_head_dim": 32},
+    ),
+    "qwen3.5": ("Qwen3_5", {**DELTA, "linear_num_value_heads": 6}),
+    "qwen3.5-tied": (
+        "Qwen3_5",
+        {
+            **DELTA,
+            "tie_word_embeddings": True,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+        },
+    ),
 }
 
 
@@ -60,7 +85,8 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
     """A model of transformers with every weight random, norms and biases too, saved to `path`."""
     import transformers  # seconds, where these tests run only
 
-    config = getattr(transformers, f"{family}Config")(**(SHAPE | changes))
+    kind = f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config"
+    config = getattr(transformers, kind)(**(SHAPE | changes))
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
     generator = torch.Generator().manual_seed(1)
@@ -68,9 +94,10 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
-                weight.copy_(1 + 0.2 * noise)
+                centred = "linear_num_key_heads" in changes and "linear_attn" not in name
+                weight.copy_(0.2 * noise + (not centred))
             else:
-                weight.copy_(noise * (0.2 if weight.dim() > 1 else 0.5))
+                weight.copy_(noise * (0.5, 0.5, 0.2, 1.0)[weight.dim()])
     model.save_pretrained(path, **save)
     return model
 
@@ -93,10 +120,18 @@ class Engine:
     def __init__(self, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> None:
         self.model, spec, heads = model, model.shape, model.heads
         region = KVRegion(
-            "target", spec.num_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
+            "target", spec.num_kv_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
         )
-        num_pages = 1 + 2 * 12
-        self.pool = KVPool(KVLayout((region,)), num_pages, device)
+        num_pages, state = 1 + 2 * 12, None
+        if spec.delta is not None:
+            shape = rank_delta(spec.delta, model.collective.rank, model.collective.size)
+            state = StateRegion(sum(spec.is_delta), *shape, dtype)
+        self.pool = KVPool(KVLayout((region,), state), num_pages, device, num_slots=3)
+        self.columns = [torch.tensor([0, 2, 1]), *torch.zeros(2, 3, dtype=torch.int64)]
+        if state is not None:
+            model.keep(delta_states(self.pool.states, shape, 2, 1))
+            for states in self.pool.states:
+                states[0].fill_(float("nan"))
         shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
         self.attention = ReferenceAttention(self.pool, AttentionShape(*shape))
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
@@ -124,9 +159,21 @@ class Engine:
             max_query_len=max(widths),
             max_seq_len_ub=max(span.stop for span in spans),
         )
+        if self.pool.states:
+            batch = replace(batch, states=self.states(batch, spans))
         with forward_context(batch, self.attention, self.attention.plan(batch)):
             hidden = self.model.forward(self.model.embed(batch.input_ids), batch.positions)
         return list(self.model.logits(hidden).split(widths))
+
+    def states(self, batch: Batch, spans: list[range]) -> StateWindows | StateChunks:
+        """A token of each request alone is a decode step."""
+        slots, folded, seq_len = self.columns
+        rows, ends = torch.tensor([1, 2]), torch.tensor([span.stop for span in spans])
+        if all(len(span) == 1 for span in spans):
+            folded[rows] = seq_len[rows] = ends - 1
+            return StateWindows(rows, slots, folded, seq_len, 1)
+        table = block_table(batch.query_start, batch.num_tokens)
+        return StateChunks(batch.query_start, batch.seq_lens, slots[rows], table)
 
     def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:
         """Both prompts together, `chunk` tokens of each at a time."""
@@ -190,7 +237,7 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
 
 
 # KV heads that are divided, that are copied; an output bias.
-@pytest.mark.parametrize("case", ["qwen2-tied", "llama-mqa", "llama-bias"])
+@pytest.mark.parametrize("case", ["qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"])
 def test_two_ranks_equal_one(case: str, tmp_path: Path):
     path = tmp_path / case
     save_random(path, *CASES[case])

@@ -52,6 +52,7 @@ def test_a_small_drafter_is_read_whole(form: str, tmp_path: Path) -> None:
         rms_norm_eps=1e-5,
         rope_theta=5000.0,
         rope_scaling=None,
+        rotary_dim=8,
         qkv_bias=False,
         output_bias=False,
         qk_norm=True,

@@ -211,9 +211,13 @@ else:
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("shape", [(1, 64), (5, 200), (2, 3, 33)])
-    def test_norms_match_their_twins(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    @pytest.mark.parametrize("wide", [False, True])
+    def test_norms_match_their_twins(
+        shape: tuple[int, ...], dtype: torch.dtype, wide: bool
+    ) -> None:
+        """wide: the weight is in f32."""
         x, residual = noise(*shape, dtype=dtype), noise(*shape, dtype=dtype, seed=1)
-        weight = noise(shape[-1], dtype=dtype, seed=2)
+        weight = noise(shape[-1], dtype=torch.float32 if wide else dtype, seed=2)
         kept = x.clone(), residual.clone()
         close(norms_triton.rms_norm_triton(x, weight, 1e-5), norms.rms_norm_ref(x, weight, 1e-5))
         got = norms_triton.add_rms_norm_triton(x, residual, weight, 1e-5)
@@ -253,6 +257,12 @@ else:
         gate_up = noise(*shape, dtype=dtype) * 3
         close(norms_triton.swiglu_triton(gate_up), norms.swiglu_ref(gate_up))
 
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_gated_rows_match_their_twin(dtype: torch.dtype) -> None:
+        x, wide = noise(3, 40, dtype=dtype), noise(3, 100, dtype=dtype, seed=1) * 3
+        wanted = norms.sigmoid_gate_ref(x, wide[:, 7:47])
+        close(norms_triton.sigmoid_gate_triton(x, wide[:, 7:47]), wanted)
+
     def test_swiglu_of_many_rows_takes_wider_blocks_and_is_the_same() -> None:
         gate_up = noise(3, 2 * 3000, dtype=torch.bfloat16)
         few = norms_triton.swiglu_triton(gate_up)
@@ -269,16 +279,22 @@ else:
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
-    def test_qk_rope_store_matches_its_twin(shape, dtype, normed) -> None:
-        """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0."""
+    @pytest.mark.parametrize("turned", [1.0, 0.25])
+    def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned) -> None:
+        """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0.
+
+        turned: the part of a head that is rotated; where it is not all, norms are in f32.
+        """
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
         qkv = noise(6, width + 8, dtype=dtype)[:, :width]
         qkv[4:] = qkv[3]  # padded rows are equal, so that it does not matter which one wins
         positions = torch.tensor([3, 63, 1, 0, 0, 0])
         slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
-        table = rope_table(rope_inv_freq(head_dim, 1e4, None), 64, CPU)
-        weights = [noise(head_dim, dtype=dtype, seed=i) for i in (1, 2)]
+        rotary_dim = int(head_dim * turned) // 2 * 2
+        table = rope_table(rope_inv_freq(rotary_dim, 1e4, None), 64, CPU)
+        of_norms = dtype if turned == 1.0 else torch.float32
+        weights = [noise(head_dim, dtype=of_norms, seed=i) for i in (1, 2)]
         norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
         results = []
         for op in (qk_rope_store_triton.qk_rope_store_triton, qk_rope_store.qk_rope_store_ref):

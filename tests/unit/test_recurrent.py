@@ -14,9 +14,11 @@ from torch import Tensor
 
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED
-from worker.recurrent.chunk import Chunks, block_table, delta_chunk_ref
-from worker.recurrent.delta_net import VALUES, DeltaShape, DeltaState, DeltaWeights
-from worker.recurrent.window import WindowRows, delta_window_ref
+from worker.forward.batch import StateChunks, StateWindows
+from worker.recurrent.chunk import block_table, delta_chunk_ref
+from worker.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.recurrent.delta_shape import VALUES, DeltaShape
+from worker.recurrent.window import delta_window_ref
 
 if INTERPRETED:
     from worker.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
@@ -70,10 +72,11 @@ class Net:
         self.seq_len[rows] += torch.tensor(counts)
         self.folded[rows] = self.seq_len[rows]
         packed = torch.cat([tokens for _, tokens in parts] + [self.tokens(padding)])
-        chunks = Chunks(
+        chunks = StateChunks(
             start, self.seq_len[rows].int(), self.state_slot[rows], block_table(start, len(packed))
         )
-        out = delta_chunk(packed, self.weights, self.state, chunks)
+        out = torch.full((len(packed), self.shape.value_width), NAN)
+        delta_chunk(packed, self.weights, self.state, chunks, out)
         assert not out[sum(counts) :].any()
         return list(out[: sum(counts)].split(counts))
 
@@ -81,7 +84,7 @@ class Net:
         """A step with windows [n, width, packed_width]; returns [n, width, value_width]."""
         n, width, _ = windows.shape
         live = torch.tensor(rows)
-        columns = WindowRows(live, self.state_slot, self.folded, self.seq_len, width)
+        columns = StateWindows(live, self.state_slot, self.folded, self.seq_len, width)
         out = delta_window(windows.flatten(0, 1), self.weights, self.state, columns)
         before = self.seq_len[live]
         self.folded[live] = before + 1 if width == 1 else before

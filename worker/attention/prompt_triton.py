@@ -4,9 +4,9 @@ The keys and values of a layer are gathered from their pages, each request's one
 and a program takes 128 tokens of one query head over them, 128 keys at a time. Copying 32768 keys
 takes a hundredth of what 8192 rows over them take, and dense blocks load a third faster than pages.
 
-A row takes its keys in units of BLOCK_N, counted from its first one, and a unit without a key that
-it sees leaves its sums as they are. So its bits depend neither on where its prompt is cut into
-chunks, nor on the other rows.
+A row takes its keys in units of BLOCKS_N of its head_dim, counted from its first one, and a unit
+without a key that it sees leaves its sums as they are. So its bits depend neither on where its
+prompt is cut into chunks, nor on the other rows.
 """
 
 from collections.abc import Sequence
@@ -200,7 +200,8 @@ def plan_prompts(
     num_tiles = min(len(seq_lens) * max_tiles, -(-num_tokens // BLOCK_M) + len(seq_lens))
     tiles = PagedTiles(
         BLOCK_M, block_n, rows=BLOCK_M, max_tiles=max_tiles, max_items=num_tiles,
-        programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS, num_stages=NUM_STAGES[shape.head_dim],
+        programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS,
+        num_stages=NUM_STAGES[shape.head_dim],
     )  # fmt: skip
     each_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
     paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, page_size)

@@ -11,19 +11,20 @@ from worker.ops.op import op
 
 
 def rope_ref(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with pairs (i, i + head_dim/2) rotated by their token's angles (the NeoX pairing).
+    """q and k with pairs (i, i + rotary_dim/2) rotated by their token's angles (the NeoX pairing).
 
-    q, k: [num_tokens, heads, head_dim]; positions: [num_tokens] i64; table: see rope_table. Rotates
-    in f32; returns new tensors of the inputs' dtype.
+    q, k: [num_tokens, heads, head_dim]; positions: [num_tokens] i64; table: see rope_table; numbers
+    of a head from rotary_dim on stay. Rotates in f32; returns new tensors of the inputs' dtype.
     """
     cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = (first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)
+    return torch.cat((*turned, x[..., 2 * half :]), dim=-1)
 
 
 def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor) -> None:

@@ -14,16 +14,11 @@ MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
 
 
 @triton.jit
-def normed_heads(a, b, weight, lanes, inside, eps, HEAD_DIM: tl.constexpr, DTYPE: tl.constexpr):
-    """rms_norm of the rows whose halves are a and b; rounded as rms_norm_ref does."""
-    squares = tl.sum(a * a + b * b, 1)
-    scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-    a_weight = tl.load(weight + lanes, mask=inside, other=0.0).to(tl.float32)[None, :]
-    b_weight = tl.load(weight + HEAD_DIM // 2 + lanes, mask=inside, other=0.0)
-    b_weight = b_weight.to(tl.float32)[None, :]
-    a = ((a * scale).to(DTYPE).to(tl.float32) * a_weight).to(DTYPE).to(tl.float32)
-    b = ((b * scale).to(DTYPE).to(tl.float32) * b_weight).to(DTYPE).to(tl.float32)
-    return a, b
+def _normed(x, scale, weight, inside, DTYPE: tl.constexpr):
+    """Numbers of heads, times their head's scale and weight; rounded as rms_norm_ref does."""
+    w = tl.load(weight, mask=inside, other=0.0)[None, :]
+    x = (x * scale).to(weight.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -31,8 +26,8 @@ def _qk_rope_store_kernel(
     qkv, positions, table, k_cache, v_cache, slot_mapping, q_weight, k_weight, q_out,
     stride_qkv, stride_layer, stride_page, stride_head, stride_token, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, LAYERS: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    LAYERS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, heads / HEADS), or with LAYERS (tokens, heads / HEADS, layers).
 
@@ -62,18 +57,33 @@ def _qk_rope_store_kernel(
 
     if first < NUM_HEADS + NUM_KV_HEADS:
         DTYPE: tl.constexpr = q_out.dtype.element_ty
-        position = tl.load(positions + token)
-        cos = tl.load(table + position * HEAD_DIM + lanes, mask=inside, other=0.0)[None, :]
-        sin = tl.load(table + position * HEAD_DIM + HALF + lanes, mask=inside, other=0.0)[None, :]
         x, y = a.to(tl.float32), b.to(tl.float32)
         if NORM:
+            scale = tl.rsqrt(tl.sum(x * x + y * y, 1) / HEAD_DIM + eps)[:, None]
+            weight = k_weight
             if first < NUM_HEADS:
-                normed = normed_heads(x, y, q_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
-            else:
-                normed = normed_heads(x, y, k_weight, lanes, inside, eps, HEAD_DIM, DTYPE)
-            x, y = normed[0], normed[1]
-        a = (x * cos - y * sin).to(DTYPE)
-        b = (y * cos + x * sin).to(DTYPE)
+                weight = q_weight
+            x = _normed(x, scale, weight + lanes, inside, DTYPE)
+            y = _normed(y, scale, weight + HALF + lanes, inside, DTYPE)
+        angles = table + tl.load(positions + token) * ROTARY_DIM
+        if ROTARY_DIM == HEAD_DIM:
+            cos = tl.load(angles + lanes, mask=inside, other=0.0)[None, :]
+            sin = tl.load(angles + HALF + lanes, mask=inside, other=0.0)[None, :]
+            a = (x * cos - y * sin).to(DTYPE)
+            b = (y * cos + x * sin).to(DTYPE)
+        else:  # all pairs lie in the first half
+            PAIRS: tl.constexpr = ROTARY_DIM // 2
+            turned, early = lanes < ROTARY_DIM, lanes < PAIRS
+            partner = tl.where(early, lanes + PAIRS, lanes - PAIRS)
+            of_partner = qkv + token * stride_qkv + heads[:, None] * HEAD_DIM + partner[None, :]
+            z = tl.load(of_partner, mask=turned[None, :], other=0.0).to(tl.float32)
+            if NORM:
+                z = _normed(z, scale, weight + partner, turned, DTYPE)
+            angle = angles + lanes % PAIRS
+            cos = tl.load(angle, mask=turned, other=1.0)[None, :]
+            sin = tl.load(angle + PAIRS, mask=turned, other=0.0)[None, :]
+            a = (x * cos + tl.where(early[None, :], -z, z) * sin).to(DTYPE)
+            b = y.to(DTYPE)
 
     if first < NUM_HEADS:
         to = q_out + token * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + lanes[None, :]
@@ -110,7 +120,9 @@ def qk_rope_store_triton(
     assert qkv.dtype == k_cache.dtype
     assert qkv.stride(1) == k_cache.stride(3) == 1
     assert k_cache.stride() == v_cache.stride()
+    rotary_dim = table.shape[1]
     assert table.is_contiguous()
+    assert rotary_dim == head_dim or rotary_dim <= head_dim // 2
     per_program = math.gcd(num_heads, num_kv_heads, MAX_HEADS)
     q = torch.empty(len(qkv), num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _qk_rope_store_kernel[(len(qkv), (num_heads + 2 * num_kv_heads) // per_program, num_layers)](
@@ -120,8 +132,9 @@ def qk_rope_store_triton(
         0.0 if norms is None else norms.eps,
         **overlap(
             qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-            PAGE_SIZE=page_size, HEADS=per_program, BLOCK=power_of_two(head_dim // 2),
-            LAYERS=num_layers > 1, NORM=norms is not None, num_warps=max(1, per_program // 2),
+            ROTARY_DIM=rotary_dim, PAGE_SIZE=page_size, HEADS=per_program,
+            BLOCK=power_of_two(head_dim // 2), LAYERS=num_layers > 1, NORM=norms is not None,
+            num_warps=max(1, per_program // 2),
             enable_fp_fusion=False,  # rope rounds each product, as torch does
         ),
     )  # fmt: skip

@@ -19,11 +19,9 @@ import msgspec
 
 from worker.errors import UserError
 
-# What has a vector of its own in a region: a token, a page, or a row of the batch. The state of a
-# row, as recurrent layers keep it, is not paged; no region of it exists yet.
-StatePer = Literal["token", "page", "row"]
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
+STATE = "state"  # name of the region of slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class KVRegion:
     page_size: int  # tokens
     dtype: str
     parts: int = 2  # of a row: k and v, or a single one
-    rows: Literal["token", "page"] = "token"  # StatePer of a paged region
+    rows: Literal["token", "page"] = "token"  # what has a vector of its own
 
     def __post_init__(self) -> None:
         wrong: dict[str, str] = {}  # field -> text
@@ -90,14 +88,47 @@ class KVRegion:
 
 
 @dataclass(frozen=True, slots=True)
+class StateRegion:
+    """What gated delta nets keep of a request, in a slot of its own and not in pages.
+
+    A slot is [key head][layer][state of its value heads in f32, then 3 raw inputs of its channels]:
+    so a range of key heads is one range of bytes, as a range of kv heads of a page is.
+    """
+
+    num_layers: int
+    key_heads: int  # of the whole model in a ModelLayout, of one rank in a KVLayout
+    ratio: int  # value heads of a key head
+    key_dim: int
+    value_dim: int
+    dtype: str  # of the inputs
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states of one key head's value heads, in one layer."""
+        return self.ratio * self.key_dim * self.value_dim * 4
+
+    @property
+    def head_bytes(self) -> int:
+        """One key head in all layers."""
+        channels = 2 * self.key_dim + self.ratio * self.value_dim
+        return self.num_layers * (self.state_bytes + 3 * channels * ITEM_BYTES[self.dtype])
+
+    @property
+    def slot_bytes(self) -> int:
+        """One request."""
+        return self.key_heads * self.head_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Regions:
-    """Regions that share page ids, and so the page size.
+    """Regions that share page ids, and so the page size; and slots of state, if there are.
 
     Raises UserError for no region, two of one name, different page sizes, and layer groups of
     another than the first.
     """
 
     regions: tuple[KVRegion, ...]
+    state: StateRegion | None = None
 
     def __post_init__(self) -> None:
         names = [region.name for region in self.regions]
@@ -140,7 +171,8 @@ class KVLayout(Regions):
     def describe(self) -> str:
         """Say what a token takes, by region."""
         sizes = (f"{each.name} {each.page_bytes / self.page_size:,.0f}" for each in self.regions)
-        return f"bytes a token: {', '.join(sizes)}"
+        state = f"; a request: {self.state.slot_bytes:,d} of state" if self.state else ""
+        return f"bytes a token: {', '.join(sizes)}{state}"
 
 
 class ModelLayout(Regions):
@@ -152,7 +184,11 @@ class ModelLayout(Regions):
         """The layout of one rank, with its kv heads of each region; raises as `rank_heads`."""
         heads = [rank_heads(region.num_kv_heads, tp_size, rank) for region in self.regions]
         ranks = zip(self.regions, heads, strict=True)
-        return KVLayout(tuple(replace(region, num_kv_heads=len(own)) for region, own in ranks))
+        state = self.state
+        if state is not None:
+            state = replace(state, key_heads=len(rank_heads(state.key_heads, tp_size, rank)))
+        regions = tuple(replace(region, num_kv_heads=len(own)) for region, own in ranks)
+        return KVLayout(regions, state)
 
     def identity(self, model: str, digest: str) -> "Identity":
         """Build what peers compare, for a model of that served name and digest (ADR 0025)."""
@@ -201,7 +237,8 @@ def rank_heads(num_kv_heads: int, tp_size: int, rank: int) -> range:
 class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
     """One region's memory, as a transport registers it and its peers see it.
 
-    Of n pages, group g of page p starts at address + (g·n + p)·group_bytes.
+    Of n pages, group g of page p starts at address + (g·n + p)·group_bytes. Slots of state lie one
+    behind the other.
     """
 
     name: str

@@ -6,20 +6,30 @@ import os
 import torch
 from torch import Tensor
 
-from worker.cache.layout import KVLayout, KVRegion, MemoryRegion
+from worker.cache.layout import (
+    ITEM_BYTES,
+    STATE,
+    KVLayout,
+    KVRegion,
+    MemoryRegion,
+    StateRegion,
+)
 from worker.errors import UserError
 
 
 class KVPool:
-    """`num_pages` zeroed pages of every region of `layout` on `device`.
+    """`num_pages` zeroed pages of every region of `layout` on `device`, and slots of its state.
 
     On the CPU a region is an anonymous memfd: the shm transport hands its fd to other processes,
     and nothing stays in /dev/shm when a process dies. Elsewhere it is one device allocation.
 
-    Page 0 is a sink for padded rows and is never handed out. Raises UserError for fewer than two.
+    Page 0 and slot 0 are sinks for padded rows and are never handed out. Raises UserError for fewer
+    than two pages.
     """
 
-    def __init__(self, layout: KVLayout, num_pages: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: KVLayout, num_pages: int, device: torch.device, num_slots: int = 0
+    ) -> None:
         if num_pages < 2:
             text = f"num_pages must be at least 2 (page 0 is a sink), not {num_pages}"
             raise UserError(text, "num_pages")
@@ -29,13 +39,22 @@ class KVPool:
         self._layers: dict[str, list[tuple[Tensor, ...]]] = {}
         self._memory: list[MemoryRegion] = []
         for region in layout.regions:
-            num_bytes = num_pages * region.page_bytes
-            if self.device.type == "cpu":
-                raw, fd = _shared_memory(region.name, num_bytes)
-            else:
-                raw, fd = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), None
-            self._memory.append(MemoryRegion(region.name, raw.data_ptr(), num_bytes, fd))
+            raw = self._allocate(region.name, num_pages * region.page_bytes)
             self._layers[region.name] = _layer_views(raw, region, num_pages)
+        # Of each layer with a state, see _state_views.
+        self.states: list[tuple[Tensor, Tensor]] = []
+        self.num_slots = num_slots
+        if layout.state is not None:
+            raw = self._allocate(STATE, num_slots * layout.state.slot_bytes)
+            self.states = _state_views(raw, layout.state, num_slots)
+
+    def _allocate(self, name: str, num_bytes: int) -> Tensor:
+        if self.device.type == "cpu":
+            raw, fd = _shared_memory(name, num_bytes)
+        else:
+            raw, fd = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device), None
+        self._memory.append(MemoryRegion(name, raw.data_ptr(), num_bytes, fd))
+        return raw
 
     def region(self, name: str = "target") -> KVRegion:
         """The region called `name`; KeyError if the layout has none."""
@@ -63,12 +82,13 @@ class KVPool:
         return [part for name in names for parts in self._layers[name] for part in parts]
 
     def memory(self) -> tuple[MemoryRegion, ...]:
-        """The allocations, in the layout's order; valid until `close`."""
+        """The allocations, in the layout's order, then the state's; valid until `close`."""
         return tuple(self._memory)
 
     def close(self) -> None:
         """Give the memory back; it is freed when the last view of it is gone. Idempotent."""
         self._layers.clear()
+        self.states.clear()
         for region in self._memory:
             if region.fd is not None:
                 os.close(region.fd)
@@ -99,3 +119,16 @@ def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Te
     )
     # A layer is [num_pages, num_kv_heads, parts, rows, head_dim].
     return [layer.unbind(2) for group in groups for layer in group.unbind(2)]
+
+
+def _state_views(raw: Tensor, state: StateRegion, num_slots: int) -> list[tuple[Tensor, Tensor]]:
+    """(states of value heads, raw inputs) of each layer: views of slots and key heads.
+
+    [num_slots, key_heads, state_bytes / 4] f32 and [num_slots, key_heads, 3, channels], strided.
+    """
+    shape = num_slots, state.key_heads, state.num_layers, -1
+    dtype = getattr(torch, state.dtype)
+    at = state.state_bytes // ITEM_BYTES[state.dtype]
+    states = raw.view(torch.float32).view(shape)[..., : state.state_bytes // 4].unbind(2)
+    inputs = raw.view(dtype).view(shape)[..., at:].unflatten(3, (3, -1)).unbind(2)
+    return list(zip(states, inputs, strict=True))

@@ -262,7 +262,7 @@ class DrafterFile:
         """The fields of a DrafterShape but `taps` and `names`, and the form's flags."""
         fields, layer, target = self.fields, self.layer, self.target
         slides = self.form.drafter == "dflash"
-        refuse_what_we_cannot_compute(layer, windows=slides)
+        refuse_what_we_cannot_compute(layer, layers=slides)
         unused = slides or layer.get("use_sliding_window") is False
         if not unused and layer.get("sliding_window") is not None:
             raise layer.unsupported("sliding_window", "sliding-window attention")

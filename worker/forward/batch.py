@@ -54,6 +54,26 @@ class DraftRows:
     tail_pages: Tensor
 
 
+class StateWindows(NamedTuple):
+    """Rows of a decode step with states: n windows of `width` tokens each."""
+
+    live: Tensor  # [n] i64; numbers of rows; 0: no row, which writes nothing but zeros
+    state_slot: Tensor  # [num_rows + 1] i64
+    folded: Tensor  # [num_rows + 1] i64; tokens that are in the slot's state
+    seq_len: Tensor  # [num_rows + 1] i64; those and the accepted ones behind, which the ring has
+    width: int
+
+
+class StateChunks(NamedTuple):
+    """Chunks of n requests with states, as Batch has them. A padded request has no tokens."""
+
+    query_start: Tensor  # [n + 1] i32
+    seq_lens: Tensor  # [n] i32; with the chunk
+    slots: Tensor  # [n] i64; of each request's state
+    # [2, at least all blocks] i32: request (n: none) and first token of each block of the batch
+    blocks: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """The tokens of `num_reqs` requests, flattened; all tensors on the worker's device.
@@ -79,6 +99,7 @@ class Batch:
     # states of these tokens only.
     last_token_rows: Tensor | None = None
     draft: DraftRows | None = None  # of chunks, if a chain drafter reads them
+    states: StateWindows | StateChunks | None = None  # if layers are recurrent
 
     @property
     def bounds(self) -> Bounds:

@@ -1,11 +1,13 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
+from worker.model.delta_net import DeltaNet
+from worker.model.families import FAMILIES
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
@@ -18,6 +20,7 @@ from worker.model.layers import (
 )
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Part, Shard, split_even, split_heads
+from worker.recurrent.delta_net import DeltaState
 
 
 class FeedForward(nn.Module):
@@ -41,6 +44,7 @@ class FeedForward(nn.Module):
 
 # What a layer is made of, by the names of Features.
 ATTENTIONS: Mapping[str, type[SelfAttention]] = {"heads": SelfAttention}
+MIXERS = {False: "self_attn", True: "linear_attn"}  # name in the checkpoint; is it a delta net?
 FEED_FORWARDS: Mapping[str, type[FeedForward]] = {"dense": FeedForward}
 
 
@@ -48,13 +52,26 @@ class DecoderLayer(nn.Module):
     """Attention and feed-forward; the norm that follows each of them adds up the ranks' parts."""
 
     def __init__(
-        self, shape: LayerShape, layer_id: int, rotary: RotaryEmbedding, placement: Placement
+        self,
+        shape: LayerShape,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        placement: Placement,
+        *,
+        is_delta: bool = False,
     ) -> None:
+        """layer_id: of the pool. is_delta: has a gated delta net for its attention."""
         super().__init__()
         features, norm = shape.features, (shape.hidden_size, shape.rms_norm_eps, placement)
-        self.input_norm = RMSNorm(*norm)
-        self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
-        self.post_norm = RMSNorm(*norm)
+        self.input_norm = RMSNorm(*norm, centred=features.centred)
+        self.attention: SelfAttention | DeltaNet
+        if is_delta:
+            assert isinstance(shape, ModelShape)
+            self.attention = DeltaNet(shape, placement)
+        else:
+            self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
+        self._mixer = MIXERS[is_delta]
+        self.post_norm = RMSNorm(*norm, centred=features.centred)
         self.feed_forward = FEED_FORWARDS[features.feed_forward](shape, placement)
 
     def forward(
@@ -74,7 +91,7 @@ class DecoderLayer(nn.Module):
     def shards(self, prefix: str) -> dict[str, Shard]:
         return (
             self.input_norm.shards(f"{prefix}.input_layernorm")
-            | self.attention.shards(f"{prefix}.self_attn")
+            | self.attention.shards(f"{prefix}.{self._mixer}")
             | self.post_norm.shards(f"{prefix}.post_attention_layernorm")
             | self.feed_forward.shards(f"{prefix}.mlp")
         )
@@ -112,7 +129,8 @@ class Decoder(nn.Module):
 
     # Tensors that some checkpoints carry and no forward pass needs.
     ignored_suffixes = (".rotary_emb.inv_freq",)
-    ignored_prefixes = ("model.mtp_layers.",)  # of a drafter that lives in the same files
+    # Of a drafter, or of what sees images, in the same files.
+    ignored_prefixes = ("model.mtp_layers.", "mtp.", "model.visual.")
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
@@ -124,10 +142,15 @@ class Decoder(nn.Module):
         vocabulary = shape.vocab_size, shape.hidden_size, placement
         self.embedding = VocabParallelEmbedding(*vocabulary)
         rotary = RotaryEmbedding(shape, shape.max_position_embeddings, placement.device)
+        is_delta = shape.is_delta or (False,) * shape.num_layers
         self.layers = nn.ModuleList(
-            DecoderLayer(shape, number, rotary, placement) for number in range(shape.num_layers)
+            DecoderLayer(
+                shape, number - sum(is_delta[:number]), rotary, placement, is_delta=is_delta[number]
+            )
+            for number in range(shape.num_layers)
         )
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, placement)
+        centred = shape.features.centred
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, placement, centred=centred)
         tied = shape.tie_word_embeddings
         self.head = self.embedding if tied else VocabParallelEmbedding(*vocabulary)
 
@@ -143,6 +166,12 @@ class Decoder(nn.Module):
             layer.input_norm.tap = taps.after(number - 1)
         self.norm.tap = taps.after(len(self.layers) - 1)
         return taps
+
+    def keep(self, states: Iterable[DeltaState]) -> None:
+        """Keep the states of the gated delta nets there, layer by layer, in later steps."""
+        nets = [each for each in self.modules() if isinstance(each, DeltaNet)]
+        for net, state in zip(nets, states, strict=True):
+            net.state = state
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
@@ -165,10 +194,12 @@ class Decoder(nn.Module):
         return self.head.logits(hidden, whole=whole)
 
     def shards(self) -> dict[str, Shard]:
-        shards = self.embedding.shards("model.embed_tokens") | self.norm.shards("model.norm")
+        prefix = FAMILIES[self.shape.architecture].prefix
+        shards = self.embedding.shards(f"{prefix}.embed_tokens")
+        shards |= self.norm.shards(f"{prefix}.norm")
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
-            shards |= layer.shards(f"model.layers.{i}")
+            shards |= layer.shards(f"{prefix}.layers.{i}")
         if self.head is not self.embedding:
             shards |= self.head.shards("lm_head")
         return shards

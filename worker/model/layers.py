@@ -15,9 +15,18 @@ from torch import Tensor, nn
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.forward.context import current
 from worker.model.shape import LayerShape
-from worker.model.shard import Part, Shard, all_of, split_even, split_heads, stacked, whole
+from worker.model.shard import (
+    Part,
+    Shard,
+    all_of,
+    by_head,
+    split_even,
+    split_heads,
+    stacked,
+    whole,
+)
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
-from worker.ops.norms import add_rms_norm, rms_norm
+from worker.ops.norms import add_rms_norm, rms_norm, sigmoid_gate
 from worker.ops.product import gated_product, product
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.peers.base import Collective
@@ -31,9 +40,9 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
 
-    def empty(self, *shape: int) -> nn.Parameter:
-        """An uninitialised weight without gradient; the loader fills it."""
-        tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised weight without gradient, of the model's dtype; the loader fills it."""
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
 
     def matrix(self, num_rows: int, num_columns: int) -> "Plain":
@@ -159,10 +168,13 @@ def selected(x: Tensor, rows: Tensor | None) -> Tensor:
 class RMSNorm(nn.Module):
     """Every rank holds the whole weight; x: [..., size]."""
 
-    def __init__(self, size: int, eps: float, placement: Placement) -> None:
+    def __init__(
+        self, size: int, eps: float, placement: Placement, *, centred: bool = False
+    ) -> None:
+        """centred: the checkpoint has the weight minus 1; here it is f32, and rounded once."""
         super().__init__()
-        self.eps = eps
-        self.weight = placement.empty(size)
+        self.eps, self._plus = eps, float(centred)
+        self.weight = placement.empty(size, dtype=torch.float32 if centred else None)
         self.tap: Tensor | None = None  # [max_tokens, size], where sums are kept; see Decoder.tap
         self._collective = placement.collective
 
@@ -183,7 +195,7 @@ class RMSNorm(nn.Module):
         return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        return {f"{prefix}.weight": whole(self.weight)}
+        return {f"{prefix}.weight": whole(self.weight, self._plus)}
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -244,11 +256,11 @@ class VocabParallelEmbedding(nn.Module):
 class RotaryEmbedding(nn.Module):
     """Angles for positions 0 .. max_positions − 1, f32; one table serves all layers of a model."""
 
-    table: Tensor  # [max_positions, head_dim] f32
+    table: Tensor  # [max_positions, rotary_dim] f32
 
     def __init__(self, shape: LayerShape, max_positions: int, device: torch.device) -> None:
         super().__init__()
-        inv_freq = rope_inv_freq(shape.head_dim, shape.rope_theta, shape.rope_scaling)
+        inv_freq = rope_inv_freq(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
         table = rope_table(inv_freq, max_positions, device)
         self.register_buffer("table", table, persistent=False)
 
@@ -275,16 +287,20 @@ class SelfAttention(nn.Module):
         kv_rows = slice(first_kv, first_kv + heads.num_kv_heads * head_dim)
         kv = Part(num_kv_heads * head_dim, kv_rows)
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        if features.output_gate:  # q_proj has both, head by head: see shards
+            rows = {"gate": q, **rows}
         in_features = in_features or size
         self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
         self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None
         if features.qk_norm:
-            self.q_norm = RMSNorm(head_dim, eps, placement)
-            self.k_norm = RMSNorm(head_dim, eps, placement)
+            self.q_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
+            self.k_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
             self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
         self.rotary, self.layer_id = rotary, layer_id  # of the pool
-        self._num_heads = heads.num_heads
+        self._heads, self._head_dim = heads, head_dim
+        self._all_heads = num_heads
+        self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
@@ -293,10 +309,13 @@ class SelfAttention(nn.Module):
         rows: see DecoderLayer.forward.
         """
         qkv, table = self.qkv(hidden), self.rotary.table
-        attended = qkv.new_empty(qkv.shape[0], self._num_heads, table.shape[1])
+        attended = qkv.new_empty(qkv.shape[0], self._heads.num_heads, self._head_dim)
         norms = self._norms or (None, None, 0.0)
-        attend(qkv, positions, table, *norms, self.layer_id, attended)
-        return self.output(selected(attended.flatten(1), rows))
+        attend(qkv[:, self._gate_width :], positions, table, *norms, self.layer_id, attended)
+        out = selected(attended.flatten(1), rows)
+        if self._gate_width:
+            out = sigmoid_gate(out, selected(qkv[:, : self._gate_width], rows))
+        return self.output(out)
 
     def store(self, hidden: Tensor, positions: Tensor) -> None:
         """Only the keys and values of forward(), into the tokens' slots."""
@@ -306,9 +325,24 @@ class SelfAttention(nn.Module):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         shards = self.qkv.shards(prefix) | self.output.shards(prefix)
+        if self._gate_width:
+            shards = self._with_gate(shards, prefix)
         if self.q_norm is not None and self.k_norm is not None:
             shards |= self.q_norm.shards(f"{prefix}.q_norm")
             shards |= self.k_norm.shards(f"{prefix}.k_norm")
+        return shards
+
+    def _with_gate(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
+        """q_proj holds, head by head, the rows of the query and then those of the gate."""
+        first, heads = self._heads.first_head, self._heads.num_heads
+        part, width = Part(self._all_heads, slice(first, first + heads)), self._gate_width
+        sizes = {"q": self._head_dim, "gate": self._head_dim}
+        held = [("weight", self.qkv.weight.tensor, (self.qkv.columns,))]
+        held += [("bias", self.qkv.bias, ())] if self.qkv.bias is not None else []
+        for kind, tensor, inner in held:
+            del shards[f"{prefix}.gate.{kind}"], shards[f"{prefix}.q_proj.{kind}"]
+            rows = {"gate": tensor[:width], "q": tensor[width : 2 * width]}
+            shards |= by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
         return shards
 
 

@@ -1,6 +1,7 @@
 """Build one rank of a model and fill it, from safetensors files or with seeded noise."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
@@ -14,7 +15,7 @@ from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
 from worker.model.layers import Placement
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard
+from worker.model.shard import Shard, tensor_of
 from worker.observe.metrics import Progress, no_progress
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -29,7 +30,7 @@ class Loadable(Protocol):
         ...
 
     def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs."""
+        """Checkpoint name -> Shard, for every tensor that this rank needs; see also `piece`."""
         ...
 
     def ignores(self, name: str) -> bool:
@@ -75,28 +76,31 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
                 progress("load", len(shards) - len(missing), len(shards))
             elif not model.ignores(name):
                 unexpected.append(name)
-    kinds = ("missing", sorted(missing)), ("unexpected", unexpected)
+    kinds = ("missing", sorted(set(map(tensor_of, missing)))), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.shape.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 
 
 def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, this rank's part, or None if no shard asks for it) of each tensor in `file`."""
+    """(shard's key, its part) of each tensor in `file`; (name, None) if no shard asks for it."""
+    keys = defaultdict[str, list[str]](list)
+    for key in shards:
+        keys[tensor_of(key)].append(key)
     try:
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                shard = shards.get(name)
-                if shard is None:
+                if name not in keys:
                     yield name, None
                     continue
                 stored = reader.get_slice(name)
                 shape = tuple(stored.get_shape())
-                if shape != shard.full_shape:
-                    raise UserError(
-                        f"{file}: {name} has shape {shape}, config.json asks for {shard.full_shape}"
-                    )
-                yield name, stored[shard.index]
+                for key in keys[name]:
+                    wanted = shards[key].stored_shape
+                    if shape != wanted:
+                        text = f"{file}: {name} has shape {shape}, config.json asks for {wanted}"
+                        raise UserError(text)
+                    yield key, shards[key].of(stored)
     except SafetensorError as e:
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
@@ -111,8 +115,13 @@ def fill_with_noise(
         generator = torch.Generator(shard.dest.device)
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         whole = torch.randn(shard.full_shape, generator=generator, device=shard.dest.device)
-        if whole.dim() == 1 and "norm" in name:
-            whole = 1 + 0.1 * whole
+        if name.endswith(".A_log"):  # as these are initialised for training, so states stay finite
+            whole = torch.rand(shard.full_shape, generator=generator, device=shard.dest.device)
+            whole = (0.01 + 15.99 * whole).log()
+        elif name.endswith(".dt_bias"):
+            whole = torch.ones_like(whole)
+        elif whole.dim() == 1 and "norm" in name:
+            whole = 1 - shard.plus + 0.1 * whole
         elif whole.dim() == 1:
             whole *= 0.02
         else:

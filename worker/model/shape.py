@@ -7,7 +7,9 @@ from typing import Any
 from worker.model.families import FAMILIES, Features
 from worker.model.fields import Fields, read_fields
 from worker.ops.scaling import ROPE_TYPES, RopeScaling
+from worker.recurrent.delta_shape import TAPS, DeltaShape
 
+FULL, LINEAR = "full_attention", "linear_attention"  # in `layer_types`
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -25,6 +27,7 @@ class LayerShape:
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling | None
+    rotary_dim: int  # of a head's head_dim numbers, so many are rotated
     dtype: str  # of the checkpoint
 
     @property
@@ -44,6 +47,14 @@ class ModelShape(LayerShape):
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]  # config.json's, then generation_config.json's others
     penalizes: bool  # generation_config.json has a repetition penalty for requests that name none
+    # Which layers are gated delta nets and not attention; `delta` are their heads.
+    is_delta: tuple[bool, ...] = ()
+    delta: DeltaShape | None = None
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Layers with keys and values."""
+        return self.num_layers - sum(self.is_delta)
 
     @property
     def features(self) -> Features:
@@ -59,21 +70,25 @@ def read_model_shape(path: Path) -> ModelShape:
         UserError: a file is missing or no JSON object, or a field is missing or wrong; the message
             names both. Unsupported if the model is well described but cannot be computed.
     """
-    fields = read_fields(path / "config.json")
+    outer = fields = read_fields(path / "config.json")
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
         supported = ", ".join(sorted(FAMILIES))
         problem = f"{architecture!r} is not supported; supported: {supported}"
         raise fields.unsupported("architectures", problem)
-    refuse_what_we_cannot_compute(fields)
+    family = FAMILIES[architecture]
+    if family.nested:
+        fields = fields.inner("text_config")
+    refuse_what_we_cannot_compute(fields, layers=bool(family.delta))
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
-        **read_layer_shape(fields),
+        **read_layer_shape(fields, partial=bool(family.delta)),
+        **(_read_delta(fields) if family.delta else {}),
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
-        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
         attention_bias=fields.flag("attention_bias"),
         qk_norm=fields.flag("qk_norm"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
@@ -90,12 +105,12 @@ def read_architecture(fields: Fields) -> str:
     return names[0]
 
 
-def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> None:
+def refuse_what_we_cannot_compute(fields: Fields, *, layers: bool = False) -> None:
     """Refuse what no layer of ours has, whatever the architecture.
 
-    windows: whoever calls has layers with sliding windows, and reads the fields of those itself.
+    layers: whoever calls has layers of several types, and reads the fields of those itself.
     """
-    if not windows:
+    if not layers:
         layer_types = fields.get("layer_types")
         if others := set(layer_types or ()) - {"full_attention"}:
             raise fields.unsupported("layer_types", f"layers of type {', '.join(sorted(others))}")
@@ -109,8 +124,41 @@ def refuse_what_we_cannot_compute(fields: Fields, *, windows: bool = False) -> N
         raise fields.unsupported("quantization_config", "quantized weights")
 
 
-def read_layer_shape(fields: Fields) -> dict[str, Any]:
-    """The fields of a LayerShape but for its architecture and its vocabulary."""
+def _read_delta(fields: Fields) -> dict[str, Any]:
+    """What a ModelShape says of gated delta nets."""
+    num_layers, kinds = fields.integer("num_hidden_layers"), fields.get("layer_types")
+    interval = fields.integer("full_attention_interval", default=4)
+    if kinds is None:
+        kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
+    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL, LINEAR} >= set(kinds):
+        problem = f"must name {FULL} or {LINEAR} for each of {num_layers} layers, not {kinds!r}"
+        raise fields.error("layer_types", problem)
+    if FULL not in kinds:
+        raise fields.unsupported("layer_types", "no layer with attention")
+    dense = fields.integers("mlp_only_layers")
+    if fields.integer("num_experts", default=0, least=0) and len(set(dense)) < num_layers:
+        raise fields.unsupported("num_experts", "layers of experts")
+    fields.choice("linear_conv_kernel_dim", (TAPS,))
+    fields.choice("attn_output_gate", (True,))
+    key_heads = fields.integer("linear_num_key_heads", default=16)
+    value_heads = fields.integer("linear_num_value_heads", default=32)
+    if value_heads % key_heads:
+        problem = f"{key_heads} does not divide linear_num_value_heads {value_heads}"
+        raise fields.error("linear_num_key_heads", problem)
+    names = "linear_key_head_dim", "linear_value_head_dim"
+    dims = [fields.integer(name, default=128) for name in names]
+    for name, size in zip(names, dims, strict=True):
+        if size < 16 or size & (size - 1):
+            raise fields.unsupported(name, f"{size}; supported: powers of two from 16 on")
+    delta = DeltaShape(key_heads, value_heads // key_heads, *dims)
+    return {"is_delta": tuple(kind == LINEAR for kind in kinds), "delta": delta}
+
+
+def read_layer_shape(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
+    """The fields of a LayerShape but for its architecture and its vocabulary.
+
+    partial: a part of each head may be rotated.
+    """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
@@ -118,7 +166,12 @@ def read_layer_shape(fields: Fields) -> dict[str, Any]:
     head_dim = fields.integer("head_dim", default=max(1, hidden_size // num_heads))
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
-    rope_theta, rope_scaling = _rope(fields)
+    rope_theta, rope_scaling, factor = _rope(fields)
+    if factor is None:
+        factor = 0.25 if partial else 1.0
+    rotary_dim = int(head_dim * factor) // 2 * 2
+    if not partial and factor != 1:
+        raise fields.unsupported("partial_rotary_factor", "rotating a part of each head")
     return {
         "hidden_size": hidden_size,
         "num_heads": num_heads,
@@ -128,33 +181,34 @@ def read_layer_shape(fields: Fields) -> dict[str, Any]:
         "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
         "rope_theta": rope_theta,
         "rope_scaling": rope_scaling,
+        "rotary_dim": rotary_dim,
         "dtype": read_dtype(fields),
     }
 
 
-def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from `rope_parameters`, or from `rope_theta` and `rope_scaling`."""
+def _rope(fields: Fields) -> tuple[float, RopeScaling | None, float | None]:
+    """(theta, scaling, rotated part of a head) from `rope_parameters`, or `rope_theta`,
+    `rope_scaling` and `partial_rotary_factor`."""
     name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
     inner = fields.inner(name)
     theta = inner.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
-    for each in (fields, inner):
-        if each.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise each.unsupported("partial_rotary_factor", "rotating a part of each head")
+    part = inner.get("partial_rotary_factor")
+    part = fields.get("partial_rotary_factor") if part is None else part
     rope_type = inner.values.get("rope_type", inner.values.get("type", "default"))
     if rope_type not in ROPE_TYPES:
         supported = ", ".join(ROPE_TYPES)
         problem = f"rope type {rope_type!r} is not supported; supported: {supported}"
         raise fields.unsupported(name, problem)
     if rope_type == "default":
-        return theta, None
+        return theta, None, part
     factor = inner.number("factor")
     if rope_type == "linear":
-        return theta, RopeScaling(rope_type, factor)
+        return theta, RopeScaling(rope_type, factor), part
     low, high = inner.number("low_freq_factor"), inner.number("high_freq_factor")
     if high <= low:
         raise inner.error("high_freq_factor", f"{high} must exceed low_freq_factor {low}")
     original = inner.integer("original_max_position_embeddings")
-    return theta, RopeScaling(rope_type, factor, low, high, original)
+    return theta, RopeScaling(rope_type, factor, low, high, original), part
 
 
 def read_dtype(fields: Fields) -> str:

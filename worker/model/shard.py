@@ -5,7 +5,7 @@ Free of torch: what cannot be divided is refused before anything starts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from worker.errors import Unsupported
 
@@ -20,10 +20,27 @@ class Shard:
     dest: "Tensor"  # a view of the parameter; same shape as the part
     full_shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     index: tuple[slice, ...]  # the part, one slice per dimension
+    plus: float = 0.0  # is added to what the checkpoint has: zero-centred norms are about 1 here
+    heads_merged: bool = False  # the first two dimensions of full_shape are one in the checkpoint
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Of the tensor in the checkpoint."""
+        shape = self.full_shape
+        return (shape[0] * shape[1], *shape[2:]) if self.heads_merged else shape
+
+    def of(self, stored: Any) -> "Tensor":
+        """The part; stored: a tensor of the checkpoint, or what slices one."""
+        if not self.heads_merged:
+            return stored[self.index]
+        heads, rows, *inner = self.index
+        each = self.full_shape[1]
+        held = stored[(slice(heads.start * each, heads.stop * each), *inner)]
+        return held.unflatten(0, (-1, each))[:, rows]
 
     def fill(self, part: "Tensor") -> None:
         """Store the part, in whatever dtype the checkpoint has it."""
-        self.dest.copy_(part)
+        self.dest.copy_(part.float() + self.plus if self.plus else part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +72,41 @@ def stacked(dest: "Tensor", parts: Mapping[str, Part], *inner: Part) -> dict[str
     return shards
 
 
-def whole(dest: "Tensor") -> Shard:
+def whole(dest: "Tensor", plus: float = 0.0) -> Shard:
     """A tensor that every rank holds whole."""
-    return Shard(dest.detach(), tuple(dest.shape), tuple(slice(0, size) for size in dest.shape))
+    shape = tuple(dest.shape)
+    return Shard(dest.detach(), shape, tuple(slice(0, size) for size in shape), plus)
+
+
+def by_head(
+    tensor: str,
+    dests: Mapping[str, "Tensor"],
+    sizes: Mapping[str, int],
+    heads: Part,
+    *inner: Part,
+) -> dict[str, Shard]:
+    """Shards of a tensor whose rows are, head by head, those of several parts.
+
+    dests: where the rows of each part go, by its name; sizes: rows a head, in the tensor's order.
+    """
+    shards, start = {}, 0
+    shape = heads.size, sum(sizes.values()), *(part.size for part in inner)
+    for name, size in sizes.items():
+        index = heads.held, slice(start, start + size), *(part.held for part in inner)
+        dest = dests[name].detach().unflatten(0, (len(heads), size))
+        shards[piece(tensor, name)] = Shard(dest, shape, index, heads_merged=True)
+        start += size
+    return shards
+
+
+def piece(tensor: str, name: str) -> str:
+    """The key of one shard of several that are parts of one tensor of the checkpoint."""
+    return f"{tensor}[{name}]"
+
+
+def tensor_of(key: str) -> str:
+    """The checkpoint's tensor that the shard of this key is of."""
+    return key.partition("[")[0]
 
 
 @dataclass(frozen=True, slots=True)

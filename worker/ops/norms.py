@@ -10,11 +10,12 @@ from worker.ops.op import op
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Zhang and Sennrich, "Root Mean Square Layer Normalization" (arXiv:1910.07467).
 
-    x: [..., hidden]; weight: [hidden] of x.dtype. Reduces in f32, rounds to x.dtype before the
-    product with `weight`, as the checkpoints were trained; returns [..., hidden] of x.dtype.
+    x: [..., hidden]; weight: [hidden] of x.dtype or f32. Reduces in f32, rounds to the weight's
+    dtype before the product with it, as the checkpoints were trained; returns x's shape and dtype.
     """
     y = x.float()
-    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+    normed = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(weight.dtype)
+    return (normed * weight).to(x.dtype)
 
 
 def add_rms_norm_ref(
@@ -70,3 +71,12 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 swiglu = op(swiglu_ref)
+
+
+def sigmoid_gate_ref(x: Tensor, gate: Tensor) -> Tensor:
+    """x · sigmoid(gate), as gated attention has it; both [n, width] of one dtype, rows of `gate`
+    maybe strided; sigmoid is rounded before the product."""
+    return x * torch.sigmoid(gate)
+
+
+sigmoid_gate = op(sigmoid_gate_ref)

@@ -26,7 +26,7 @@ def _rms_norm_kernel(
         tl.store(total + row * stride_total + at, rounded, mask=inside)
         y = rounded.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
-    out = y.to(dtype).to(tl.float32) * scale
+    out = y.to(weight.dtype.element_ty).to(tl.float32) * scale
     tl.store(normed + row * SIZE + at, out.to(dtype), mask=inside)
 
 
@@ -92,7 +92,7 @@ def _pair_norm_kernel(
     dtype = out.dtype.element_ty
     if NORM:
         x = x * tl.rsqrt(tl.sum(x * x, 0) / SIZE + eps)
-        x = x.to(dtype).to(tl.float32) * scale
+        x = x.to(token_weight.dtype.element_ty).to(tl.float32) * scale
     place = 1 - of_hidden if HIDDEN_FIRST else of_hidden
     tl.store(out + (2 * row + place) * SIZE + at, x.to(dtype), mask=inside)
 
@@ -159,5 +159,30 @@ def swiglu_triton(gate_up: Tensor) -> Tensor:
     block = WIDE_BLOCK if rows.shape[0] >= MANY_ROWS else BLOCK
     _swiglu_kernel[(rows.shape[0], -(-width // block))](
         rows, out, rows.stride(0), width, **overlap(gate_up, BLOCK=block, num_warps=4)
+    )
+    return out
+
+
+@triton.jit
+def _sigmoid_gate_kernel(x, gate, out, stride_gate, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (rows, blocks of width)."""
+    enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    dtype = out.dtype.element_ty
+    g = tl.load(gate + row * stride_gate + at, mask=inside, other=0.0).to(tl.float32)
+    share = tl.div_rn(1.0, 1.0 + tl.exp(-g)).to(dtype).to(tl.float32)
+    y = tl.load(x + row * width + at, mask=inside, other=0.0).to(tl.float32) * share
+    tl.store(out + row * width + at, y.to(dtype), mask=inside)
+
+
+def sigmoid_gate_triton(x: Tensor, gate: Tensor) -> Tensor:
+    num_rows, width = x.shape
+    assert x.is_contiguous()
+    assert gate.stride(1) == 1
+    out = torch.empty_like(x)
+    _sigmoid_gate_kernel[(num_rows, -(-width // BLOCK))](
+        x, gate, out, gate.stride(0), width, **overlap(x, BLOCK=BLOCK, num_warps=4)
     )
     return out

@@ -117,6 +117,7 @@ class CustomCollective(Collective):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         fused = self.memory.layout.fits_fused(x.shape[0], x.shape[-1] * x.element_size())
+        fused = fused and weight.dtype == x.dtype
         if x.nbytes and fused and self.algorithm(x.nbytes, x.dtype) == ONE_SHOT:
             return one_shot_rms_norm(self.memory, x, residual, weight, eps, total)
         return super().all_reduce_rms_norm(x, residual, weight, eps, total)

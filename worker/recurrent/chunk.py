@@ -5,12 +5,11 @@ with decay arXiv:2412.06464, section 3.3). Blocks begin at multiples of 64 of th
 chunks that are not a prompt's last end there, so it does not matter how a prompt was cut.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.forward.batch import StateChunks
 from worker.ops.op import op
 from worker.recurrent.delta_net import (
     BLOCK,
@@ -28,18 +27,8 @@ from worker.recurrent.delta_net import (
 )
 
 
-class Chunks(NamedTuple):
-    """Chunks of n requests, as Batch has them. A padded request has no tokens."""
-
-    query_start: Tensor  # [n + 1] i32
-    seq_lens: Tensor  # [n] i32; with the chunk
-    slots: Tensor  # [n] i64; of each request's state
-    # [2, at least all blocks] i32: request (n: none) and first token of each block of the batch
-    blocks: Tensor
-
-
 def block_table(query_start: Tensor, num_tokens: int) -> Tensor:
-    """Chunks.blocks of a batch of `num_tokens` tokens, padded ones included; enqueued only."""
+    """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included; enqueued only."""
     n = len(query_start) - 1
     counts = -((query_start[:-1] - query_start[1:]) // BLOCK)
     ends = counts.cumsum(0, dtype=torch.int32)
@@ -51,16 +40,17 @@ def block_table(query_start: Tensor, num_tokens: int) -> Tensor:
 
 
 def delta_chunk_ref(
-    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: Chunks
-) -> Tensor:
-    """Returns [num_tokens, value_width] of the dtype of `packed`; padded tokens are zero.
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
+) -> None:
+    """Fill `out` and the requests' slots.
 
-    packed: [num_tokens, packed_width]. Slots are written.
+    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of its dtype, contiguous;
+    padded tokens become zero.
     """
     shape = state.shape
     widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
     qkv, z, ba = packed.split(widths, dim=-1)
-    out = z.new_zeros(z.shape)
+    out.zero_()
     starts, lengths = chunks.query_start.tolist(), chunks.seq_lens.tolist()
     for i in range(len(lengths)):
         tokens = slice(starts[i], starts[i + 1])
@@ -80,7 +70,6 @@ def delta_chunk_ref(
         out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
         write_states(state, held, s[None])
         state.conv[held] = by_head(raw[None, 1 - TAPS :], shape)
-    return out
 
 
 def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:

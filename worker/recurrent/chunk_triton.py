@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
-from worker.recurrent.chunk import Chunks
 from worker.recurrent.delta_net import BLOCK, DeltaState, DeltaWeights
 from worker.recurrent.gated_norm_triton import gated_norm_triton
 from worker.recurrent.window_triton import silu, softplus
@@ -252,8 +252,8 @@ def _scan_kernel(
 
 
 def delta_chunk_triton(
-    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: Chunks
-) -> Tensor:
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
+) -> None:
     """See delta_chunk_ref; a token's result depends on its request alone, bit for bit."""
     shape, num_tokens, num_reqs = state.shape, len(packed), len(chunks.slots)
     s, conv, _ = state
@@ -266,7 +266,6 @@ def delta_chunk_triton(
     u = packed.new_empty(num_tokens, heads, shape.value_dim)
     p = packed.new_empty(num_blocks, heads, BLOCK, BLOCK)
     scratch = torch.empty(p.shape, dtype=torch.float32, device=packed.device)
-    out = packed.new_empty(num_tokens, shape.value_width)
     sizes = overlap(
         packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
@@ -290,4 +289,3 @@ def delta_chunk_triton(
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
     gated_norm_triton(out, z, weights, shape, chunks.query_start[-1:])
-    return out

@@ -5,55 +5,17 @@ convolution of q, k and v, then for each value head, in f32,
     S ← e^g · S;  δ = β · (v − Sᵀ k);  S ← S + k ⊗ δ;  o = Sᵀ q.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-TAPS = 4  # of the convolution: a token and the three before it
+from worker.recurrent.delta_shape import TAPS, VALUES, DeltaShape
+
 L2_EPS = 1e-6
 BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
-# Numbers of a head's values that lie together in a state: what a warp of the decode kernel has.
-VALUES = 16
-
-
-class DeltaShape(NamedTuple):
-    """Heads of one rank. `ratio` value heads share one key head."""
-
-    key_heads: int
-    ratio: int
-    key_dim: int
-    value_dim: int
-
-    @property
-    def value_heads(self) -> int:
-        return self.key_heads * self.ratio
-
-    @property
-    def head_channels(self) -> int:
-        """Convolved channels of a key head: its q and k, and v of its value heads."""
-        return 2 * self.key_dim + self.ratio * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Convolved channels: q of all key heads, then k, then v of all value heads."""
-        return self.key_heads * self.head_channels
-
-    @property
-    def value_width(self) -> int:
-        """Numbers of a token's v, z or output."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def packed_width(self) -> int:
-        """Numbers of a token's packed projection: channels, z, then b and a of each value head."""
-        return self.channels + self.value_width + 2 * self.value_heads
-
-    @property
-    def raw_width(self) -> int:
-        """Numbers of a token that a window keeps: channels, b and a."""
-        return self.channels + 2 * self.value_heads
 
 
 class DeltaWeights(NamedTuple):
@@ -80,6 +42,26 @@ class DeltaState(NamedTuple):
     def shape(self) -> DeltaShape:
         _, key_heads, ratio, blocks, key_dim, values = self.s.shape
         return DeltaShape(key_heads, ratio, key_dim, blocks * values)
+
+
+def delta_states(
+    views: Sequence[tuple[Tensor, Tensor]], shape: DeltaShape, num_rows: int, max_width: int
+) -> list[DeltaState]:
+    """Of each layer: `views` of the pool (KVPool.states) and a new ring.
+
+    shape: of this rank; max_width: tokens of the widest window. A window of one needs no ring.
+    """
+    if not views:
+        return []
+    raw = views[0][1]
+    lines = max_width if max_width > 1 else 0
+    rings = raw.new_zeros(len(views), num_rows + 1, lines, shape.raw_width)
+    values = min(VALUES, shape.value_dim)
+    sizes = shape.ratio, shape.value_dim // values, shape.key_dim, values
+    return [
+        DeltaState(s.unflatten(2, sizes), conv, ring)
+        for (s, conv), ring in zip(views, rings, strict=True)
+    ]
 
 
 def read_states(state: DeltaState, slots: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ left in the ring, stores the state, and computes its own window without storing.
 token is always accepted and folded at once.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from worker.forward.batch import StateWindows
 from worker.ops.op import op
 from worker.recurrent.delta_net import (
     TAPS,
@@ -28,18 +27,8 @@ from worker.recurrent.delta_net import (
 )
 
 
-class WindowRows(NamedTuple):
-    """Rows of a decode step, whose n windows have `width` tokens each."""
-
-    live: Tensor  # [n] i64; numbers of rows; 0: no row, which writes nothing but zeros
-    state_slot: Tensor  # [num_rows + 1] i64
-    folded: Tensor  # [num_rows + 1] i64; tokens that are in the slot's state
-    seq_len: Tensor  # [num_rows + 1] i64; those and the accepted ones behind, which the ring has
-    width: int
-
-
 def delta_window_ref(
-    packed: Tensor, weights: DeltaWeights, state: DeltaState, rows: WindowRows
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, rows: StateWindows
 ) -> Tensor:
     """Returns [n · width, value_width] of the dtype of `packed`: the heads' normed, gated outputs.
 

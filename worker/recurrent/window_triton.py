@@ -8,11 +8,11 @@ windows led to it. A program is one warp.
 import torch
 from torch import Tensor
 
+from worker.forward.batch import StateWindows
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.recurrent.gated_norm_triton import gated_norm_triton
-from worker.recurrent.window import WindowRows
 
 STAGES = 2  # tokens whose inputs are loaded at once
 
@@ -157,7 +157,7 @@ def _state_kernel(
 
 
 def delta_window_triton(
-    packed: Tensor, weights: DeltaWeights, state: DeltaState, rows: WindowRows
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, rows: StateWindows
 ) -> Tensor:
     """See delta_window_ref; a token's result depends on its row alone, bit for bit."""
     shape, (n,) = state.shape, rows.live.shape

@@ -1,0 +1,45 @@
+"""What the state of gated delta nets follows from. Free of torch."""
+
+from typing import NamedTuple
+
+TAPS = 4  # of the convolution: a token and the three before it
+# Most numbers of a head's values that lie together in a state: what a warp of a decode step has.
+VALUES = 16
+
+
+class DeltaShape(NamedTuple):
+    """Heads of one rank. `ratio` value heads share one key head."""
+
+    key_heads: int
+    ratio: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.ratio
+
+    @property
+    def head_channels(self) -> int:
+        """Convolved channels of a key head: its q and k, and v of its value heads."""
+        return 2 * self.key_dim + self.ratio * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Convolved channels: q of all key heads, then k, then v of all value heads."""
+        return self.key_heads * self.head_channels
+
+    @property
+    def value_width(self) -> int:
+        """Numbers of a token's v, z or output."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def packed_width(self) -> int:
+        """Numbers of a token's packed projection: channels, z, then b and a of each value head."""
+        return self.channels + self.value_width + 2 * self.value_heads
+
+    @property
+    def raw_width(self) -> int:
+        """Numbers of a token that a window keeps: channels, b and a."""
+        return self.channels + 2 * self.value_heads
