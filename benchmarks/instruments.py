@@ -121,7 +121,9 @@ class Bench:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.scheduler = DecodeScheduler(engine.book, engine.config.engine, frozenset())
+        self.scheduler = DecodeScheduler(
+            engine.book, engine.config.engine, frozenset(), grain=engine.shape.grain
+        )
         self.path = ""  # of the last step that was waited for
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)

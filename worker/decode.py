@@ -53,7 +53,12 @@ class DecodeLoop:
         config, metrics = engine.config, engine.metrics
         eos_ids, widths = frozenset(engine.shape.eos_token_ids), _widths(engine)
         self.scheduler = scheduler = DecodeScheduler(
-            engine.book, config.engine, eos_ids, widths=widths, spec=config.spec
+            engine.book,
+            config.engine,
+            eos_ids,
+            widths=widths,
+            spec=config.spec,
+            grain=engine.shape.grain,
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank, meter = engine.local_rank(), engine.meter

@@ -51,6 +51,7 @@ class RowStart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt: tuple[int, ...] = ()  # with a penalty slot: counts for repetition
     output: tuple[int, ...] = ()  # with a penalty slot: drawn before, most often nothing
     text: tuple[int, ...] = ()  # all tokens that are known, if a drafter reads them
+    state_slot: int = 0  # where layers are recurrent: its state is of tokens[: seq_len]
 
 
 class RowPages(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -71,6 +72,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     tokens: tuple[int, ...]
     sample: bool = False
+    state_slot: int = (
+        0  # where layers are recurrent: has the state of the tokens before, then after
+    )
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):

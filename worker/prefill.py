@@ -31,11 +31,15 @@ class PrefillLoop(Role):
             engine.layout.num_groups,
             engine.model_layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
-            engine.shape.num_layers,
+            engine.shape.num_kv_layers,
             1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
         )
         self.scheduler = PrefillScheduler(
-            engine.book, config.engine, int(config.model.max_model_len), self._pace
+            engine.book,
+            config.engine,
+            int(config.model.max_model_len),
+            self._pace,
+            grain=engine.shape.grain,
         )
         metrics = engine.metrics
         self._outbound = outbound = Outbound(

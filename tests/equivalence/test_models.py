@@ -173,7 +173,7 @@ class Engine:
             folded[rows] = seq_len[rows] = ends - 1
             return StateWindows(rows, slots, folded, seq_len, 1)
         table = block_table(batch.query_start, batch.num_tokens)
-        return StateChunks(batch.query_start, batch.seq_lens, slots[rows], table)
+        return StateChunks(batch.query_start, batch.seq_lens, slots[rows].int(), table)
 
     def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:
         """Both prompts together, `chunk` tokens of each at a time."""

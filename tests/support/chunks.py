@@ -71,7 +71,9 @@ def serve(
 ) -> tuple[list[list[int]], set[int]]:
     """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
     eos_ids = frozenset(engine.shape.eos_token_ids)
-    scheduler = DecodeScheduler(engine.book, engine.config.engine, eos_ids)
+    scheduler = DecodeScheduler(
+        engine.book, engine.config.engine, eos_ids, grain=engine.shape.grain
+    )
     scheduler.step = STEPS[0]
     scheduler.widths = AnyWidth(widths, random.Random(3))
     reqs, owned, pending = [], set(), None

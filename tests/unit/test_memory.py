@@ -81,7 +81,7 @@ QWEN3_8B = KVLayout((KVRegion("target", 36, 8, 128, 1, 64, "bfloat16"),))
     ],
 )
 def test_a_batch_is_what_the_memory_holds(gib: int, num_reqs: int) -> None:
-    held = reqs_held(on_cuda(), gib * GIB, QWEN3_8B.page_bytes)
+    held = reqs_held(on_cuda(), gib * GIB, QWEN3_8B)
     assert held == num_reqs
     assert held * 144 * (1 << 20) <= gib * GIB or held == 64
 
@@ -113,8 +113,8 @@ def test_where_each_request_has_a_penalty_none_waits_for_a_slot(
 def test_short_requests_need_less_of_it() -> None:
     short = on_cuda().model_copy(update={"model": on_cuda().model.model_copy(
         update={"max_model_len": 512})})  # fmt: skip
-    assert reqs_held(short, 14 * GIB, QWEN3_8B.page_bytes) == 192
-    assert reqs_held(on_cuda(), 14 * GIB, QWEN3_8B.page_bytes) == 96
+    assert reqs_held(short, 14 * GIB, QWEN3_8B) == 192
+    assert reqs_held(on_cuda(), 14 * GIB, QWEN3_8B) == 96
 
 
 def hold(name: str, began: Event, inside: Event, leave: Event) -> None:

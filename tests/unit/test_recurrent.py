@@ -73,7 +73,10 @@ class Net:
         self.folded[rows] = self.seq_len[rows]
         packed = torch.cat([tokens for _, tokens in parts] + [self.tokens(padding)])
         chunks = StateChunks(
-            start, self.seq_len[rows].int(), self.state_slot[rows], block_table(start, len(packed))
+            start,
+            self.seq_len[rows].int(),
+            self.state_slot[rows].int(),
+            block_table(start, len(packed)),
         )
         out = torch.full((len(packed), self.shape.value_width), NAN)
         delta_chunk(packed, self.weights, self.state, chunks, out)

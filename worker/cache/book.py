@@ -2,7 +2,8 @@
 
 Invariants (tests.support.books asserts them):
     every page but 0 is in exactly one of: free, some Hold's private pages, the tree;
-    num_reserved <= free + evictable, so a reserved page can always be bound for compute.
+    num_reserved <= free + evictable, so a reserved page can always be bound for compute;
+    every slot but 0 is free, or some Hold's.
 """
 
 from collections.abc import Sequence
@@ -27,19 +28,40 @@ class Hold:
     pages: list[int] = field(default_factory=list)
     private: set[int] = field(default_factory=set)
     num_reserved: int = 0  # pages promised, not bound yet
+    slot: int = 0  # of its state, where layers are recurrent; 0 = none
 
 
 class PageBook:
-    """The pages of one worker."""
+    """The pages of one worker, and its slots of state, if there are."""
 
-    def __init__(self, num_pages: int, page_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, num_slots: int = 0
+    ) -> None:
         self.page_size = page_size
         self.num_reserved = 0
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
-        self.launched, self.settled = self._allocator.launched, self._allocator.settled
+        # A freed slot cools as a page does: a pull may be what fills it next.
+        self._slots = PageAllocator(num_slots) if num_slots else None
         self.tree = PrefixTree(page_size)  # changed by the book alone
+
+    def launched(self, step: int) -> None:
+        """See PageAllocator.launched."""
+        self._allocator.launched(step)
+        if self._slots is not None:
+            self._slots.launched(step)
+
+    def settled(self, step: int) -> None:
+        """See PageAllocator.settled."""
+        self._allocator.settled(step)
+        if self._slots is not None:
+            self._slots.settled(step)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots of state that can be handed out, also to be pulled into."""
+        return 0 if self._slots is None else self._slots.num_pullable
 
     @property
     def num_pages(self) -> int:
@@ -63,20 +85,21 @@ class PageBook:
     def open(self, tokens: Sequence[int], num_slots: int, *, max_matched: int) -> Hold | None:
         """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.
 
-        At most max_matched <= len(tokens) - 1 tokens come from the tree. None: there is no room,
-        and nothing has changed.
+        With a slot of state, where layers are recurrent. At most max_matched <= len(tokens) - 1
+        tokens come from the tree. None: there is no room, and nothing has changed.
         """
         node = self.tree.match(tokens, max_matched) if self._prefix_cache else self.tree.root
         self.tree.lock(node)
         pages = [ancestor.page for ancestor in node.path()]
         wanted = max(0, self.num_pages_for(num_slots) - len(pages))
-        if wanted > self.num_available:
+        if wanted > self.num_available or (self._slots is not None and not self.num_free_slots):
             self.tree.unlock(node)
             return None
         self.num_reserved += wanted
         self.num_holds += 1
         num_slots = len(pages) * self.page_size
-        return Hold(node, num_slots, num_slots, pages, set(), wanted)
+        slot = 0 if self._slots is None else self._slots.take(1, for_pull=True)[0]
+        return Hold(node, num_slots, num_slots, pages, set(), wanted, slot)
 
     def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
@@ -121,7 +144,9 @@ class PageBook:
         """Give everything back. No pull into its pages may be running."""
         self.tree.unlock(hold.node)
         self._allocator.free(hold.private)
+        if self._slots is not None and hold.slot:
+            self._slots.free([hold.slot])
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
-        hold.node, hold.num_reserved = self.tree.root, 0
+        hold.node, hold.num_reserved, hold.slot = self.tree.root, 0, 0
         hold.pages, hold.num_slots, hold.private = [], 0, set()

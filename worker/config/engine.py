@@ -94,6 +94,8 @@ class EngineConfig(Section):
     prefill worker that has measured its graphs takes the size of one of its buckets, up to 4096."""
     growth_tokens: int = Field(default=64, ge=1)
     """Output tokens for which a request reserves KV pages at admission."""
+    state_slots: Auto | PositiveInt = "auto"
+    """Requests whose state is held at a time, where layers are recurrent. auto: max_num_reqs."""
     penalty_rows: Auto | PositiveInt = "auto"
     """Requests with penalties or logit bias at a time. auto: 16; max_num_reqs if the model's
     generation_config.json has a repetition penalty, which routers may be told to ignore."""

@@ -106,7 +106,10 @@ def _attention(
 
 
 def poison(pool: KVPool) -> None:
-    """Fill a drafter's regions with NaN, so that what nobody has written is noticed."""
+    """Fill a drafter's regions and all slots with NaN: what nobody has written is noticed then."""
+    for states in pool.states:
+        for each in states:
+            each.fill_(float("nan"))
     for region in pool.layout.regions[1:]:
         for cache in pool.caches(region.name):
             cache.fill_(float("nan"))

@@ -69,7 +69,7 @@ class StateChunks(NamedTuple):
 
     query_start: Tensor  # [n + 1] i32
     seq_lens: Tensor  # [n] i32; with the chunk
-    slots: Tensor  # [n] i64; of each request's state
+    slots: Tensor  # [n] i32; of each request's state
     # [2, at least all blocks] i32: request (n: none) and first token of each block of the batch
     blocks: Tensor
 

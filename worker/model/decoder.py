@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from worker.model.delta_net import DeltaNet
+from worker.model.delta_net import DeltaNet, rank_delta
 from worker.model.families import FAMILIES
 from worker.model.layers import (
     ColumnParallelLinear,
@@ -21,6 +21,7 @@ from worker.model.layers import (
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Part, Shard, split_even, split_heads
 from worker.recurrent.delta_net import DeltaState
+from worker.recurrent.delta_shape import DeltaShape
 
 
 class FeedForward(nn.Module):
@@ -139,6 +140,9 @@ class Decoder(nn.Module):
         self.heads = split_heads(
             shape.num_heads, shape.num_kv_heads, self.collective.rank, self.collective.size
         )
+        self.delta: DeltaShape | None = None  # heads of this rank's gated delta nets
+        if shape.delta is not None:
+            self.delta = rank_delta(shape.delta, self.collective.rank, self.collective.size)
         vocabulary = shape.vocab_size, shape.hidden_size, placement
         self.embedding = VocabParallelEmbedding(*vocabulary)
         rotary = RotaryEmbedding(shape, shape.max_position_embeddings, placement.device)

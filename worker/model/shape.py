@@ -7,7 +7,7 @@ from typing import Any
 from worker.model.families import FAMILIES, Features
 from worker.model.fields import Fields, read_fields
 from worker.ops.scaling import ROPE_TYPES, RopeScaling
-from worker.recurrent.delta_shape import TAPS, DeltaShape
+from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape
 
 FULL, LINEAR = "full_attention", "linear_attention"  # in `layer_types`
 DTYPES = ("float32", "bfloat16", "float16")
@@ -50,6 +50,11 @@ class ModelShape(LayerShape):
     # Which layers are gated delta nets and not attention; `delta` are their heads.
     is_delta: tuple[bool, ...] = ()
     delta: DeltaShape | None = None
+
+    @property
+    def grain(self) -> int:
+        """Chunks of a prompt that are not its last end at multiples of it."""
+        return 1 if self.delta is None else BLOCK
 
     @property
     def num_kv_layers(self) -> int:

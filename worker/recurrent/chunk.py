@@ -12,7 +12,6 @@ from torch import Tensor
 from worker.forward.batch import StateChunks
 from worker.ops.op import op
 from worker.recurrent.delta_net import (
-    BLOCK,
     TAPS,
     DeltaState,
     DeltaWeights,
@@ -25,6 +24,7 @@ from worker.recurrent.delta_net import (
     read_states,
     write_states,
 )
+from worker.recurrent.delta_shape import BLOCK
 
 
 def block_table(query_start: Tensor, num_tokens: int) -> Tensor:

@@ -6,7 +6,8 @@ from torch import Tensor
 from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
-from worker.recurrent.delta_net import BLOCK, DeltaState, DeltaWeights
+from worker.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.recurrent.delta_shape import BLOCK
 from worker.recurrent.gated_norm_triton import gated_norm_triton
 from worker.recurrent.window_triton import silu, softplus
 
@@ -58,7 +59,7 @@ def _convolve_kernel(
         end = tl.load(query_start + request + 1) - begin
         at = tl.load(blocks + num_blocks + tl.program_id(0)) - begin
         started = tl.load(seq_lens + request) > end
-        conv = conv_all + tl.load(slots + request) * stride_conv_slot
+        conv = conv_all + tl.load(slots + request).to(tl.int64) * stride_conv_slot
         chunk = packed + begin.to(tl.int64) * stride_packed
         t = at + tl.arange(0, BLOCK)
         rows, inside = (begin + t).to(tl.int64), t < end
@@ -190,7 +191,7 @@ def _scan_kernel(
     begin, end = tl.load(query_start + request), tl.load(query_start + request + 1)
     if end > begin:
         started = tl.load(seq_lens + request) > end - begin
-        slot = tl.load(slots + request)
+        slot = tl.load(slots + request).to(tl.int64)
         i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
         values = part * VALUES + tl.arange(0, VALUES)
         key_head = head // RATIO

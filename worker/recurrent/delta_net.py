@@ -15,7 +15,6 @@ from torch import Tensor
 from worker.recurrent.delta_shape import TAPS, VALUES, DeltaShape
 
 L2_EPS = 1e-6
-BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
 
 
 class DeltaWeights(NamedTuple):

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
 TAPS = 4  # of the convolution: a token and the three before it
 # Most numbers of a head's values that lie together in a state: what a warp of a decode step has.
 VALUES = 16

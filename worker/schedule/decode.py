@@ -19,6 +19,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig, SpecConfig
 from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
+from worker.schedule.prefill import chunk_end
 from worker.schedule.req import Phase, Req, finish_reason
 from worker.schedule.rows import RowTable
 from worker.schedule.width import WidthPolicy
@@ -55,7 +56,10 @@ class DecodeScheduler:
         *,
         widths: WidthPolicy | None = None,
         spec: SpecConfig | None = None,
+        grain: int = 1,
     ) -> None:
+        """grain: chunks that are not a prompt's last end at multiples of it."""
+        self._grain = grain
         spec = spec or SpecConfig()
         self.book = book
         self.local: deque[Req] = deque()
@@ -206,17 +210,20 @@ class DecodeScheduler:
             if budget == 0 or (not req.row and not self._rows.num_free):
                 break
             assert req.hold is not None
+            start = req.num_planned_tokens
+            end = chunk_end(start, budget, len(req.tokens), self._grain)
+            if end == start:
+                break  # less is left of the step than a chunk needs
             if not req.row:
                 if not self._rows.can_take(req.sampling):
                     continue
                 self._rows.enter(req, now, active=False)
-            start = req.num_planned_tokens
-            end = min(len(req.tokens), start + budget)
             last = end == len(req.tokens)
             # As in `plan`, with the slot of the token to be drawn, for a drafter.
             self.book.bind(req.hold, end + last)
             self._rows.queue_pages(req)
-            chunks.append(Chunk(req.row, start, tuple(req.tokens[start:end]), last))
+            tokens = tuple(req.tokens[start:end])
+            chunks.append(Chunk(req.row, start, tokens, last, req.hold.slot))
             computed.append(req)
             req.num_planned_tokens = end
             budget -= end - start

@@ -25,8 +25,11 @@ class PrefillScheduler:
     only if that chunk draws a token.
     """
 
-    def __init__(self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace) -> None:
-        self.book = book
+    def __init__(
+        self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace, *, grain: int = 1
+    ) -> None:
+        """grain: chunks that are not a prompt's last end at multiples of it."""
+        self.book, self._grain = book, grain
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._engine = engine
         self._pace = pace
@@ -76,14 +79,17 @@ class PrefillScheduler:
         for req in list(self.waiting):
             if budget == 0 or (not req.row and not self.rows.num_free):
                 break
+            start = req.num_planned_tokens
+            end = chunk_end(start, budget, req.num_target_tokens, self._grain)
+            if end == start:
+                break  # less is left of the step than a chunk needs
             if not req.row:
                 req.row, req.started_at = self.rows.take(), now
-            start = req.num_planned_tokens
-            end = min(req.num_target_tokens, start + budget)
             self.book.bind(req.hold, end)  # reserved at admission: cannot fail
             self.rows.queue_pages(req)
             draws = req.sampling is not None and end == req.num_target_tokens
-            launched.append((req, Chunk(req.row, start, req.tokens[start:end], draws)))
+            tokens = req.tokens[start:end]
+            launched.append((req, Chunk(req.row, start, tokens, draws, req.hold.slot)))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
                 self.waiting.popleft()
@@ -156,4 +162,11 @@ def _start(req: PrefillReq) -> RowStart:
         req.sampling,
         max_len=len(req.tokens) + 1,
         min_len=req.num_prompt_tokens + req.sampling.min_tokens,
+        state_slot=req.hold.slot,
     )
+
+
+def chunk_end(start: int, budget: int, target: int, grain: int) -> int:
+    """Where a chunk from `start` on ends; `start` if the budget is too small for one."""
+    end = start + budget
+    return target if end >= target else max(start, end // grain * grain)

@@ -59,6 +59,7 @@ class RowTable:
             prompt=tuple(req.tokens[:num]) if slot else (),
             output=tuple(req.tokens[num:]) if slot else (),
             text=tuple(req.tokens) if self._with_text else (),
+            state_slot=req.hold.slot if req.hold is not None else 0,
         )
         self._starts.append(start)
 

@@ -9,16 +9,18 @@ import torch
 
 from worker.api import PeerId
 from worker.cache.book import PageBook
-from worker.cache.layout import KVRegion, ModelLayout
+from worker.cache.layout import KVRegion, ModelLayout, StateRegion
 from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
+from worker.errors import UserError
 from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
 from worker.peers.rank_group import RankGroup
+from worker.recurrent.delta_shape import BLOCK
 from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine
@@ -66,7 +68,11 @@ def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
     transport.register(pool.memory())
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
-        pool.num_pages, int(config.kv.page_size), prefix_cache=config.engine.prefix_cache
+        pool.num_pages,
+        int(config.kv.page_size),
+        # What is found has no state, so prompts of recurrent layers are computed from their start.
+        prefix_cache=config.engine.prefix_cache and not pool.num_slots,
+        num_slots=pool.num_slots,
     )
     metrics = _metrics(config, name, book, loaded.checks)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
@@ -101,6 +107,9 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
     )
     config = within_block(config, drafter_shape)
+    if shape.delta is not None and int(config.engine.max_prefill_tokens) < BLOCK:
+        param = "engine.max_prefill_tokens"
+        raise UserError(f"{param} must be at least {BLOCK} for {shape.architecture}", param)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
@@ -126,11 +135,11 @@ def model_layout(
     if num_groups == "auto":
         # On a CPU a pull is short beside a step: little to gain by hiding it.
         most = 1 if config.engine.device == "cpu" else MAX_GROUPS
-        num_groups = max(n for n in range(1, most + 1) if shape.num_layers % n == 0)
-        log.debug("kv.num_groups = %d (of %d layers)", num_groups, shape.num_layers)
+        num_groups = max(n for n in range(1, most + 1) if shape.num_kv_layers % n == 0)
+        log.debug("kv.num_groups = %d (of %d layers)", num_groups, shape.num_kv_layers)
     target = KVRegion(
         name="target",
-        num_layers=shape.num_layers,
+        num_layers=shape.num_kv_layers,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         num_groups=num_groups,
@@ -138,7 +147,10 @@ def model_layout(
         dtype=config.model.dtype,
     )
     drafted = () if drafter is None else regions(drafter, target.page_size, target.dtype)
-    return ModelLayout((target, *drafted))
+    state = None
+    if shape.delta is not None:
+        state = StateRegion(sum(shape.is_delta), *shape.delta, config.model.dtype)
+    return ModelLayout((target, *drafted), state)
 
 
 def _metrics(

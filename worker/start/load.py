@@ -25,6 +25,7 @@ from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
+from worker.recurrent.delta_net import delta_states
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel
 from worker.run.build import Graphs, build_graphs
@@ -35,6 +36,7 @@ from worker.start.memory import (
     fit,
     memory_of,
     num_pages,
+    num_slots,
     with_max_num_reqs,
     with_penalty_rows,
 )
@@ -93,11 +95,14 @@ def load(start: Start) -> Loaded:
             reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
             weights[0].tap((), 0)  # drop that run's taps
         ended_at["largest steps"] = time.monotonic()
-        pages = rank_group.minimum(num_pages(config, layout, memory, reserve_bytes))
+        slots = num_slots(config, layout)
+        slot_bytes = 0 if layout.state is None else slots * layout.state.slot_bytes
+        pages = num_pages(config, layout, memory, reserve_bytes + slot_bytes)
+        pages = rank_group.minimum(pages)
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
-            pool = KVPool(layout, pages, device)
-            log.info("KV pool: %d pages, %s", pages, layout.describe())
+            pool = KVPool(layout, pages, device, slots)
+            log.info("KV pool: %d pages, %d slots, %s", pages, slots, layout.describe())
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
                 graphs = build_graphs(_assemble(config, pool, *weights))
@@ -188,14 +193,18 @@ def _assemble(
         drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
         # Long steps end the last layer for last tokens alone; a drafter that taps it needs all.
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
+        recurrent=model.delta is not None,
     )
+    if model.delta is not None:
+        num_rows = int(engine.max_num_reqs)
+        model.keep(delta_states(pool.states, model.delta, num_rows, max_width))
     return LoadedModel(
         model,
         attention,
         pool,
         state,
         buffers,
-        Windows(state, page_size),
+        Windows(state, page_size, recurrent=model.delta is not None),
         engine,
         max_len,
         widths,
@@ -212,7 +221,7 @@ def run_largest_steps(
 
     Returns the captured graphs: the caller counts their memory before it drops them.
     """
-    pool = KVPool(layout, 2, torch.device(config.engine.device))
+    pool = KVPool(layout, 2, torch.device(config.engine.device), num_slots=1)
     graphs = build_graphs(_assemble(config, pool, model, drafter))
     graphs.run_largest_steps()
     pool.close()

@@ -103,7 +103,7 @@ class DeviceMemory:
         """Pages of the pool, and the figures behind it; see `num_pages`."""
         row_pages = -(-int(config.model.max_model_len) // int(config.kv.page_size))
         most, limit = int(config.engine.max_num_reqs) * row_pages + 1, self.beside_weights()
-        return min(most, limit // page_bytes), f"engine.cpu_pool_bytes is {limit}"
+        return min(most, (limit - reserve_bytes) // page_bytes), f"engine.cpu_pool_bytes is {limit}"
 
     def taking(self, num_bytes: int) -> AbstractContextManager[None]:
         """Keep `num_bytes` for this process: what the body leaves of them goes to torch's cache.
@@ -239,7 +239,7 @@ def with_max_num_reqs(
         return config
     pages = config.engine.num_pages
     num_bytes = memory.beside_weights() if pages == "auto" else int(pages) * layout.page_bytes
-    num_reqs = minimum(reqs_held(config, num_bytes, layout.page_bytes))
+    num_reqs = minimum(reqs_held(config, num_bytes, layout))
     log.debug("engine.max_num_reqs = %d (%.2f GiB beside weights)", num_reqs, num_bytes / GIB)
     return _with_engine(config, max_num_reqs=num_reqs)
 
@@ -261,13 +261,22 @@ def _with_engine(config: WorkerConfig, **changes: int) -> WorkerConfig:
     return config.model_copy(update={"engine": engine})
 
 
-def reqs_held(config: WorkerConfig, num_bytes: int, page_bytes: int) -> int:
+def num_slots(config: WorkerConfig, layout: KVLayout) -> int:
+    """Slots of state, slot 0 (a sink) included; 0 without recurrent layers."""
+    if layout.state is None:
+        return 0
+    slots = config.engine.state_slots
+    return 1 + int(config.engine.max_num_reqs if slots == "auto" else slots)
+
+
+def reqs_held(config: WorkerConfig, num_bytes: int, layout: KVLayout) -> int:
     """How many requests of ROW_TOKENS the bytes hold, within the bounds of auto.
 
     A larger batch costs memory for steps and graphs, which only pays if its requests have KV pages.
     """
     num_tokens = min(ROW_TOKENS, int(config.model.max_model_len))
-    row_bytes = -(-num_tokens // int(config.kv.page_size)) * page_bytes
+    row_bytes = -(-num_tokens // int(config.kv.page_size)) * layout.page_bytes
+    row_bytes += 0 if layout.state is None else layout.state.slot_bytes
     held = num_bytes // row_bytes // 16 * 16  # as sizes of large decode graphs are
     return max(MIN_AUTO_REQS, min(MAX_AUTO_REQS, held))
 
@@ -277,8 +286,8 @@ def num_pages(
 ) -> int:
     """Number of pages of the pool, page 0 (written by padding) included, beside loaded weights.
 
-    reserve_bytes: what steps and graphs need beside them. Raises UserError, with the numbers, if
-    the worker's share is not free, or too small for a single page.
+    reserve_bytes: what steps, graphs and slots of state need beside them. Raises UserError, with
+    the numbers, if the worker's share is not free, or too small for a single page.
     """
     if config.engine.num_pages != "auto":
         return int(config.engine.num_pages)

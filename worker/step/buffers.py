@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths
+from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
+from worker.recurrent.chunk import block_table
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
@@ -66,6 +67,7 @@ class BatchBuffers:
 
     drafts: batches have `DraftRows`. all_hidden: the last layer's output is wanted for all tokens
     of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone.
+    recurrent: batches have `states`.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class BatchBuffers:
         *,
         drafts: bool = False,
         all_hidden: bool = False,
+        recurrent: bool = False,
     ) -> None:
-        self._state = state
+        self._state, self._recurrent = state, recurrent
         self._page_size = page_size
         self._all_hidden = all_hidden
         capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its lines are 16-byte aligned
@@ -116,6 +119,8 @@ class BatchBuffers:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
             if (batch := self._fixed_batches.get(num_tokens)) is not None:
                 self._last_tokens(num_tokens, batch.query_start)
+                if isinstance(batch.states, StateChunks):
+                    batch.states.blocks.copy_(block_table(batch.query_start, num_tokens))
                 return batch
             batch = self._fixed_batches[num_tokens] = self._of_chunks(
                 num_tokens,
@@ -155,6 +160,7 @@ class BatchBuffers:
             num_tokens,
             query_start=self._state.upload([0, num_tokens], torch.int32),
             seq_lens=self._state.upload([num_tokens], torch.int32),
+            state_slots=self._state.upload([0], torch.int32),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
             max_query_len=num_tokens,
             max_seq_len_ub=num_tokens,
@@ -162,8 +168,17 @@ class BatchBuffers:
         )
 
     def _of_chunks(
-        self, num_tokens: int, query_start: Tensor, seq_lens: Tensor, **rest: Any
+        self,
+        num_tokens: int,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        state_slots: Tensor,
+        **rest: Any,
     ) -> Batch:
+        states = None
+        if self._recurrent:
+            blocks = block_table(query_start, num_tokens)
+            states = StateChunks(query_start, seq_lens, state_slots, blocks)
         ids, positions, slots, *draft = self._chunk[:, :num_tokens]
         return Batch(
             input_ids=ids,
@@ -175,6 +190,7 @@ class BatchBuffers:
             num_tokens=num_tokens,
             last_token_rows=self._last_tokens(num_tokens, query_start),
             draft=DraftRows(*draft) if draft else None,
+            states=states,
             **rest,
         )
 
@@ -187,10 +203,10 @@ class BatchBuffers:
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
         return self._last_token_rows
 
-    def _lengths(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor]:
-        """Views of query_start and seq_lens in the uploaded words; layout: SentChunks."""
-        words = self._staging.words
-        return words[width : width + num_reqs + 1], words[2 * width : 2 * width + num_reqs]
+    def _lengths(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of query_start, seq_lens and slots in the uploaded words; layout: SentChunks."""
+        lines = self._staging.words[: NUM_LINES * width].view(NUM_LINES, width)
+        return lines[1, : num_reqs + 1], lines[2, :num_reqs], lines[6, :num_reqs]
 
     def _new_pages(self, plan: Plan) -> dict[int, RowPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.

@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.ops.op import op
 from worker.plan import Chunk, RowPages
 
-NUM_LINES = 6
+NUM_LINES = 7
 TOKEN_LINES, DRAFT_LINES = 3, 6  # of `out`: without and with DraftRows' fields
 
 
@@ -30,6 +30,7 @@ class SentChunks:
         first new page of the row
         one past the last new page of the row
         where the request's new pages begin in `words`
+        slot of its state, where layers are recurrent
 
     All token ids follow, then all new pages. Requests beyond the last are padding: row 0, no
     tokens, no new pages, seq_len 0.
@@ -69,6 +70,7 @@ def pack(
     values += [each.first for each in of_chunks] + padding
     values += last_pages + padding
     values += [begin_of.get(chunk.row, 0) for chunk in chunks] + padding
+    values += [chunk.state_slot for chunk in chunks] + padding
     for chunk in chunks:
         values += chunk.tokens
     for each in new.values():
@@ -94,7 +96,7 @@ def chunk_rows_ref(
     n, words = sent.num_tokens, sent.words
     lines = words[: NUM_LINES * sent.width].view(NUM_LINES, sent.width)
     if sent.last_page:
-        for row, _, _, first, last, begin in lines[:, : sent.num_reqs].T.tolist():
+        for row, _, _, first, last, begin, _ in lines[:, : sent.num_reqs].T.tolist():
             page_table[row, first:last] = words[begin : begin + last - first]
     rows, query_start, seq_lens = lines[:3].to(torch.int64)
     at = torch.arange(n, device=words.device)

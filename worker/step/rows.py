@@ -21,6 +21,7 @@ class RowColumns:
     seq_len: Tensor  # i64
     last_token: Tensor  # i64
     max_len: Tensor  # i64
+    folded: Tensor  # i64; tokens of the row's state, where layers are recurrent
     page_table: Tensor  # i32 [num_rows + 1, max_pages]
     # i64 [num_rows + 1, widest window - 1]: drafts for the positions behind last_token's, which the
     # next step verifies. -1: there is none; no draw equals it.
@@ -152,6 +153,9 @@ def accept_rows_ref(
     finished = last.gather(1, num[:, None] - 1)[:, 0]
     token = draws.gather(1, num[:, None] - 1)[:, 0]
     columns.seq_len[rows] = torch.where(valid, first + num - 1, columns.seq_len[rows])
+    # A step has folded what came before its window, and a window of one token with it.
+    folded = first if width == 1 else first - 1
+    columns.folded[rows] = torch.where(valid, folded, columns.folded[rows])
     columns.last_token[rows] = torch.where(valid, token, columns.last_token[rows])
     columns.active[rows] = valid & ~finished
     columns.drafts[rows] = -1

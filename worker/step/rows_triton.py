@@ -80,8 +80,8 @@ def read_rows_triton(
 
 @triton.jit
 def _accept_rows_kernel(
-    rows, position, valid, draws, stop_ids, min_len, active, seq_len, last_token, max_len, drafts,
-    num_accepted, result, stride_drafts,
+    rows, position, valid, draws, stop_ids, min_len, active, seq_len, last_token, max_len, folded,
+    drafts, num_accepted, result, stride_drafts,
     WIDTH: tl.constexpr, WIDTH_2: tl.constexpr, STOPS: tl.constexpr, STOPS_2: tl.constexpr,
     DRAFTS: tl.constexpr, DRAFTS_2: tl.constexpr, FORCED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -110,6 +110,7 @@ def _accept_rows_kernel(
     token = tl.sum(tl.where(is_end, drew, 0), 0)
     finished = tl.sum((is_end & last).to(tl.int32), 0) > 0
     tl.store(seq_len + row, first + num - 1, mask=counts)
+    tl.store(folded + row, first - (WIDTH > 1), mask=counts)
     tl.store(last_token + row, token, mask=counts)
     tl.store(active + row, (~finished).to(tl.uint8), mask=counts)
     if DRAFTS > 0:
@@ -140,7 +141,7 @@ def accept_rows_triton(
     _accept_rows_kernel[(n,)](
         rows, position, valid.view(torch.uint8), draws, stop_ids, min_len,
         columns.active.view(torch.uint8), columns.seq_len, columns.last_token, columns.max_len,
-        columns.drafts, position if num_accepted is None else num_accepted, result,
+        columns.folded, columns.drafts, position if num_accepted is None else num_accepted, result,
         columns.drafts.stride(0),
         **overlap(
             rows, WIDTH=width, WIDTH_2=power_of_two(width), STOPS=num_stops,

@@ -7,6 +7,7 @@ padded rows, so whatever they write is harmless.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.forward.batch import Batch, HostLengths, WindowShape
+from worker.forward.batch import Batch, HostLengths, StateWindows, WindowShape
 from worker.forward.draws import Changes, Masks
 from worker.plan import Plan, RowPages, RowStart
 from worker.step.rows import RowColumns, SampledRows, accept_rows, read_rows
@@ -34,6 +35,8 @@ class IntColumns(NamedTuple, Generic[T]):
     seed: T
     top_k: T  # 0 = off
     penalty_slot: T  # index into `StepState.penalties`; 0 = neutral
+    state_slot: T  # of the row's state, where layers are recurrent
+    folded: T  # tokens that are in that state; see recurrent.window
 
 
 class FloatColumns(NamedTuple, Generic[T]):
@@ -121,6 +124,7 @@ class StepState:
             self.ints.seq_len,
             self.ints.last_token,
             self.ints.max_len,
+            self.ints.folded,
             self.page_table,
             torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
@@ -194,7 +198,7 @@ class StepState:
         ints = [
             IntColumns(
                 x.seq_len, x.last_token, x.max_len, x.min_len,
-                x.sampling.seed, x.sampling.top_k, x.penalty_slot,
+                x.sampling.seed, x.sampling.top_k, x.penalty_slot, x.state_slot, x.seq_len,
             )
             for x in starts
         ]  # fmt: skip
@@ -231,10 +235,13 @@ class StepState:
 
 
 class Windows:
-    """Builds batches of verify windows for one runner; page_size: tokens a page."""
+    """Builds batches of verify windows for one runner; page_size: tokens a page.
 
-    def __init__(self, state: StepState, page_size: int) -> None:
-        self._state, self._page_size = state, page_size
+    recurrent: batches have `states`.
+    """
+
+    def __init__(self, state: StepState, page_size: int, *, recurrent: bool = False) -> None:
+        self._state, self._page_size, self._recurrent = state, page_size, recurrent
         ends = torch.arange(len(state.active), dtype=torch.int32, device=state.device)
         max_width = state.columns.drafts.shape[1] + 1
         self._query_start = [ends * width for width in range(max_width + 1)]  # by width
@@ -245,6 +252,10 @@ class Windows:
         num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)
         batch = read.batch(self._query_start[width], width, max_seq_len_ub, host)
+        if self._recurrent:
+            ints = self._state.ints
+            states = StateWindows(read.live, ints.state_slot, ints.folded, ints.seq_len, width)
+            batch = replace(batch, states=states)
         return batch, SampledRows(read.live, read.next_positions, read.valid, width, max_seq_len_ub)
 
     def lengths(self, rows: Sequence[int]) -> HostLengths:
