@@ -317,6 +317,7 @@ class KVReady(Message, frozen=True):
     num_cached_tokens: int = 0  # of the prompt, found in prefill's prefix tree
     prefill_s: float = 0.0  # with `last`: from the prompt's first step until this
     token: int | None = None  # with `last`: the one that Prefill.sampling asked for
+    state_slot: int = 0  # with `last`, where layers are recurrent: the state after all those tokens
 
 
 class Renew(Message, frozen=True):

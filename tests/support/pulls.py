@@ -82,7 +82,7 @@ class ScriptedSource:
         self.pulls: list[ScriptedPull] = []
         self.pulled: list[tuple[int, int, int]] = []  # (local page, remote page, layer group)
 
-    def pull(self, pairs: Pages, groups: range) -> ScriptedPull:
+    def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> ScriptedPull:
         self.pulled += [(*pair, group) for pair in pairs for group in groups]
         self.pulls.append(ScriptedPull(state=self.state))
         return self.pulls[-1]

@@ -91,6 +91,7 @@ class Admission:
             num_running=len(self._scheduler.running),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
+            state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
             pull_bytes_per_s=self._inbound.context.bytes_per_s or config.pull_bytes_per_s,
         )
         # A sibling has matched the first choice's whole pages, and less than a page is missing.
@@ -169,6 +170,7 @@ class PlacementInputs:
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
+    state_bytes: int  # of a request, where layers are recurrent
     pull_bytes_per_s: float
 
 
@@ -188,7 +190,7 @@ def prefills_locally(
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return False
-    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token
+    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
         num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)

@@ -75,6 +75,7 @@ class PrefillScheduler:
             return None
         link_bytes_per_s = self.waiting[0].link_bytes_per_s
         budget = self._pace.step_tokens(self.num_queued_tokens, link_bytes_per_s)
+        budget = max(budget, self._grain)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in list(self.waiting):
             if budget == 0 or (not req.row and not self.rows.num_free):
@@ -92,7 +93,7 @@ class PrefillScheduler:
             launched.append((req, Chunk(req.row, start, tokens, draws, req.hold.slot)))
             req.num_planned_tokens = end
             if end == req.num_target_tokens:
-                self.waiting.popleft()
+                self.waiting.remove(req)
             budget -= end - start
         self._step += 1
         self.launched[self._step] = launched

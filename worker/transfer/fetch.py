@@ -61,11 +61,12 @@ class FetchContext:
 
 
 class _Ready(NamedTuple):
-    """Announced pages that may be pulled, and which of their layer groups."""
+    """Announced pages that may be pulled, and which of their layer groups; or the state."""
 
     numbers: tuple[int, ...]  # index of each page in the prompt
     remote: tuple[int, ...]  # its page id at the peer
     groups: range
+    state_slot: int = 0  # at the peer, and nothing else
 
 
 class _RunningPull(NamedTuple):
@@ -80,6 +81,7 @@ class _Pages:
     def __init__(self, num_groups: int) -> None:
         self.ready: deque[_Ready] = deque()  # announced, neither bound nor pulled yet
         self._num_groups = num_groups
+        self._state_announced = self.state_landed = False
         # By index of a page in the prompt: bits of groups; number of groups.
         self._announced: dict[int, int] = {}
         self._num_landed: Counter[int] = Counter()
@@ -92,11 +94,15 @@ class _Pages:
                 seen = self._announced.get(number, 0)
                 self._announced[number] = seen | groups
                 fresh.setdefault(groups & ~seen, []).append((number, remote))
+        if message.state_slot and not self._state_announced:
+            self._state_announced = True
+            self.ready.append(_Ready((), (), range(0), message.state_slot))
         for new, pairs in fresh.items():
             numbers, pages = zip(*pairs, strict=True)
             self.ready.extend(_Ready(numbers, pages, run) for run in bit_runs(new))
 
     def land(self, ready: _Ready) -> None:
+        self.state_landed |= bool(ready.state_slot)
         for number in ready.numbers:
             self._num_landed[number] += len(ready.groups)
 
@@ -144,8 +150,12 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether all pages of tokens[:-1] have landed; not while the last token is awaited."""
-        return not self._awaits_token and self.num_landed_pages >= self._num_wanted_pages
+        """Whether all pages of tokens[:-1], and their state if they have one, are here; not while
+        the last token is awaited."""
+        has_state = self._pages.state_landed or not self.hold.slot
+        return (
+            not self._awaits_token and has_state and self.num_landed_pages >= self._num_wanted_pages
+        )
 
     @property
     def _num_wanted_pages(self) -> int:
@@ -221,6 +231,8 @@ class Fetch:
         assert not self._running
         self.drain()
         num_tokens = self.num_landed_pages * self._context.book.page_size
+        if self.hold.slot and not self.landed:
+            num_tokens = 0  # pages without the state of their end: all is computed anew
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
         self.req.timeline.pulled(self._num_bytes)
         if self.landed and self.ending is None:
@@ -235,6 +247,12 @@ class Fetch:
             return  # the awaited token will end the request: pull the KV only if none comes
         while self._pages.ready and link is not None:
             ready = self._pages.ready[0]
+            if ready.state_slot:
+                self._pages.ready.popleft()
+                states = [(self.hold.slot, ready.state_slot)]
+                pull = link.source.pull([], ready.groups, states)
+                self._running.append(_RunningPull(pull, now, ready))
+                continue
             try:
                 book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
             except OutOfPages:

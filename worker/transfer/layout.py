@@ -32,12 +32,15 @@ class HeadRange(NamedTuple):
     num_heads: int
 
 
-RegionHeads = tuple[HeadRange | None, ...]  # of each region; None: no head of it
+# Of each region, and of the state if there is one; None: no head of it.
+RegionHeads = tuple[HeadRange | None, ...]
 
 
 def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
     """How many pages of `layout` an endpoint's owner has; Incompatible if its regions disagree."""
     sizes = [region.num_bytes for region in endpoint.regions]
+    if layout.state is not None and (not sizes or sizes.pop() % layout.state.slot_bytes):
+        raise Incompatible("its last region is not a number of slots of state")
     num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
     if sizes != [num_pages * region.page_bytes for region in layout.regions]:
         raise Incompatible(f"regions of {sizes} bytes are not the same number of pages each")
@@ -67,7 +70,8 @@ def rank_plan(
     place among the ranks. So all regions of a rank come from the same ranks: max(1, remote_tp /
     local_tp) of them, where one of the two divides the other.
 
-    num_kv_heads: of the whole model, per region of the layout. Raises ValueError as `rank_heads`.
+    num_kv_heads: of the whole model, per region of the layout, and key heads of the state. Raises
+    ValueError as `rank_heads`.
     """
     plan: dict[int, list[HeadRange | None]] = {}
     for region, total in enumerate(num_kv_heads):
@@ -117,8 +121,26 @@ class RankPair:
         beside = range(1) if num_groups - 1 in wanted else range(0)
         return [
             run
-            for index in range(len(self.heads))
+            for index in range(len(self.local.regions))
             for run in self._region_runs(index, page_runs, beside if index else wanted)
+        ]
+
+    def state_runs(self, pairs: Pages) -> list[Run]:
+        """The runs that copy slots of state: (local slot, remote slot)."""
+        if not pairs or (heads := self.heads[-1]) is None:
+            return []
+        here, there = self.local.state, self.remote.state
+        assert here is not None
+        assert there is not None
+        assert here.head_bytes == there.head_bytes
+        return [
+            Run(
+                len(self.local.regions),
+                local * here.slot_bytes + heads.local_first * here.head_bytes,
+                remote * there.slot_bytes + heads.remote_first * here.head_bytes,
+                heads.num_heads * here.head_bytes,
+            )
+            for local, remote in pairs
         ]
 
     def _region_runs(

@@ -7,7 +7,8 @@
 Pages of a lease are not given away before it has ended: a decode worker that has gone silent may
 still read them. A lost announcement comes again with the first renewal after its step has settled.
 The token that decode asked for comes with the announcement marked `last`, which names no pages if
-all layer groups were announced while their step computed.
+all layer groups were announced while their step computed. So does the slot of a recurrent state,
+which is final once its last step has settled.
 """
 
 import logging
@@ -167,7 +168,7 @@ class Outbound:
         req, groups = outgoing.req, range(first_group, self.num_groups)
         num_pages = len(self._pages(req, first_page, req.num_computed_tokens))
         req.num_announced_pages = max(req.num_announced_pages, first_page + num_pages)
-        if groups or req.token is not None:
+        if groups or req.token is not None or req.hold.slot:
             self._send_ready(outgoing, first_page, req.num_computed_tokens, groups)
 
     def _send_ready(
@@ -177,8 +178,12 @@ class Outbound:
         pages = self._pages(req, first_page, num_tokens) if groups else ()
         final = num_tokens == req.num_target_tokens and groups.stop == self.num_groups
         last = final and not req.awaits_token
+        slot = req.hold.slot
+        if slot and req.num_computed_tokens < req.num_target_tokens:
+            last = False  # its last step has not settled
         figures = groups.start, len(groups), last, req.hold.num_matched, req.prefill_s, req.token
-        self.send(outgoing.peer, KVReady(outgoing.xfer, first_page, pages, *figures))
+        ready = KVReady(outgoing.xfer, first_page, pages, *figures, slot if last else 0)
+        self.send(outgoing.peer, ready)
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """Ids of the pages, from index `first` on, whose KV is complete after `num_tokens` tokens.

@@ -48,6 +48,7 @@ class PullPages(Message, frozen=True):
     # rank.py holds this until so many steps have ended. The leader had settled as many when it
     # chose the local pages; later steps do not use them.
     after_steps: int = 0
+    states: tuple[tuple[int, int], ...] = ()  # slots, as `pairs`
 
 
 class CancelPull(Message, frozen=True):
@@ -130,10 +131,10 @@ class RankPulls:
                 self._own.dial(member, lambda result: self._post(OwnDialled(link, result)))
             case OwnDialled(link, result):
                 self._dialled(link, result)
-            case PullPages(number, link, pairs, first_group, num_groups):
+            case PullPages(number, link, pairs, first_group, num_groups, _, states):
                 source = self._links[link]
                 assert source is not None
-                pull = source.pull(pairs, range(first_group, first_group + num_groups))
+                pull = source.pull(pairs, range(first_group, first_group + num_groups), states)
                 self._pulls[number] = _RunningPull(pull, link, time.monotonic())
             case CancelPull(number):
                 if (running := self._pulls.get(number)) is not None:
@@ -255,13 +256,14 @@ class LeaderPulls:
                 if self._pulls[number].ended(event):
                     del self._pulls[number]
 
-    def pull(self, link: int, pairs: Pages, groups: range) -> Pull:
+    def pull(self, link: int, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
         number = next(self._numbers)
         poll_own = partial(self._rank.poll_pull, number)
         cancel = partial(self.order, CancelPull(number))
         self._pulls[number] = pull = _RankedPull(set(self._ranks), poll_own, cancel)
         settled = self._num_settled()
-        self.order(PullPages(number, link, tuple(pairs), groups.start, len(groups), settled))
+        which = tuple(pairs), groups.start, len(groups), settled, tuple(states)
+        self.order(PullPages(number, link, *which))
         return pull
 
     def order(self, order: RankOrder) -> None:
@@ -275,9 +277,9 @@ class _RankedSource(PageSource):
         self._leader, self._link = leader, link
         self._closed = False
 
-    def pull(self, pairs: Pages, groups: range) -> Pull:
+    def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
         assert not self._closed, "pull over a closed link"
-        return self._leader.pull(self._link, pairs, groups)
+        return self._leader.pull(self._link, pairs, groups, states)
 
     def close(self) -> None:
         if not self._closed:

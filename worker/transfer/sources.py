@@ -38,8 +38,11 @@ Parts = TypeVar("Parts", bound=Sized)
 class PageSource(Protocol):
     """A prefill worker as pages are pulled from it, whatever ranks and bytes that means."""
 
-    def pull(self, pairs: Pages, groups: range) -> Pull:
-        """Begin to pull layer groups of pages: (local page, remote page), each local page once."""
+    def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
+        """Begin to pull layer groups of pages: (local page, remote page), each local page once.
+
+        states: slots, in the same way.
+        """
         ...
 
     def close(self) -> None:
@@ -69,11 +72,11 @@ class Sources(PageSource):
     def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
         self._sources = sources
 
-    def pull(self, pairs: Pages, groups: range | None = None) -> Pull:
+    def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
         pulls = [
             connection.pull(runs)
             for connection, pair in self._sources
-            if (runs := pair.runs(pairs, groups))
+            if (runs := pair.runs(pairs, groups) + pair.state_runs(states))
         ]
         return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
 
@@ -122,6 +125,8 @@ class LocalRank:
         if not (remote_tp := len(member.endpoints)):
             raise Incompatible(f"{member.peer} does not say how to reach it")
         num_kv_heads = [region.num_kv_heads for region in self.model.regions]
+        if self.model.state is not None:
+            num_kv_heads.append(self.model.state.key_heads)
         try:
             plan = rank_plan(num_kv_heads, self.tp_size, self.rank, remote_tp)
         except ValueError as error:
