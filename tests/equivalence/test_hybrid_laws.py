@@ -1,0 +1,87 @@
+"""The same request gives the same ids, whatever serves it: of a model with recurrent layers.
+
+The oracle is one request at a time, prefilled and decoded in one process by steps of width 1;
+test_models.py compares its logits with `transformers`. All in float32, where the laws are exact.
+"""
+
+import random
+
+import pytest
+
+from tests.support.engines import Running, running, value
+from tests.support.hybrids import hybrid
+from tests.support.laws import ended
+from worker.api import Sampling
+
+NUM_TOKENS = 40
+LENGTHS = (1, 2, 63, 64, 65, 128, 200, 17)  # of prompts; around the borders of blocks
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+
+
+def asked() -> tuple[list[tuple[int, ...]], list[Sampling]]:
+    rng = random.Random(7)
+    prompts = [tuple(rng.randrange(2, 199) for _ in range(length)) for length in LENGTHS]
+    seeded = [Sampling(max_tokens=NUM_TOKENS, seed=rng.getrandbits(60), top_p=0.9) for _ in prompts]
+    return prompts * 2, [GREEDY] * len(prompts) + seeded
+
+
+def sections(mode: str, **engine: object) -> dict[str, dict[str, object]]:
+    return {
+        "model": {"path": str(hybrid()), "dtype": "float32", "load_format": "dummy"},
+        "kv": {"page_size": 16},
+        "engine": {"threads": 1, "max_num_reqs": 16, "strict": True, **engine},
+        "disaggregation": {"mode": mode},
+    }
+
+
+def ids(answers: list) -> list[list[int]]:
+    return [answer.tokens for answer in ended(answers)]
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with running(sections("never"), num_prefill=0) as cluster:
+        return [ids(cluster.client.generate([p], s))[0] for p, s in zip(*asked(), strict=True)]
+
+
+@pytest.mark.product(
+    place=("always", "never"),
+    first_token=("prefill", "decode"),
+    max_prefill_tokens=(None, 64, 150),
+    widths=((1,), (2,), (1, 4), (8,)),
+    overlap=(True, False),
+    pages=("enough", "few"),
+    ranks=((1, 1), (1, 2), (2, 1), (2, 2)),
+)
+def test_whatever_serves_a_request_changes_nothing(
+    place, first_token, max_prefill_tokens, widths, overlap, pages, ranks, expected
+) -> None:
+    """ranks: of the prefill worker, of the decode worker."""
+    chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
+    config = sections(place, **chunks)
+    config["disaggregation"]["first_token"] = first_token
+    config["spec"] = {"overlap": overlap}
+    if widths != (1,):
+        config["spec"] |= {"drafter": "ngram", "widths": list(widths)}
+    few = {"num_pages": 48, "growth_tokens": 1} if pages == "few" else {}
+    prefill_tp, decode_tp = ranks
+    with running(
+        config, prefill_tp=prefill_tp, decode_tp=decode_tp, decode_sections={"engine": few}
+    ) as cluster:
+        for _ in range(2):
+            assert ids(cluster.client.generate(*asked())) == expected
+        decode = cluster.workers["decode-0"].engine
+        check_slots(cluster)
+        if pages == "few":
+            assert value(decode.metrics.preemptions) > 0, "the pool was not small enough"
+        if place == "always":
+            moved = value(decode.metrics.pulled_bytes("shm/shm"))
+            assert moved >= 2 * (len(expected) - 2) * decode.layout.state.slot_bytes
+
+
+def check_slots(cluster: Running) -> None:
+    """Every slot comes back."""
+    cluster.wait_idle()
+    for worker in cluster.workers.values():
+        book = worker.engine.book
+        assert book.num_free_slots == worker.engine.pool.num_slots - 1

@@ -1,0 +1,27 @@
+"""A small hybrid of gated delta nets and attention, with random weights, for laws."""
+
+import json
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+SHAPE = {
+    "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 199, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
+    "tie_word_embeddings": False, "eos_token_id": 1, "rms_norm_eps": 1e-5,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "torch_dtype": "float32",
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 2], "mrope_interleaved": True,
+    },
+}  # fmt: skip
+
+
+@cache
+def hybrid() -> Path:
+    """Its directory: a configuration alone, so it is served with `load_format: dummy`."""
+    path = Path(mkdtemp(prefix="kvlane-hybrid-"))
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
