@@ -618,15 +618,18 @@ if not INTERPRETED:
         assert "st.global" in ptx_of(paged._plan_kernel, types, constants)
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    def test_the_kernel_of_long_chunks_compiles_for_an_h200():
+    @pytest.mark.parametrize("head_dim", [128, 256])
+    def test_the_kernel_of_long_chunks_compiles_for_an_h200(head_dim: int):
         from worker.attention import prompt_triton as prompt
 
         types = dict.fromkeys(("q", "out"), "*bf16")
-        types |= dict.fromkeys(("keys", "values"), "tensordesc<bf16[128, 128]>")
+        block = f"tensordesc<bf16[{prompt.BLOCKS_N[head_dim]}, {head_dim}]>"
+        types |= dict.fromkeys(("keys", "values"), block)
         types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32")
         types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
-        constants = prompt.prompt_constants((32, 8), 128)
-        options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES}
+        constants = prompt.prompt_constants((32, 8), head_dim)
+        stages = prompt.NUM_STAGES[head_dim]
+        options = {"num_warps": prompt.NUM_WARPS, "num_stages": stages}
         ptx = ptx_of(prompt._prompt_kernel, types, constants, **options)
         assert "wgmma" in ptx
         assert "cp.async.bulk.tensor" in ptx

@@ -44,7 +44,7 @@ def inputs(
         first = max(0, used - 2) if new and i % 2 == 0 else used
         lines[:3, i] = torch.tensor([3 + i, sum(counts[:i]), end])
         if first < used:
-            lines[3:, i] = torch.tensor([first, used, begin + len(pages)])
+            lines[3:6, i] = torch.tensor([first, used, begin + len(pages)])
             pages += [10000 + 100 * i + j for j in range(first, used)]
             table[3 + i, first:used] = 1 << 30
     tokens = torch.arange(num_tokens, dtype=torch.int32) * 7 + 5

@@ -164,8 +164,8 @@ def test_messages_of_older_versions_are_read() -> None:
     told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))
     prefill = msgspec.convert(asked[:5], Prefill)
     assert (prefill.tokens, prefill.sampling) == (decode.asked.tokens, None)
-    ready = msgspec.convert(told[:-1], KVReady)
-    assert (ready.prefill_s, ready.token) == (0.5, None)
+    ready = msgspec.convert(told[:-2], KVReady)
+    assert (ready.prefill_s, ready.token, ready.state_slot) == (0.5, None, 0)
     newer = msgspec.convert([*told, "more"], KVReady)
     assert newer.token == TOKEN
 

@@ -16,7 +16,6 @@ COST = PlacementInputs(
     num_running=0,
     s_per_token=0.001,
     kv_bytes_per_token=1_000,
-    state_bytes=0,
     pull_bytes_per_s=1e8,
 )
 IDLE = Candidate("p/1", prefill_s_per_token=0.001)

@@ -48,7 +48,7 @@ WINGS = ("text", "observe", "dispatch", "openai", "show", "http")
 ROUTER_ROOT = {"__init__.py", "config.py", "errors.py"}
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [
-    *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "step"),
+    *("contract", "observe", "cache", "forward", "ops", "peers", "attention", "recurrent", "step"),
     *("model", "draw", "drafts", "schedule", "transfer", "run", "start"),
     *("loop", "prefill", "decode", "rank", "worker"),
 ]

@@ -18,6 +18,7 @@ class DeltaShape(NamedTuple):
 
     @property
     def value_heads(self) -> int:
+        """Heads of v, z and the output."""
         return self.key_heads * self.ratio
 
     @property

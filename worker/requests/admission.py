@@ -170,8 +170,8 @@ class PlacementInputs:
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
-    state_bytes: int  # of a request, where layers are recurrent
     pull_bytes_per_s: float
+    state_bytes: int = 0  # of a request, where layers are recurrent
 
 
 def prefills_locally(
