@@ -25,7 +25,7 @@ def columns_of(generator: torch.Generator) -> RowColumns:
     active = drawn(0, 4) > 0
     active[0], seq_len[0], max_len[0] = False, 0, 0
     drafts = torch.full((NUM_ROWS + 1, 7), -1)
-    return RowColumns(active, seq_len, drawn(3, 97), max_len, table, drafts)
+    return RowColumns(active, seq_len, drawn(3, 97), max_len, seq_len.clone(), table, drafts)
 
 
 def step_of(columns: RowColumns, width: int, seed: int) -> tuple[SampledRows, Tensor]:

@@ -62,6 +62,7 @@ class Rows:
             seq_len=torch.full((ROWS + 1,), 9),
             last_token=torch.arange(ROWS + 1) % VOCAB,
             max_len=torch.full((ROWS + 1,), 1 << 20),
+            folded=torch.full((ROWS + 1,), 9),
             page_table=torch.zeros(ROWS + 1, 1, dtype=torch.int32),
             drafts=torch.full((ROWS + 1, WIDTH - 1), -1),
         )

@@ -70,7 +70,7 @@ def step_columns(num_rows: int, num_pages: int, device: str = "cpu") -> step_row
     pages = torch.randperm((num_rows + 1) * num_pages, generator=torch.Generator().manual_seed(3))
     active = (at % 3 != 0) & (at > 0)
     seq_len = torch.where(at > 0, at * 5 % (num_pages * 16 - 2), 0)
-    values = active, seq_len, at + 100, seq_len + 1 + at % 4 * 2
+    values = active, seq_len, at + 100, seq_len + 1 + at % 4 * 2, seq_len - at % 3
     table = pages.view(num_rows + 1, num_pages).int()
     drafts = at[:, None] * 10 + torch.arange(MAX_WIDTH - 1)
     drafts[at % 5 == 0] = -1

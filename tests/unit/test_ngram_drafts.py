@@ -47,6 +47,7 @@ def check(op: Any, width: int, seed: int) -> int:
         torch.tensor([len(text) - 1 for text in texts]),
         torch.tensor([text[-1] for text in texts]),
         torch.tensor(max_len),
+        torch.zeros(NUM_ROWS + 1, dtype=torch.int64),
         torch.zeros(NUM_ROWS + 1, 1, dtype=torch.int32),
         torch.full((NUM_ROWS + 1, NUM_COLUMNS), -1),
     )
