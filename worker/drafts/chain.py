@@ -29,6 +29,8 @@ from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows
 from worker.step.state import StepState
 
+MTP_PREFIXES = "model.mtp_layers.", "mtp."  # of tensors beside the target's
+
 
 class ChainDrafter(DrafterModel):
     """One rank of a drafter. It reads and writes layer 0 of the attention's region."""
@@ -40,7 +42,8 @@ class ChainDrafter(DrafterModel):
         size, eps, placement = shape.hidden_size, shape.rms_norm_eps, self.placement
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
-            return RMSNorm(width, eps, placement) if part in shape.names else None
+            own = part in shape.names
+            return RMSNorm(width, eps, placement, centred=shape.centred) if own else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
             own = part in shape.names
@@ -60,7 +63,7 @@ class ChainDrafter(DrafterModel):
         self.layer_norm = norm("layer_norm")
         in_features = 2 * size if self.projection is None else size
         self.attention = SelfAttention(shape, 0, self.rotary, placement, in_features)
-        self.post_norm = RMSNorm(size, eps, placement)
+        self.post_norm = RMSNorm(size, eps, placement, centred=shape.centred)
         self.feed_forward = FeedForward(shape, placement)
         self.final_norm = norm("final_norm")
 
@@ -116,7 +119,7 @@ class ChainDrafter(DrafterModel):
         return projected if self.layer_norm is None else self.layer_norm(projected), projected
 
     def ignores(self, name: str) -> bool:
-        is_target_s = self.shape.form == "mtp" and not name.startswith("model.mtp_layers.")
+        is_target_s = self.shape.form == "mtp" and not name.startswith(MTP_PREFIXES)
         return is_target_s or super().ignores(name)
 
 

@@ -65,9 +65,24 @@ _LAYER = _UNREAD | _any("""
     "bias": (False,), "logit_scale": (1.0,), "parallel_drafting": (False,), "qkv_bias": (False,),
 }  # fmt: skip
 _CHAIN_LAYER = _LAYER | {"is_causal": (True,)}
+# Of targets with gated delta nets, whose files have a layer that drafts: it has attention.
+_HYBRID_LAYER = _CHAIN_LAYER | _any("""
+    decoder_sparse_step full_attention_interval linear_conv_kernel_dim linear_key_head_dim
+    linear_num_key_heads linear_num_value_heads linear_value_head_dim mlp_only_layers
+    moe_intermediate_size norm_topk_prob num_experts_per_tok output_router_logits
+    router_aux_loss_coef shared_expert_intermediate_size
+""") | {
+    "attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",), "mtp_num_hidden_layers": (1,),
+    "mtp_use_dedicated_embeddings": (False,), "num_experts": (0,), "num_nextn_predict_layers": (1,),
+}  # fmt: skip
+_SEES = _UNREAD | _any("""
+    architectures dtype image_token_id language_model_only model_type text_config
+    tie_word_embeddings torch_dtype video_token_id vision_config vision_end_token_id
+    vision_start_token_id
+""")
 ROPE = _any("""
-    factor high_freq_factor low_freq_factor original_max_position_embeddings partial_rotary_factor
-    rope_theta rope_type type
+    factor high_freq_factor low_freq_factor mrope_interleaved mrope_section
+    original_max_position_embeddings partial_rotary_factor rope_theta rope_type type
 """)
 _EAGLE3 = _any("""
     draft_vocab_size eagle_aux_hidden_state_layer_ids fc_norm norm_before_fc norm_before_residual
@@ -122,6 +137,19 @@ _DFLASH_NEEDED = {
     "head_dim": "taken as 128 by some then, as hidden_size / num_attention_heads by others",
 }
 
+# A layer for the token after next in the target's own files, as Qwen3-Next and Qwen3.5 have it.
+_HYBRID_MTP: dict[str, Any] = {
+    "drafter": "chain", "kind": "mtp", "needed": {}, "own": {},
+    "flags": _CHAIN | {
+        "qk_norm": True, "norm_output": True, "hidden_first": False, "output_gate": True,
+        "centred": True,
+    },
+    "parts": _PARTS | {
+        "layer": "mtp.layers.0", "token_norm": "mtp.pre_fc_norm_embedding",
+        "hidden_norm": "mtp.pre_fc_norm_hidden", "projection": "mtp.fc",
+        "layer_norm": ".input_layernorm", "final_norm": "mtp.norm",
+    },
+}  # fmt: skip
 _NESTED = "transformer_layer_config"
 # The field that names a form -> its value -> the form.
 FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
@@ -155,6 +183,11 @@ FORMS: Mapping[str, Mapping[str, Form]] = {"architectures": {
             "projection": ".input_proj", "final_norm": ".final_layernorm",
         },
         own={},
+    ),
+    "Qwen3NextForCausalLM": Form(objects={"": _HYBRID_LAYER}, **_HYBRID_MTP),
+    "Qwen3_5ForCausalLM": Form(objects={"": _HYBRID_LAYER}, **_HYBRID_MTP),
+    "Qwen3_5ForConditionalGeneration": Form(
+        objects={"": _SEES, "text_config": _HYBRID_LAYER}, layer="text_config", **_HYBRID_MTP
     ),
     # The authors of DFlash, SpecForge, ModelOpt.
     "DFlashDraftModel": Form(
@@ -261,8 +294,8 @@ class DrafterFile:
     def shape(self) -> dict[str, Any]:
         """The fields of a DrafterShape but `taps` and `names`, and the form's flags."""
         fields, layer, target = self.fields, self.layer, self.target
-        slides = self.form.drafter == "dflash"
-        refuse_what_we_cannot_compute(layer, layers=slides)
+        slides, hybrid = self.form.drafter == "dflash", "centred" in self.form.flags
+        refuse_what_we_cannot_compute(layer, layers=slides or hybrid)
         unused = slides or layer.get("use_sliding_window") is False
         if not unused and layer.get("sliding_window") is not None:
             raise layer.unsupported("sliding_window", "sliding-window attention")
@@ -283,7 +316,7 @@ class DrafterFile:
         flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
-        return read_layer_shape(layer) | flags | {
+        return read_layer_shape(layer, partial=hybrid) | flags | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
             "target_vocab_size": target.vocab_size,

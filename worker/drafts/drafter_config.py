@@ -28,7 +28,8 @@ def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:
     fuses = kind == "eagle3" and fields.flag(f"eagle_config.{FUSES}", default=True)
     wanted = 1
     if kind == "mtp":
-        fields.integer("num_nextn_predict_layers")
+        if not shape.get("centred"):  # other files say so by their tensors alone
+            fields.integer("num_nextn_predict_layers")
         wanted = target.num_layers
     if (number := layer.integer("num_hidden_layers")) != wanted:
         raise layer.unsupported("num_hidden_layers", f"{number}; supported: {wanted}")

@@ -18,6 +18,8 @@ class DrafterShape(LayerShape):
     qkv_bias: bool
     output_bias: bool  # of the attention's output projection
     qk_norm: bool
+    output_gate: bool = False
+    centred: bool = False  # norms store their weight minus 1
     target_vocab_size: int
     target_hidden_size: int
     # k: the residual sum after layer k of the target, from 0 on. The target's num_layers as k: the
@@ -31,7 +33,13 @@ class DrafterShape(LayerShape):
     @property
     def features(self) -> Features:
         """What the layers are made of."""
-        return Features(self.qkv_bias, self.output_bias, self.qk_norm)
+        return Features(
+            self.qkv_bias,
+            self.output_bias,
+            self.qk_norm,
+            output_gate=self.output_gate,
+            centred=self.centred,
+        )
 
     @property
     def num_features(self) -> int:
