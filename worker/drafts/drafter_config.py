@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from worker.config import SpecConfig
-from worker.drafts.draft_forms import DrafterFile
+from worker.drafts.draft_file import DrafterFile
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
 from worker.model.fields import Fields
