@@ -57,7 +57,7 @@ FLAGS: tuple[tuple[str, str, type, str, str], ...] = (
     ("--port", "cluster.port", int, "PORT", "port of the routers; 0: any free one"),
     ("--api-key-file", "router.api_key_file", str, "PATH", "bearer keys to serve, one a line"),
     ("--log-format", "cluster.log_format", str, "FORM", "text, or json: an object a line"),
-    ("--spec", "spec.drafter", str, "DRAFTER", "what drafts: none, chain, dflash, ngram"),
+    ("--spec", "spec.drafter", str, "DRAFTER", "what drafts: none, chain, mtp, dflash, ngram"),
     ("--spec-path", "spec.path", str, "PATH", "directory of the drafter"),
     ("--spec-simulate-accept-len", "spec.simulate_accept_len", float, "X",
      "to measure speculation on random weights: X tokens of a step count; answers are junk"),

@@ -49,7 +49,7 @@ def expected() -> list[list[int]]:
     first_token=("prefill", "decode"),
     max_prefill_tokens=(None, 64, 150),
     widths=((1,), (2,), (1, 4), (8,)),
-    drafter=("ngram", "chain"),
+    drafter=("ngram", "mtp"),
     overlap=(True, False),
     pages=("enough", "few"),
     ranks=((1, 1), (1, 2), (2, 1), (2, 2)),
@@ -57,7 +57,7 @@ def expected() -> list[list[int]]:
 def test_whatever_serves_a_request_changes_nothing(
     place, first_token, max_prefill_tokens, widths, drafter, overlap, pages, ranks, expected
 ) -> None:
-    """ranks: of the prefill worker, of the decode worker. chain: the model's own MTP layer."""
+    """ranks: of the prefill worker, of the decode worker. mtp: the model's own layer."""
     chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
     config = sections(place, **chunks)
     config["disaggregation"]["first_token"] = first_token
@@ -73,7 +73,7 @@ def test_whatever_serves_a_request_changes_nothing(
             assert ids(cluster.client.generate(*asked())) == expected
         decode = cluster.workers["decode-0"].engine
         check_slots(cluster)
-        if widths != (1,) and drafter == "chain":
+        if widths != (1,) and drafter == "mtp":
             assert value(decode.metrics.spec_accepted) > 0, "nothing was ever folded from the ring"
         if pages == "few":
             assert value(decode.metrics.preemptions) > 0, "the pool was not small enough"

@@ -114,11 +114,11 @@ class EngineConfig(Section):
 class SpecConfig(Section):
     """Speculation: what proposes tokens, and the windows of decode steps that check them."""
 
-    drafter: Literal["none", "chain", "dflash", "ngram"] = "none"
-    """What proposes tokens. `chain`: a drafter of one layer (EAGLE, EAGLE-3, or a model's own layer
-    for multi-token prediction), a token at a time. `dflash`: a drafter of a few layers, a block of
-    tokens at once. All workers of a cluster need the same. `ngram`: what followed the
-    last tokens where the request's own text had them before; needs no weights."""
+    drafter: Literal["none", "chain", "mtp", "dflash", "ngram"] = "none"
+    """What proposes tokens. `chain`: a drafter of one layer (EAGLE, EAGLE-3), a token at a time.
+    `mtp`: the same by the model's own layer for multi-token prediction. `dflash`: a drafter of a
+    few layers, a block of tokens at once. All workers of a cluster need the same. `ngram`: what
+    followed the last tokens where the request's own text had them before; needs no weights."""
     path: str = ""
     """The drafter's checkpoint: a directory, or its name on the hub. Empty: the model's own
     directory, or for the model that comes with kvlane the drafter that does."""
@@ -150,6 +150,8 @@ class SpecConfig(Section):
             raise ValueError(
                 f"path names a drafter, but drafter is {self.drafter}: set it to chain or dflash"
             )
+        if self.path and self.drafter == "mtp":
+            raise ValueError("path names a drafter, but mtp is a layer of the model's own files")
         if self.block and self.drafter != "dflash":
             raise ValueError(f"block is {self.block}, but drafter is {self.drafter}, not dflash")
         if self.ngram_min > self.ngram_max:
@@ -165,7 +167,7 @@ class SpecConfig(Section):
     @property
     def has_weights(self) -> bool:
         """Whether the drafter is a model with a checkpoint."""
-        return self.drafter in ("chain", "dflash")
+        return self.drafter in ("chain", "mtp", "dflash")
 
     @property
     def reads_text(self) -> bool:

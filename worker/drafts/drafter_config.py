@@ -243,6 +243,7 @@ def _mask_token_id(file: DrafterFile) -> int:
 # spec.drafter -> who reads the directory of one, for a target.
 READERS: Mapping[str, Callable[[Path, ModelShape], DrafterShape]] = {
     "chain": read_chain_shape,
+    "mtp": read_chain_shape,
     "dflash": read_dflash_shape,
 }
 
