@@ -52,15 +52,26 @@ def expected() -> list[list[int]]:
     drafter=("ngram", "mtp"),
     overlap=(True, False),
     pages=("enough", "few"),
+    num_groups=(1, 2),
     ranks=((1, 1), (1, 2), (2, 1), (2, 2)),
 )
 def test_whatever_serves_a_request_changes_nothing(
-    place, first_token, max_prefill_tokens, widths, drafter, overlap, pages, ranks, expected
+    place,
+    first_token,
+    max_prefill_tokens,
+    widths,
+    drafter,
+    overlap,
+    pages,
+    num_groups,
+    ranks,
+    expected,
 ) -> None:
     """ranks: of the prefill worker, of the decode worker. mtp: the model's own layer."""
     chunks = {} if max_prefill_tokens is None else {"max_prefill_tokens": max_prefill_tokens}
     config = sections(place, **chunks)
     config["disaggregation"]["first_token"] = first_token
+    config["kv"]["num_groups"] = num_groups
     config["spec"] = {"overlap": overlap}
     if widths != (1,):
         config["spec"] |= {"drafter": drafter, "widths": list(widths)}

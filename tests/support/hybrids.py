@@ -9,7 +9,8 @@ SHAPE = {
     "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 199, "hidden_size": 64,
     "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 2048,
-    "tie_word_embeddings": False, "eos_token_id": 1, "rms_norm_eps": 1e-5,
+    "layer_types": ["full_attention", "linear_attention"] * 2, "tie_word_embeddings": False,
+    "eos_token_id": 1, "rms_norm_eps": 1e-5,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
     "linear_value_head_dim": 32, "torch_dtype": "float32",
     "rope_parameters": {

@@ -81,9 +81,11 @@ class ScriptedSource:
         self.state = state
         self.pulls: list[ScriptedPull] = []
         self.pulled: list[tuple[int, int, int]] = []  # (local page, remote page, layer group)
+        self.states: list[tuple[int, int]] = []  # (local slot, remote slot)
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> ScriptedPull:
         self.pulled += [(*pair, group) for pair in pairs for group in groups]
+        self.states += states
         self.pulls.append(ScriptedPull(state=self.state))
         return self.pulls[-1]
 
@@ -95,11 +97,16 @@ class DecodeSide:
     """All fetches of a decode worker; every prefill worker is the test, and `source` its pages."""
 
     def __init__(
-        self, num_groups: int = 1, source: ScriptedSource | None = None, *, draws: bool = False
+        self,
+        num_groups: int = 1,
+        source: ScriptedSource | None = None,
+        *,
+        draws: bool = False,
+        num_slots: int = 0,
     ) -> None:
         self.sent: list[Any] = []
         self.source = source or ScriptedSource()
-        self.book = PageBook(64, PAGE_SIZE)
+        self.book = PageBook(64, PAGE_SIZE, num_slots=num_slots)
         layout = KVLayout((KVRegion("target", 12, 2, 8, num_groups, PAGE_SIZE, "float32"),))
         self.context = FetchContext(
             self.book, layout, lambda _, message: self.sent.append(message), LeaseConfig(),

@@ -13,6 +13,7 @@ from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
 from worker.recurrent.chunk import block_table
+from worker.recurrent.delta_shape import BLOCK
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 
@@ -110,6 +111,7 @@ class BatchBuffers:
         tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
+        assert not self._recurrent or all(chunk.start % BLOCK == 0 for chunk in plan.chunks)
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
         num_lines = self.fixed_reqs if fixed_shape else num_reqs
         values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)

@@ -1,0 +1,199 @@
+"""What goes wrong in recurrent layers without a word turns a law red.
+
+A mutant is a line of ours that reads otherwise. Those of state that prefix hits share come with
+that; mutants of captures are in tests/gpu.
+"""
+
+import importlib
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.equivalence import test_hybrid_laws as laws
+from tests.equivalence import test_models as models
+from tests.equivalence import test_mtp as mtp
+from tests.support.engines import running
+from tests.unit import test_recurrent, test_states
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def rule(path: Path) -> None:
+    shape = test_recurrent.SHAPES[1]
+    for prompt in (70, 0):
+        test_recurrent.test_every_width_and_acceptance_equals_the_recurrence(shape, prompt)
+    test_recurrent.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape)
+
+
+def oracle(path: Path) -> None:
+    for case in ("qwen3-next", "qwen3.5"):
+        models.test_logits_and_greedy_ids_equal_transformers(case, path / case)
+
+
+def drafts(path: Path) -> None:
+    mtp.test_drafts_equal_transformers("qwen3.5", path)
+
+
+def served(path: Path) -> None:
+    """Some of the law's requests, pulled by two ranks from one, in chunks, with drafts."""
+    (prompts, samplings), num = laws.asked(), len(laws.LENGTHS)
+    asked = prompts[num - 4 :], samplings[num - 4 :]
+    with running(laws.sections("never"), num_prefill=0) as cluster:
+        expected = [
+            laws.ids(cluster.client.generate([p], s))[0] for p, s in zip(*asked, strict=True)
+        ]
+    for draws, spec in (("decode", {}), ("prefill", {"drafter": "mtp", "widths": [1, 4]})):
+        config = laws.sections("always", max_prefill_tokens=100)
+        config["disaggregation"]["first_token"] = draws
+        config["spec"] = spec
+        with running(config, decode_tp=2) as cluster:
+            for _ in range(2):
+                assert laws.ids(cluster.client.generate(*asked)) == expected
+            laws.check_slots(cluster)
+
+
+def cooled(path: Path) -> None:
+    test_states.test_a_slot_is_not_handed_out_before_steps_that_may_write_it_have_settled()
+
+
+def gridded(path: Path) -> None:
+    test_states.test_chunks_end_on_the_grid_of_blocks_or_with_their_prompt()
+
+
+def pulled(path: Path) -> None:
+    test_states.test_each_attempt_pulls_the_state_of_its_own_source()
+    test_states.test_pages_without_their_state_are_computed_anew()
+
+
+def announced(path: Path) -> None:
+    test_states.test_a_state_is_announced_once_its_last_step_has_settled()
+
+
+def hashed(path: Path) -> None:
+    test_states.test_the_state_is_part_of_the_layout()
+
+
+Law = Callable[[Path], None]
+# Law -> where -> (what the line says, what it says in the mutant).
+MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
+    rule: {
+        "recurrent.window:delta_window_ref": [
+            ("- folded) * active", "- folded + (folded > 0)) * active"),  # pending tokens
+            ("(i < kept)", "(i < kept + width - 1)"),  # rejected drafts are folded
+            ("state.ring[rows.live]\n", "state.ring[rows.live.roll(1)]\n"),  # another row's
+            ("ring[:, :num_pending]", "torch.cat((new, ring), 1)[:, :num_pending]"),  # overwritten
+            ("kept[:, None] + torch", "kept[:, None] + width - 1 + torch"),  # inputs of rejected
+            ("by_head(last, shape)", "by_head(last.sigmoid() * last, shape)"),  # not raw ones
+            ("(active & (folded > 0))", "active"),  # read at position 0
+            ("rows.live > 0", "rows.live >= 0"),  # a row that is not there
+            ("pending + (width == 1)", "pending"),  # a window of one lags
+        ],
+        "recurrent.chunk:delta_chunk_ref": [
+            ("if lengths[i] == count:", "if False:"),  # read at position 0
+            ("starts[i + 1])", "max(starts[i + 1], (i == len(starts) - 2) * len(packed)))"),
+            ("raw[None, 1 - TAPS :]", "raw[None, -TAPS:-1]"),
+        ],
+        "recurrent.delta_net:convolved": [("weight[:, tap]", "weight[:, tap - 1]")],
+    },
+    oracle: {
+        "recurrent.delta_net:inputs": [
+            ("x.repeat_interleave(", "x.flip(-2).repeat_interleave("),  # h // ratio
+            ("torch.sigmoid(b)", "torch.sigmoid(b).bfloat16().float()"),
+            ("-weights.a_log.exp()", "weights.a_log.exp().mul(0.1)"),
+            ("a + weights.dt_bias", "a"),
+            ("q = q * shape.key_dim**-0.5\n", "\n"),
+        ],
+        "recurrent.delta_net:gated_norm": [("o * weights.norm)", "o * (1 + weights.norm))")],
+        "model.layers:RMSNorm.shards": [("self._plus", "0.0")],
+        "model.shard:by_head": [
+            ("slice(start, start + size)", "slice(shape[1] - start - size, shape[1] - start)"),
+        ],
+        "model.shape:read_layer_shape": [
+            ("int(head_dim * factor) // 2 * 2", "head_dim"),
+        ],
+    },
+    drafts: {
+        "drafts.chain:ChainDrafter.forward": [("self.shape.norm_output", "False")],
+    },
+    cooled: {"cache.book:PageBook.num_free_slots": [("num_pullable", "num_free")]},
+    gridded: {"schedule.prefill:chunk_end": [("end // grain * grain", "end")]},
+    pulled: {
+        "transfer.fetch:Fetch.begin": [
+            ("_Pages(self._context.layout.num_groups)", "self._pages"),  # of the attempt before
+        ],
+        "transfer.fetch:Fetch.landed": [("self._pages.state_landed or", "True or")],
+        "transfer.fetch:Fetch.end": [("num_tokens = 0", "pass")],
+    },
+    announced: {"transfer.outbound:Outbound._send_ready": [("last = False", "pass")]},
+    hashed: {
+        "cache.layout:ModelLayout.identity": [
+            ("asdict(self)", "asdict(replace(self, state=None))")
+        ],
+    },
+    served: {
+        "step.rows:accept_rows_ref": [
+            ("torch.where(valid, folded, columns.folded[rows])", "columns.folded[rows]"),
+        ],
+        "schedule.prefill:PrefillScheduler._leave_row": [  # the slot goes with the row
+            ("req.row = 0", "req.row = 0\n        self.book._slots.free([req.hold.slot])"),
+        ],
+        "schedule.req:PrefillReq.num_target_tokens": [
+            ("- (self.sampling is None)", "- (self.sampling is None and not self.hold.slot)"),
+        ],
+        "model.delta_net:_rows": [
+            (
+                "part = Part(total, ",
+                "rows = rows if name == 'q' else slice("
+                "rows.start // 2, rows.start // 2 + len(parts[name]))\n        "
+                "part = Part(total, ",
+            )
+        ],
+    },
+}
+CASES = [
+    pytest.param(law, where, *change, id=f"{where}-{number}")
+    for law, places in MUTANTS.items()
+    for where, changes in places.items()
+    for number, change in enumerate(changes)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("law", "where", "old", "new"), CASES)
+def test_a_mutant_is_red(
+    law: Law, where: str, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch, where, old, new)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - an assertion, here or in a worker
+        law(tmp_path)
+
+
+@pytest.mark.parametrize("law", MUTANTS, ids=lambda law: law.__name__)
+def test_without_a_mutant_the_law_is_green(law: Law, tmp_path: Path) -> None:
+    law(tmp_path)
+
+
+def mutate(monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str) -> None:
+    """Put a changed function into its module or class, and wherever it was imported by name."""
+    module_name, _, path = where.partition(":")
+    module = importlib.import_module(f"worker.{module_name}")
+    *owners, name = path.split(".")
+    owner: Any = getattr(module, owners[0]) if owners else module
+    real: Any = inspect.getattr_static(owner, name)
+    function = real.fget if isinstance(real, property) else real
+    source = textwrap.dedent(inspect.getsource(function)).removeprefix("@property\n")
+    assert source.count(old) == 1, f"{where}: {source.count(old)} times {old!r}"
+    made: dict[str, Any] = {}
+    exec(source.replace(old, new), vars(module), made)
+    changed = property(made[name]) if isinstance(real, property) else made[name]
+    monkeypatch.setattr(owner, name, changed)
+    for other in [m for n, m in sys.modules.items() if n.startswith(("worker.", "tests."))]:
+        for attribute, value in list(vars(other).items()):
+            if value is real and other is not module:
+                monkeypatch.setattr(other, attribute, changed)
+            elif value is real:
+                monkeypatch.setattr(module, attribute, changed)
