@@ -13,6 +13,7 @@ from tests.support.hybrids import hybrid
 from tests.support.laws import ended
 from tests.support.patience import until
 from worker.api import Sampling
+from worker.errors import UserError
 
 NUM_TOKENS = 40
 LENGTHS = (1, 2, 63, 64, 65, 128, 200, 17)  # of prompts; around the borders of blocks
@@ -92,6 +93,17 @@ def test_whatever_serves_a_request_changes_nothing(
         if place == "always":
             moved = value(decode.metrics.pulled_bytes("shm/shm"))
             assert moved >= 2 * (len(expected) - 2) * decode.layout.state.slot_bytes
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [({"max_prefill_tokens": 63}, "at least 64"), ({"graph": {"prefill": "compiled"}}, "trace")],
+)
+def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused, running(sections("never", **section)):
+        pass
+    assert refused.value.param is not None
+    assert refused.value.param.startswith("engine.")
 
 
 def check_slots(cluster: Running) -> None:

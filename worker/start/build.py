@@ -13,7 +13,7 @@ from worker.cache.layout import KVRegion, ModelLayout, StateRegion
 from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
-from worker.errors import UserError
+from worker.errors import Unsupported, UserError
 from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
@@ -107,9 +107,8 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
     )
     config = within_block(config, drafter_shape)
-    if shape.delta is not None and int(config.engine.max_prefill_tokens) < BLOCK:
-        param = "engine.max_prefill_tokens"
-        raise UserError(f"{param} must be at least {BLOCK} for {shape.architecture}", param)
+    if shape.delta is not None:
+        _check_recurrent(config)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
@@ -118,6 +117,16 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     layout = model_layout(config, shape, drafter_shape)
     max_len = configured.model.max_model_len
     return Start(config, max_len, shape, drafter_shape, layout, rank_group, progress)
+
+
+def _check_recurrent(config: WorkerConfig) -> None:
+    """Refuse settings with which layers that are recurrent cannot be served."""
+    if int(config.engine.max_prefill_tokens) < BLOCK:
+        param = "engine.max_prefill_tokens"
+        raise UserError(f"{param} must be at least {BLOCK} for gated delta nets", param)
+    if config.engine.graph.prefill == "compiled":
+        param = "engine.graph.prefill"
+        raise Unsupported(f"{param}: compiled cannot trace gated delta nets", param)
 
 
 def probe() -> Machine:

@@ -196,9 +196,6 @@ def _assemble(
         recurrent=model.delta is not None,
     )
     if model.delta is not None:
-        if config.engine.graph.prefill == "compiled":
-            param = "engine.graph.prefill"
-            raise Unsupported(f"{param}: compiled cannot trace gated delta nets; leave it", param)
         num_rows = int(engine.max_num_reqs)
         model.keep(delta_states(pool.states, model.delta, num_rows, max_width))
     return LoadedModel(
