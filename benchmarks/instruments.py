@@ -211,13 +211,15 @@ class Bench:
 
 
 def decode_floor_ms(engine: Engine, batch: int, mean_len: float, bandwidth: float) -> float:
-    """Milliseconds to read the weights a step needs, and KV of `batch` requests of mean_len."""
+    """Milliseconds to read the weights a step needs, and KV of `batch` requests of mean_len, and to
+    read and write their states."""
     model = engine.runner.loaded.model
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     if model.head is not model.embedding:
         weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
     per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
-    return 1e3 * (weights + batch * mean_len * per_token) / bandwidth
+    state = 0 if engine.layout.state is None else 2 * engine.layout.state.slot_bytes
+    return 1e3 * (weights + batch * (mean_len * per_token + state)) / bandwidth
 
 
 def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: float) -> float:

@@ -11,7 +11,9 @@ from worker.recurrent.delta_shape import BLOCK
 from worker.recurrent.gated_norm_triton import gated_norm_triton
 from worker.recurrent.window_triton import silu, softplus
 
-SCAN_VALUES, SCAN_STAGES, SCAN_WARPS, MATRIX_WARPS = 32, 2, 4, 4
+CONVOLVED = 16  # tokens at a time, in a program of the convolution
+SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan
+MATRIX_WARPS = 2
 
 
 @triton.jit
@@ -28,13 +30,15 @@ def _convolved(
     conv, chunk, weight, stride_conv, stride_packed, t, end, started,
     DIM: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK, DIM] f32, rounded to the weight's dtype."""
+    """[tokens, DIM] f32, rounded once."""
     lanes = tl.arange(0, DIM)[None, :]
     total = tl.zeros((t.shape[0], DIM), dtype=tl.float32)
     for tap in tl.static_range(4):
-        x = _raw(conv, chunk, stride_conv, stride_packed, t[:, None] + (tap - 3), end, started,
-                 lanes)  # fmt: skip
-        total += x.to(tl.float32) * tl.load(weight + lanes * 4 + tap).to(tl.float32)
+        at = t[:, None] + (tap - 3)
+        source = tl.where(at < 0, conv + (at + 3) * stride_conv, chunk + at * stride_packed)
+        inside = tl.where(at < 0, started, at < end)
+        x = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
+        total += x * tl.load(weight + lanes * 4 + tap).to(tl.float32)
     return silu(total).to(DTYPE).to(tl.float32)
 
 
@@ -44,9 +48,12 @@ def _convolve_kernel(
     mixed, decays, betas, stride_packed, stride_conv_slot, stride_conv_head, stride_conv,
     num_reqs, num_blocks,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, heads of q, k and v). `decays` become sums of g from the block's begin on."""
+    """Grid (blocks, heads of q, k and v), ROWS tokens at a time.
+
+    `decays` become sums of g from the block's begin on.
+    """
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
@@ -61,32 +68,38 @@ def _convolve_kernel(
         started = tl.load(seq_lens + request) > end
         conv = conv_all + tl.load(slots + request).to(tl.int64) * stride_conv_slot
         chunk = packed + begin.to(tl.int64) * stride_packed
-        t = at + tl.arange(0, BLOCK)
-        rows, inside = (begin + t).to(tl.int64), t < end
+        mixed += begin.to(tl.int64) * CHANNELS
         if part < 2 * KEY_HEADS:
             conv += (part % KEY_HEADS) * stride_conv_head + part // KEY_HEADS * KEY_DIM
             first = part * KEY_DIM
-            y = _convolved(conv, chunk + first, conv_weight + first * 4, stride_conv,
-                           stride_packed, t, end, started, KEY_DIM, DTYPE)  # fmt: skip
-            y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
-            y *= tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-            to = mixed + rows[:, None] * CHANNELS + first + tl.arange(0, KEY_DIM)[None, :]
-            tl.store(to, y.to(DTYPE), mask=inside[:, None])
+            to = mixed + first + tl.arange(0, KEY_DIM)[None, :]
+            for row in range(0, BLOCK, ROWS):
+                t = at + row + tl.arange(0, ROWS)
+                y = _convolved(conv, chunk + first, conv_weight + first * 4, stride_conv,
+                               stride_packed, t, end, started, KEY_DIM, DTYPE)  # fmt: skip
+                y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
+                y *= tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+                tl.store(to + t[:, None] * CHANNELS, y.to(DTYPE), mask=(t < end)[:, None])
         else:
             head = part - 2 * KEY_HEADS
             conv += head // RATIO * stride_conv_head + 2 * KEY_DIM + head % RATIO * VALUE_DIM
             of_v = 2 * KEYS + head * VALUE_DIM
-            v = _convolved(conv, chunk + of_v, conv_weight + of_v * 4, stride_conv,
-                           stride_packed, t, end, started, VALUE_DIM, DTYPE)  # fmt: skip
-            v_to = mixed + rows[:, None] * CHANNELS + of_v + tl.arange(0, VALUE_DIM)[None, :]
-            tl.store(v_to, v.to(DTYPE), mask=inside[:, None])
-            gates = chunk + t * stride_packed + CHANNELS + HEADS * VALUE_DIM + head
+            to_v = mixed + of_v + tl.arange(0, VALUE_DIM)[None, :]
+            for row in range(0, BLOCK, ROWS):
+                i = at + row + tl.arange(0, ROWS)
+                v = _convolved(conv, chunk + of_v, conv_weight + of_v * 4, stride_conv,
+                               stride_packed, i, end, started, VALUE_DIM, DTYPE)  # fmt: skip
+                tl.store(to_v + i[:, None] * CHANNELS, v.to(DTYPE), mask=(i < end)[:, None])
+            token = at + tl.arange(0, BLOCK)
+            inside = token < end
+            gates = chunk + token * stride_packed + CHANNELS + HEADS * VALUE_DIM + head
             b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
             a = tl.load(gates + HEADS, mask=inside, other=0.0).to(tl.float32)
             g = -tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
             g = tl.cumsum(tl.where(inside, g, 0.0), 0)
-            tl.store(decays + rows * HEADS + head, g, mask=inside)
-            tl.store(betas + rows * HEADS + head, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+            gate_at = (begin + token).to(tl.int64) * HEADS + head
+            tl.store(decays + gate_at, g, mask=inside)
+            tl.store(betas + gate_at, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
 
 
 @triton.jit
@@ -276,7 +289,7 @@ def delta_chunk_triton(
     _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
         chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
-        packed.stride(0), *strides, num_reqs, num_blocks, num_warps=4, **sizes,
+        packed.stride(0), *strides, num_reqs, num_blocks, ROWS=CONVOLVED, num_warps=4, **sizes,
     )  # fmt: skip
     _matrices_kernel[(num_blocks, heads)](
         mixed, decays[0], decays[1], chunks.query_start, chunks.blocks, scratch, w, u, p,

@@ -1,0 +1,131 @@
+"""The gated delta net of one layer without its products, over as many layers as a model has.
+
+    python -m benchmarks.recurrent --rows 1,32,128 --widths 1,2,4,8 --json out.json
+    python -m benchmarks.recurrent --tokens 512,2048,8192 --json out.json
+
+Every layer has a state of its own. The floor of a decode step is reading and writing the states at
+the read bandwidth of the same run; as many tokens are pending as the window has (0 at width 1).
+Prompts are one request, from position 0. `--parts` has the kernels of one layer, by the profiler.
+On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
+"""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as profiled
+
+from benchmarks.output import ints, parser, shown, write
+from benchmarks.timing import DEVICE, read_bandwidth, synchronize, times_ms
+from worker.cache.layout import KVLayout, KVRegion, StateRegion
+from worker.cache.pool import KVPool
+from worker.forward.batch import StateChunks, StateWindows
+from worker.recurrent.chunk import block_table, delta_chunk
+from worker.recurrent.delta_net import DeltaState, DeltaWeights, delta_states
+from worker.recurrent.delta_shape import DeltaShape
+from worker.recurrent.window import delta_window
+
+SHAPES = {  # layers, heads of a rank
+    "9b": (24, DeltaShape(16, 2, 128, 128)),
+    "27b": (48, DeltaShape(16, 3, 128, 128)),
+    "tiny": (2, DeltaShape(2, 2, 32, 32)),
+}
+
+
+class Net:
+    """Weights of one layer, and states of all layers for so many rows."""
+
+    def __init__(self, name: str, num_rows: int, max_width: int) -> None:
+        self.num_layers, self.shape = SHAPES[name]
+        shape, self.dtype = self.shape, torch.bfloat16 if DEVICE == "cuda" else torch.float32
+        dtype_name = str(self.dtype).removeprefix("torch.")
+        self.region = StateRegion(self.num_layers, *shape, dtype_name)
+        layout = KVLayout((KVRegion("target", 1, 1, 32, 1, 16, dtype_name),), self.region)
+        self.pool = KVPool(layout, 2, torch.device(DEVICE), num_rows + 1)
+        self.states = delta_states(self.pool.states, shape, num_rows, max_width)
+        ones = torch.ones(shape.value_heads, device=DEVICE)
+        conv = 0.5 * self.noise(shape.channels, 4)
+        self.weights = DeltaWeights(
+            conv, ones.uniform_(0.01, 4).log(), ones.clone(), self.noise(shape.value_dim), 1e-6
+        )
+
+    def noise(self, *sizes: int) -> Tensor:
+        return torch.randn(sizes, device=DEVICE).to(self.dtype)
+
+    def decode(self, num_rows: int, width: int) -> Callable[[], object]:
+        """All layers of a step; what the windows before have left is accepted."""
+        rows = torch.arange(num_rows + 1, device=DEVICE)
+        folded = torch.full_like(rows, 100)
+        pending = 0 if width == 1 else width
+        windows = StateWindows(rows[1:], rows, folded, folded + pending, width)
+        packed = self.noise(num_rows * width, self.shape.packed_width)
+        lines = width if width > 1 else 0
+        states = [DeltaState(state.s, state.conv, state.ring[:, :lines]) for state in self.states]
+        return lambda: [delta_window(packed, self.weights, each, windows) for each in states]
+
+    def prompt(self, num_tokens: int) -> Callable[[], object]:
+        """All layers of a prompt."""
+        start = torch.tensor([0, num_tokens], dtype=torch.int32, device=DEVICE)
+        slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
+        chunks = StateChunks(start, start[1:], slots, block_table(start, num_tokens))
+        packed = self.noise(num_tokens, self.shape.packed_width)
+        out = packed.new_empty(num_tokens, self.shape.value_width)
+        return lambda: [
+            delta_chunk(packed, self.weights, state, chunks, out) for state in self.states
+        ]
+
+
+def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
+    """Microseconds a layer of each kernel."""
+    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
+        work()
+        synchronize()
+    return {
+        event.key: event.device_time_total / num_layers
+        for event in seen.key_averages()
+        if "kernel" in event.key
+    }
+
+
+def main() -> None:
+    """Measure, print a table, write the file."""
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--model", choices=sorted(SHAPES), default="9b")
+    add("--rows", type=ints, default="1,8,32,128,256", help="rows of decode steps, by commas")
+    add("--widths", type=ints, default="1,4", help="of their windows, by commas")
+    add("--tokens", type=ints, default=[], help="prompts of these lengths instead, by commas")
+    add("--parts", action="store_true", help="the kernels of each case, too")
+    add("--replays", type=int, default=30)
+    options = made.parse_args()
+    bandwidth, figures = read_bandwidth(), []
+    print(f"reads {bandwidth / 1e9:.1f} GB/s")
+    num_rows = 1 if options.tokens else max(options.rows)
+    net = Net(options.model, num_rows, max(options.widths))
+    cases: list[tuple[str, float, Callable[[], object]]] = [
+        (f"{tokens} tokens", 0.0, net.prompt(tokens)) for tokens in options.tokens
+    ]
+    for rows in [] if options.tokens else options.rows:
+        floor_us = 2e6 * rows * net.region.slot_bytes / net.num_layers / bandwidth
+        cases += [
+            (f"{rows} rows, width {width}", floor_us, net.decode(rows, width))
+            for width in options.widths
+        ]
+    for name, floor_us, work in cases:
+        times = times_ms({name: work}, DEVICE, options.replays)[name]
+        layer_us = [1e3 * each / net.num_layers for each in times]
+        median = statistics.median(layer_us)
+        beside = f", floor {floor_us:.1f}, {floor_us / median:.0%} of it" if floor_us else ""
+        between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
+        print(f"{name:22} {median:9.1f} us a layer ({between}){beside}", flush=True)
+        parts = kernels_us(work, net.num_layers) if options.parts else {}
+        for kernel, took_us in parts.items():
+            print(f"    {kernel:30} {took_us:9.1f}")
+        figures.append({"case": name, "layer_us": layer_us, "floor_us": floor_us, "parts": parts})
+    write(options.json, {"options": shown(options), "figures": figures})
+
+
+if __name__ == "__main__":
+    main()
