@@ -65,7 +65,7 @@ class Admission:
             timeline=Timeline(now, spans),
         )
         if not self._scheduler.admit(req):
-            raise Busy("no KV pages left", BUSY_RETRY_S)
+            raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
         if message.sampling.grammar:  # compiled last: it takes milliseconds, also for each retry
             output = message.tokens[message.num_prompt_tokens :]
             try:

@@ -69,6 +69,8 @@ def _check_ranks(shape: LayerShape, ranks: Mapping[str, int]) -> None:
             split_heads(shape.num_heads, shape.num_kv_heads, 0, size)
             split_even("intermediate_size", shape.intermediate_size, 0, size)
             split_even("vocab_size", shape.vocab_size, 0, size)
+            if isinstance(shape, ModelShape) and shape.delta is not None:
+                split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
         except UserError as error:
             raise type(error)(f"{path}: {error}", path) from error
 
