@@ -15,16 +15,16 @@ from torch import Tensor
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED
 from worker.forward.batch import StateChunks, StateWindows
-from worker.recurrent.chunk import block_table, delta_chunk_ref
+from worker.recurrent.chunk import block_table
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.recurrent.delta_shape import VALUES, DeltaShape
-from worker.recurrent.window import delta_window_ref
 
 if INTERPRETED:
     from worker.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
     from worker.recurrent.window_triton import delta_window_triton as delta_window
 else:
-    delta_chunk, delta_window = delta_chunk_ref, delta_window_ref
+    from worker.recurrent.chunk import delta_chunk
+    from worker.recurrent.window import delta_window
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -39,10 +39,11 @@ class Net:
 
     def __init__(self, shape: DeltaShape, num_rows: int) -> None:
         self.shape = shape
-        generator = torch.Generator().manual_seed(sum(shape))
+        generator = torch.Generator("cpu").manual_seed(sum(shape))
+        device = torch.get_default_device()
 
         def noise(*sizes: int) -> Tensor:
-            return torch.randn(sizes, generator=generator)
+            return torch.randn(sizes, generator=generator, device="cpu").to(device)
 
         heads = shape.value_heads
         a_log, dt_bias = noise(heads).sub(1.0), 0.5 * noise(heads)
@@ -56,8 +57,8 @@ class Net:
             torch.full((num_rows + 1, shape.key_heads, 3, shape.head_channels), NAN),
             torch.full((num_rows + 1, WIDEST, shape.raw_width), NAN),
         )
-        self.state_slot = torch.randperm(num_rows, generator=generator).add(1)
-        self.state_slot = torch.cat((torch.zeros(1, dtype=torch.int64), self.state_slot))
+        slots = torch.randperm(num_rows, generator=generator, device="cpu") + 1
+        self.state_slot = torch.tensor([0, *slots.tolist()])
         self.folded, self.seq_len = (torch.zeros_like(self.state_slot) for _ in range(2))
         self.noise = noise
 
@@ -98,15 +99,16 @@ class Net:
 
 def recurrence(net: Net, tokens: Tensor) -> Tensor:
     """Outputs [count, value_width] f64: no cuts, no windows, one number after the other."""
-    shape, weights = net.shape, net.weights
+    shape, tokens, eps = net.shape, tokens.cpu(), net.weights.eps
+    weights = DeltaWeights(*(weight.cpu() for weight in net.weights[:-1]), eps)
     keys, width = shape.key_heads * shape.key_dim, shape.value_dim
     conv, norm = weights.conv.double(), weights.norm.double()
     raw = torch.cat((tokens.new_zeros(3, shape.channels), tokens[:, : shape.channels])).double()
     z, b, a = tokens[:, shape.channels :].double().split(
         [shape.value_width, shape.value_heads, shape.value_heads], dim=-1
     )  # fmt: skip
-    outputs = torch.zeros(len(tokens), shape.value_width, dtype=torch.float64)
-    states = torch.zeros(shape.value_heads, shape.key_dim, width, dtype=torch.float64)
+    outputs = raw.new_zeros(len(tokens), shape.value_width)
+    states = raw.new_zeros(shape.value_heads, shape.key_dim, width)
     for t in range(len(tokens)):
         x = sum(raw[t + tap] * conv[:, tap] for tap in range(4))
         x = x * torch.sigmoid(x)
@@ -132,9 +134,13 @@ def spans(borders: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(borders))
 
 
+def check_right(x: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(x.cpu().double(), wanted, rtol=0, atol=BOUND)
+
+
 def check_same(x: Tensor, y: Tensor) -> None:
     """The kernels' order of sums is fixed; torch's depends on a tensor's sizes."""
-    bound = 0 if INTERPRETED else 1e-5
+    bound = 0 if INTERPRETED or x.is_cuda else 1e-5
     torch.testing.assert_close(x, y, rtol=0, atol=bound)
 
 
@@ -155,7 +161,7 @@ def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, pro
         wanted = recurrence(net, text)
         for first, last in spans([*range(0, prompt, 64), prompt]):
             for out in net.prefill([(row, text[first:last]) for row in rows], padding=3):
-                torch.testing.assert_close(out.double(), wanted[first:last], rtol=0, atol=BOUND)
+                check_right(out, wanted[first:last])
         plain = [
             net.decode([rows[-1]], text[None, at : at + 1], [1])[0, 0]
             for at in range(prompt, len(text))
@@ -172,8 +178,7 @@ def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, pro
             for i, num in enumerate(accepted):
                 for j in range(num):
                     position = at[i] + j
-                    right = wanted[position].float()
-                    torch.testing.assert_close(out[i, j], right, rtol=0, atol=BOUND)
+                    check_right(out[i, j], wanted[position])
                     check_same(out[i, j], plain[position - prompt])
                 at[i] += num
 
@@ -183,7 +188,7 @@ def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
     net = Net(shape, 4)
     text, other = net.tokens(200), net.tokens(130)
     whole = net.prefill([(1, text)])[0]
-    torch.testing.assert_close(whole.double(), recurrence(net, text), rtol=0, atol=BOUND)
+    check_right(whole, recurrence(net, text))
     for row, cuts in ((2, [0, 64, 200]), (3, [0, 128, 192, 200])):
         parts = [text[first:last] for first, last in spans(cuts)]
         outs = [net.prefill([(4, other[:2]), (row, part)] if i else [(row, part)], padding=i)[-1]
