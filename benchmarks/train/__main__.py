@@ -1,7 +1,7 @@
-"""Makes the bundled model `tiny` from nothing, or a drafter for it.
+"""Makes the bundled model `tiny` or `tiny-hybrid` from nothing, or a drafter for one.
 
-    python -m benchmarks.train [--out DIR]
-    python -m benchmarks.train --drafter chain|dflash [--target DIR] [--out DIR]
+    python -m benchmarks.train [--hybrid] [--out DIR]
+    python -m benchmarks.train --drafter chain|dflash|mtp [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too) to the output folder, and prints the
 figures for its README. What a drafter yields is told by `benchmarks.accuracy --url --trace` when
@@ -23,16 +23,21 @@ import transformers
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy
+from benchmarks.train import hybrid
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
-from benchmarks.train.model import Recipe, new_model, save, save_model, train
+from benchmarks.train.model import CONFIG, Recipe, new_model, save, save_model, train
+from benchmarks.train.mtp_drafter import MtpDrafter
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
 TARGET = Path("worker/assets/tiny")
 SPLITS = ("trained", "held_out")
+
+
+HYBRID = TARGET.with_name("tiny-hybrid")
 
 
 class Made(NamedTuple):
@@ -43,12 +48,14 @@ class Made(NamedTuple):
     batch: int
     lr: float
     kind: type[Drafter] | None = None
+    target: Path = TARGET
 
 
 MODELS = {
     "": Made(TARGET, 3200, 384, 2e-3),
     "chain": Made(TARGET.with_name("tiny-chain"), 640, 16, 1e-2, ChainDrafter),
     "dflash": Made(TARGET.with_name("tiny-dflash"), 2000, 32, 1e-2, BlockDrafter),
+    "mtp": Made(HYBRID, 1200, 16, 1e-2, MtpDrafter, HYBRID),  # into its target's folder
 }
 
 
@@ -56,7 +63,9 @@ def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
     made = MODELS[args.drafter]
-    for name in ("out", "steps", "batch", "lr"):
+    if args.hybrid:
+        made = made._replace(out=HYBRID)
+    for name in ("out", "steps", "batch", "lr", "target"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(made, name))
     started = time.monotonic()
@@ -81,9 +90,9 @@ def _make_target(args: argparse.Namespace) -> int:
     save_tokenizer(train_tokenizer(args.seed), args.out)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
-    model = new_model(args.seed)
+    model = hybrid.new_model(args.seed) if args.hybrid else new_model(args.seed)
     train(model, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
-    return save_model(model, args.out)
+    return save_model(model, args.out, hybrid.CONFIG if args.hybrid else CONFIG)
 
 
 def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
@@ -95,7 +104,11 @@ def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
     drafter, losses = train_drafter(kind, speaker, tokenizer, lesson)
     kept = f"{speaker.num_kept} of {speaker.num_read} chats"
     print(f"{len(losses)} steps; the target says {kept} to the letter", flush=True)
-    return save(drafter.state_dict(), args.out, config=drafter.config)
+    state = drafter.state_dict()
+    if kind is MtpDrafter:
+        state = {f"mtp.{name}": weight for name, weight in state.items()}
+        return save(state, args.out, "mtp")
+    return save(state, args.out, config=drafter.config)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -107,9 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
+    add("--hybrid", action="store_true", help="make tiny-hybrid: layers with a recurrent state")
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
-    add("--target", type=Path, default=TARGET, help="the drafter's target")
-    add("--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash)")
+    add("--target", type=Path, help="the drafter's target")
+    add("--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")
     add("--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16, 32)")
     add("--seed", type=int, default=0)
     add("--lr", type=float, help="peak learning rate: 2e-3, a drafter's 1e-2")

@@ -87,7 +87,10 @@ def set_right(said: Sequence[Said], num_drafts: int, device: str = "cpu") -> Bat
 
 
 class Speaker:
-    """The frozen target, f32, its features taken by hooks: the residual after the layers `taps`."""
+    """The frozen target, f32, its features taken by hooks: the residual after the layers `taps`.
+
+    Without taps they are its output after the final norm.
+    """
 
     def __init__(self, model: Any, taps: Sequence[int]) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -107,7 +110,7 @@ class Speaker:
             for layer in self._taps:
                 hooks.enter_context(self.model.model.layers[layer].register_forward_hook(tap))
             hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
-        features = torch.cat(tapped, -1).cpu()
+        features = (torch.cat(tapped, -1) if tapped else hidden).cpu()
         own = []
         for row, (tokens, num_prompt) in enumerate(chats):
             if own_only:

@@ -28,11 +28,11 @@ HEADS, KV_HEADS, HEAD_DIM = (
 class FeedForward(nn.Module):
     """The gated feed-forward part."""
 
-    def __init__(self) -> None:
+    def __init__(self, inner: int = INNER) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.up_proj = nn.Linear(HIDDEN, INNER, bias=False)
-        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
+        self.gate_proj = nn.Linear(HIDDEN, inner, bias=False)
+        self.up_proj = nn.Linear(HIDDEN, inner, bias=False)
+        self.down_proj = nn.Linear(inner, HIDDEN, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -65,8 +65,12 @@ class Drafter(nn.Module):
         super().__init__()
         self.fc = nn.Linear(len(self.taps) * HIDDEN, HIDDEN, bias=False)
         self.norm = nn.RMSNorm(HIDDEN, EPS)
+        self.remember(embedding, HEAD_DIM)
+
+    def remember(self, embedding: Tensor, rotary_dim: int) -> None:
+        """Keep the target's embedding, and angles for so many numbers of a head."""
         self.register_buffer("embedding", embedding.detach().clone(), persistent=False)
-        half = torch.arange(0, HEAD_DIM, 2) / HEAD_DIM
+        half = torch.arange(0, rotary_dim, 2) / rotary_dim
         positions = torch.arange(TARGET["max_position_embeddings"] + self.num_drafts + 1)
         angles = torch.outer(positions, TARGET["rope_theta"] ** -half).repeat(1, 2)
         self.register_buffer("cos", angles.cos(), persistent=False)

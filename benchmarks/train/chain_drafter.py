@@ -97,18 +97,28 @@ class ChainDrafter(Drafter):
     def _layer(
         self, mixed: Tensor, hidden: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
     ) -> Tensor:
-        layer, num_anchors = self.midlayer, mixed.shape[1]
+        layer = self.midlayer
         queries = layer.self_attn.q_proj(mixed).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
-        queries = self.turn(queries, slots).unflatten(1, (KV_HEADS, -1)) * HEAD_DIM**-0.5
-        context, *own = seen
-        grouped = queries.flatten(2, 3)  # the query heads of one kv head, one behind the other
-        scores = (grouped @ context.keys.transpose(2, 3)).view(*queries.shape[:4], -1) + mask
-        parts = [scores, *((queries * rows.keys[:, :, None]).sum(-1, keepdim=True) for rows in own)]
-        weights = torch.cat(parts, -1).softmax(-1)
-        num_rows = scores.shape[-1]
-        out = (weights[..., :num_rows].flatten(2, 3) @ context.values).view_as(queries)
-        for place, rows in enumerate(own):
-            out = out + weights[..., num_rows + place, None] * rows.values[:, :, None]
-        out = out.flatten(1, 2).transpose(1, 2).reshape(-1, num_anchors, HEADS * HEAD_DIM)
+        out = attended(self.turn(queries, slots), seen, mask)
         hidden = hidden + layer.self_attn.o_proj(out)
         return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+
+def attended(queries: Tensor, seen: list[Rows], mask: Tensor) -> Tensor:
+    """[batch, anchors, HEADS · HEAD_DIM]: what each anchor's query takes from the rows.
+
+    queries: [batch, HEADS, anchors, HEAD_DIM]; seen: of the text, under `mask` (see Batch), then of
+    each draft step before, where an anchor sees its own row.
+    """
+    num_anchors = queries.shape[2]
+    queries = queries.unflatten(1, (KV_HEADS, -1)) * HEAD_DIM**-0.5
+    context, *own = seen
+    grouped = queries.flatten(2, 3)  # the query heads of one kv head, one behind the other
+    scores = (grouped @ context.keys.transpose(2, 3)).view(*queries.shape[:4], -1) + mask
+    parts = [scores, *((queries * rows.keys[:, :, None]).sum(-1, keepdim=True) for rows in own)]
+    weights = torch.cat(parts, -1).softmax(-1)
+    num_rows = scores.shape[-1]
+    out = (weights[..., :num_rows].flatten(2, 3) @ context.values).view_as(queries)
+    for place, rows in enumerate(own):
+        out = out + weights[..., num_rows + place, None] * rows.values[:, :, None]
+    return out.flatten(1, 2).transpose(1, 2).reshape(-1, num_anchors, HEADS * HEAD_DIM)

@@ -88,27 +88,29 @@ def train(model: Any, loader: DataLoader, recipe: Recipe, device: str, compiled:
             print(f"step {step} loss {loss.item():.4f} {speed}", flush=True)
 
 
-def save_model(model: nn.Module, folder: Path) -> int:
+def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
     """Writes bfloat16 weights and both configs; returns the number of parameters."""
     weights = model.state_dict()
     del weights["lm_head.weight"]  # tied to the embedding
-    generation = {name: CONFIG[name] for name in ("eos_token_id", "pad_token_id")}
+    generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     generation["do_sample"] = False
-    return save(weights, folder, config=CONFIG, generation_config=generation)
+    return save(weights, folder, config=config, generation_config=generation)
 
 
-def save(state: Mapping[str, Tensor], folder: Path, **configs: dict[str, Any]) -> int:
+def save(
+    state: Mapping[str, Tensor], folder: Path, name: str = "model", **configs: dict[str, Any]
+) -> int:
     """Writes bfloat16 weights and each config by its name; returns the number of parameters."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, weight in state.items()
+        part: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for part, weight in state.items()
     }
-    file = folder / "model.safetensors"
+    file = folder / f"{name}.safetensors"
     save_file(weights, str(file), metadata={"format": "pt"})
     file.chmod(0o644)
-    for name, config in configs.items():
-        (folder / f"{name}.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    for kind, config in configs.items():
+        (folder / f"{kind}.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     return sum(weight.numel() for weight in weights.values())
 
 
