@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tests.support import pairwise
-from tests.support.interpreted import INTERPRETED
+from tests.support.interpreted import INTERPRETED, WHY, compiling
 from worker.forward.batch import StateChunks, StateWindows
+from worker.ops.jit import HAS_TRITON
 from worker.recurrent.chunk import block_table
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.recurrent.delta_shape import VALUES, DeltaShape
@@ -32,6 +33,7 @@ SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 1
 WIDEST = 4
 BOUND = 4e-5
 NAN = float("nan")
+KERNELS = "_convolve_kernel", "_matrices_kernel", "_scan_kernel"
 
 
 class Net:
@@ -205,3 +207,33 @@ def test_blocks_of_a_batch_on_the_device():
     assert table.dtype == torch.int32
     assert table[0].tolist() == [0, 0, 0, 2, 3, 4, 4]
     assert table[1].tolist()[:5] == [0, 64, 128, 130, 131]
+
+
+if not INTERPRETED:
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    def test_the_kernels_compile_for_an_h200_one_for_all_widths() -> None:
+        """With the sizes of a 9B. Widths are arguments that nothing is specialised for."""
+        from worker.recurrent import chunk_triton, gated_norm_triton, window_triton
+
+        for kernel in (window_triton._inputs_kernel, window_triton._state_kernel):
+            numbers = {param.name for param in kernel.params if param.do_not_specialize}
+            assert {"width", "max_tokens"} <= numbers
+            assert not {"width", "WIDTH"} & {p.name for p in kernel.params if p.is_constexpr}
+        net = Net(DeltaShape(16, 2, 128, 128), 2)
+        *weights, eps = (net.weights[0].bfloat16(), *net.weights[1:])
+        weights = DeltaWeights(*weights[:3], net.weights.norm.bfloat16(), eps)
+        s, *raw = net.state
+        state = DeltaState(s, *(each.bfloat16() for each in raw))
+        packed, live = net.tokens(8).bfloat16(), torch.tensor([1, 2])
+        rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, 4)
+        start, lengths = torch.tensor([0, 8]).int(), torch.tensor([8]).int()
+        chunks = StateChunks(start, lengths, live[:1].int(), block_table(start, 8))
+        out = packed.new_empty(8, net.shape.value_width)
+        with compiling(gated_norm_triton):
+            with compiling(window_triton, "_inputs_kernel", "_state_kernel") as made:
+                window_triton.delta_window_triton(packed, weights, state, rows)
+            assert ".reqntid 32" in made["_state_kernel"], "sums over keys cross warps"
+            with compiling(chunk_triton, *KERNELS) as made:
+                chunk_triton.delta_chunk_triton(packed, weights, state, chunks, out)
+            assert "wgmma" in made["_scan_kernel"]

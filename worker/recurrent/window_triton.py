@@ -39,7 +39,7 @@ def _row(live, state_slot, folded, seq_len, width):
     return row, tl.load(state_slot + row), start, pending, kept
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "max_tokens"])
 def _inputs_kernel(
     packed, conv_weight, a_log, dt_bias, conv_all, ring_all, live, state_slot, folded, seq_len,
     convolved, decays, betas, width, max_tokens,
@@ -115,7 +115,7 @@ def _inputs_kernel(
             tl.store(ring + (t - pending) * stride_ring + at + lanes, x3, mask=writes)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "max_tokens"])
 def _state_kernel(
     convolved, decays, betas, s_all, live, state_slot, folded, seq_len, out, width, max_tokens,
     stride_slot, stride_head,
