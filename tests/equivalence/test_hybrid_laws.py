@@ -11,9 +11,13 @@ import pytest
 from tests.support.engines import Running, running, value
 from tests.support.hybrids import hybrid
 from tests.support.laws import ended
+from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.patience import until
+from tests.support.recorded import RecordedMemory, RecordedSteps, as_one_op, replay
 from worker.api import Sampling
 from worker.errors import UserError
+from worker.model import delta_net
+from worker.plan import Plan, RowStart
 
 NUM_TOKENS = 40
 LENGTHS = (1, 2, 63, 64, 65, 128, 200, 17)  # of prompts; around the borders of blocks
@@ -104,6 +108,49 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
         pass
     assert refused.value.param is not None
     assert refused.value.param.startswith("engine.")
+
+
+@pytest.mark.parametrize("chunks", ["pieces", "whole"])
+@pytest.mark.parametrize("spec", [{}, {"drafter": "mtp", "widths": [1, 4]}], ids=["plain", "mtp"])
+def test_replays_change_nothing(
+    chunks: str, spec: dict[str, object], expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """tests/gpu/test_recurrent_on_cuda.py has the law for real graphs."""
+    # The kernel is one launch, whatever the batch; its definition reads the batch on the host.
+    monkeypatch.setattr(delta_net, "delta_chunk", as_one_op(delta_net.delta_chunk))
+    config = sections("always", max_prefill_tokens=128, max_num_reqs=6)
+    config["spec"] = {"overlap": chunks == "pieces", **spec}
+    made = Lockstep(config)
+    try:
+        replay(made, steps=True, chunks=chunks)
+        asks = [Ask(p, s, at=i // 2) for i, (p, s) in enumerate(zip(*asked(), strict=True))]
+        for _ in range(2):
+            assert [answer.tokens for answer in made.serve(asks)] == expected
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("num_live", [0, 3])
+def test_captures_leave_every_state_alone(num_live: int) -> None:
+    """Those of rows that are live, too; the start-up check compares, and leaves zeros."""
+    made = Lockstep(sections("never", max_num_reqs=4), num_prefill=0)
+    try:
+        loaded = made.engines[DECODE].runner.loaded
+        starts = [
+            RowStart(row, GREEDY, 99, 0, active=True, seq_len=7, last_token=5, state_slot=row)
+            for row in range(1, num_live + 1)
+        ]
+        loaded.state.apply(Plan(0, starts=tuple(starts)))
+        parts = [part for state in loaded.model.states for part in state]
+        for part in parts:
+            part.fill_(0.5)
+        replay(made, steps=True, chunks="pieces")
+        assert all((part[1:] == 0.5).all() for part in parts)
+        graphs = RecordedSteps(loaded, RecordedMemory())
+        assert len(graphs.capture()) == len(graphs.buckets)  # strict: it fails if one differs
+        assert not any(part[1:5].any() for part in parts)
+    finally:
+        made.close()
 
 
 def check_slots(cluster: Running) -> None:

@@ -1,7 +1,7 @@
 """What goes wrong in recurrent layers without a word turns a law red.
 
 A mutant is a line of ours that reads otherwise. Those of state that prefix hits share come with
-that; mutants of captures are in tests/gpu.
+that. Chunks begin on the grid of blocks, so one that is counted from a chunk's start is the same.
 """
 
 import importlib
@@ -70,6 +70,10 @@ def pulled(path: Path) -> None:
     test_states.test_pages_without_their_state_are_computed_anew()
 
 
+def captured(path: Path) -> None:
+    laws.test_captures_leave_every_state_alone(3)
+
+
 def announced(path: Path) -> None:
     test_states.test_a_state_is_announced_once_its_last_step_has_settled()
 
@@ -86,9 +90,12 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
             ("- folded) * active", "- folded + (folded > 0)) * active"),  # pending tokens
             ("(i < kept)", "(i < kept + width - 1)"),  # rejected drafts are folded
             ("state.ring[rows.live]\n", "state.ring[rows.live.roll(1)]\n"),  # another row's
-            ("ring[:, :num_pending]", "torch.cat((new, ring), 1)[:, :num_pending]"),  # overwritten
+            ("torch.cat((ring, new)", "torch.cat((torch.cat((new, ring), 1)[:, :num_lines], new)"),
             ("kept[:, None] + torch", "kept[:, None] + width - 1 + torch"),  # inputs of rejected
-            ("by_head(last, shape)", "by_head(last.sigmoid() * last, shape)"),  # not raw ones
+            (
+                "by_head(torch.where((kept > 0).view(n, 1, 1), last",
+                "by_head(torch.where((kept > 0).view(n, 1, 1), last.sin()",
+            ),
             ("(active & (folded > 0))", "active"),  # read at position 0
             ("rows.live > 0", "rows.live >= 0"),  # a row that is not there
             ("pending + (width == 1)", "pending"),  # a window of one lags
@@ -128,6 +135,9 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
         ],
         "transfer.fetch:Fetch.landed": [("self._pages.state_landed or", "True or")],
         "transfer.fetch:Fetch.end": [("num_tokens = 0", "pass")],
+    },
+    captured: {
+        "run.full:FullDecode.__init__": [("torch.zeros(self.buckets", "torch.ones(self.buckets")]
     },
     announced: {"transfer.outbound:Outbound._send_ready": [("last = False", "pass")]},
     hashed: {

@@ -15,10 +15,10 @@ from tests.support.delay_mix import sections
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
 from tests.support.engines import Answer
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.pairwise import whole
 from tests.support.prompts import VOCAB, problem_ids
-from tests.support.recorded import RecordedChunks, RecordedMemory, RecordedSteps
+from tests.support.recorded import replay
 from tests.support.shallow import shallow
 from worker.api import Sampling
 
@@ -57,15 +57,7 @@ def workers(
     config["spec"] = {"overlap": overlap, **(spec or {})}
     config["engine"] = {"strict": True, **config["engine"]}  # poisons what nobody has written
     made = Lockstep(config, num_prefill=num_prefill)
-    for peer, engine in made.engines.items():
-        runner, of = engine.runner, dict[str, Any]()
-        if chunks != "eager":
-            of["chunks"] = RecordedChunks(runner.loaded, whole=chunks == "whole")
-        if graph and peer == DECODE:
-            of["decode"] = RecordedSteps(runner.loaded, RecordedMemory())
-        for each in of.values():
-            each.record()
-        runner.graphs = replace(runner.graphs, **of)
+    replay(made, steps=graph, chunks=chunks)
     return made
 
 

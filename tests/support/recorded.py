@@ -6,6 +6,7 @@ nothing else. Ops do run during the capture here, so what breaks leave unfilled 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
+from tests.support.lockstep import DECODE, Lockstep
 from worker.draw.sampler import Result
 from worker.forward.draws import Masks
 from worker.plan import Plan, Tail
@@ -142,6 +144,22 @@ class RecordedChunks(PiecewiseChunks):
         for bucket in self.buckets:
             self.capture_bucket(bucket)
             bucket.piecewise, bucket.full = True, self._whole and bucket.num_tokens in self.full
+
+
+def replay(made: Lockstep, *, steps: bool, chunks: str) -> None:
+    """From now on the decode worker replays its steps, and each worker chunks of prompts.
+
+    chunks: "eager", in "pieces" or "whole".
+    """
+    for peer, engine in made.engines.items():
+        runner, of = engine.runner, dict[str, Any]()
+        if chunks != "eager":
+            of["chunks"] = RecordedChunks(runner.loaded, whole=chunks == "whole")
+        if steps and peer == DECODE:
+            of["decode"] = RecordedSteps(runner.loaded, RecordedMemory())
+        for each in of.values():
+            each.record()
+        runner.graphs = replace(runner.graphs, **of)
 
 
 def copy_of(result: Result) -> Result:

@@ -177,6 +177,11 @@ class Decoder(nn.Module):
         for net, state in zip(nets, states, strict=True):
             net.state = state
 
+    @property
+    def states(self) -> list[DeltaState]:
+        """Those that are kept, layer by layer; without gated delta nets none."""
+        return [each.state for each in self.modules() if isinstance(each, DeltaNet)]
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
         return self.embedding(input_ids)

@@ -120,20 +120,23 @@ def _reported(check: BucketCheck, name: str, loaded: LoadedModel) -> BucketCheck
 
 
 class _Scene:
-    """What one check uses of a loaded model: its first `num_pages` pages, with the sink."""
+    """What one check uses of a loaded model: its first `num_pages` pages, with the sink, and the
+    states of its first `num_rows` rows, in the slots of their numbers."""
 
-    def __init__(self, loaded: LoadedModel, num_pages: int) -> None:
+    def __init__(self, loaded: LoadedModel, num_pages: int, num_rows: int) -> None:
         self._loaded = loaded
         self._caches = [cache[:num_pages] for cache in loaded.pool.caches()]
+        for state in loaded.model.states:
+            self._caches += [part[: num_rows + 1] for part in state if part.numel()]
 
     def fill(self) -> None:
-        """Fill the pages with the same random content every time."""
+        """Fill pages and states with the same random content every time."""
         generator = torch.Generator(self._caches[0].device).manual_seed(7)
         for cache in self._caches:
             cache.normal_(generator=generator)
 
     def written(self) -> Tensor:
-        """Sums of bits, as values may be NaN, of the pages but the sink: [num caches] i64."""
+        """Sums of bits, as values may be NaN, of all but the sinks: [num caches] i64."""
         types = {1: torch.int8, 2: torch.int16, 4: torch.int32}
         bits = [cache[1:].view(types[cache.element_size()]) for cache in self._caches]
         return torch.stack([words.sum(dtype=torch.int64) for words in bits])
@@ -163,7 +166,7 @@ class _Scene:
         return [1e3 * seconds / NUM_TIMED for seconds in best]
 
     def reset(self) -> None:
-        """Restore the initial step state, and zero the pages."""
+        """Restore the initial step state, and zero pages and states."""
         self._loaded.state.reset()
         for cache in self._caches:
             cache.zero_()
@@ -178,6 +181,9 @@ class DecodeScene(_Scene):
         most = min(MAX_CHECK_LEN, loaded.max_len - 1)
         num_pages = min(-(-most // page_size), (pool.num_pages - 1) // bucket)  # of a row
         self.num_slots = num_pages * page_size  # of a row
+        if loaded.model.delta is not None and bucket >= pool.num_slots:
+            self.num_slots = 0  # there are fewer states than rows
+        self._width = width
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
         # All steps to come have to fit behind the longest history.
         longest = max(1, self.num_slots - width * (2 * NUM_ROUNDS * NUM_TIMED + 3))
@@ -186,7 +192,7 @@ class DecodeScene(_Scene):
         every_second = torch.full((2, -(-loaded.model.shape.vocab_size // 32)), 0x55555555).int()
         every_second[0] = -1  # no mask
         self._masks = Masks(every_second, (torch.arange(bucket * width) % 3 == 0).long())
-        super().__init__(loaded, bucket * num_pages + 1)
+        super().__init__(loaded, bucket * num_pages + 1, bucket)
 
     @staticmethod
     def _start(loaded: LoadedModel, row: int, longest: int) -> RowStart:
@@ -203,6 +209,7 @@ class DecodeScene(_Scene):
         return RowStart(
             row, sampling, loaded.max_len, min_len=0, active=True, seq_len=1 + row * 7 % longest,
             last_token=row % vocab_size, penalty_slot=slot, prompt=text, output=text[::2],
+            state_slot=row,
         )  # fmt: skip
 
     def outcome(self, launches: Launches, plan: Plan) -> list[Tensor]:
@@ -216,14 +223,16 @@ class DecodeScene(_Scene):
         result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
         drawn = [result.drawn, result.values, result.ids] if result is not None else []
         columns, counts = self._loaded.state.columns, self._loaded.state.penalties.counts
-        left = columns.active, columns.seq_len, columns.last_token, columns.drafts
+        left = columns.active, columns.seq_len, columns.last_token, columns.folded, columns.drafts
         made = step.hidden, self.written(), *left, counts[1 : NUM_PENALIZED + 1], *drawn
         return [tensor.clone() for tensor in made if tensor is not None]
 
     def set(self) -> None:
-        """Set rows, pages and KV to the same history."""
+        """Set rows, pages, KV and states to the same history, in which some tokens are pending."""
         self.reset()
         self._loaded.state.apply(self._plan)
+        folded = self._loaded.state.columns.folded
+        folded[self.rows] = (folded[self.rows] - self.rows % self._width).clamp(min=0)
         if self.drafts is not None:
             drafts = self._loaded.state.columns.drafts
             drafts[self.rows, : self.drafts.shape[1]] = self.drafts
@@ -238,25 +247,33 @@ class ChunkScene(_Scene):
 
     def __init__(self, loaded: LoadedModel, padded_tokens: int, *, fixed_shape: bool) -> None:
         page_size, max_len = loaded.pool.layout.page_size, loaded.max_len
+        grain = loaded.model.shape.grain
         most = loaded.buffers.fixed_reqs if fixed_shape else int(loaded.config.max_num_reqs)
         self.num_tokens = padded_tokens - padded_tokens // 16
         prefix = min(page_size + 1, max_len // 2)
+        if grain > 1:  # chunks begin at multiples of it
+            prefix = grain if grain <= max_len // 2 else 0
         num_reqs = max(min(3, most, self.num_tokens), -(-self.num_tokens // (max_len - prefix)))
         counts = [self.num_tokens // num_reqs] * num_reqs
         counts[0] += self.num_tokens - sum(counts)
         starts = [prefix * (i % 2) for i in range(num_reqs)]
         num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
         self.fits = num_reqs <= most and num_reqs * num_pages < loaded.pool.num_pages
+        if loaded.model.delta is not None:
+            self.fits = self.fits and num_reqs < loaded.pool.num_slots
         vocab_size = loaded.model.shape.vocab_size
         chunks = tuple(
-            Chunk(1 + i, start, tuple(7 * token % vocab_size for token in range(i, i + count)))
+            Chunk(
+                1 + i, start, tuple(7 * token % vocab_size for token in range(i, i + count)),
+                state_slot=1 + i,
+            )
             for i, (start, count) in enumerate(zip(starts, counts, strict=True))
-        )
+        )  # fmt: skip
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         pages = _pages_of_rows(num_reqs, num_pages)
         self._plan = Plan(0, pages=pages, chunks=chunks, max_seq_len_ub=longest)
         self._padded_tokens, self._fixed_shape = padded_tokens, fixed_shape
-        super().__init__(loaded, num_reqs * num_pages + 1)
+        super().__init__(loaded, num_reqs * num_pages + 1, num_reqs)
 
     def set(self) -> Batch:
         """Fill the pages; returns the batch over them."""
