@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.support.engines import Running, running, value
-from tests.support.hybrids import hybrid
+from tests.support.hybrids import hybrid, poison
 from tests.support.laws import ended
 from tests.support.lockstep import DECODE, Ask, Lockstep
 from tests.support.patience import until
@@ -120,12 +120,16 @@ def test_replays_change_nothing(
     monkeypatch.setattr(delta_net, "delta_chunk", as_one_op(delta_net.delta_chunk))
     config = sections("always", max_prefill_tokens=128, max_num_reqs=6)
     config["spec"] = {"overlap": chunks == "pieces", **spec}
-    made = Lockstep(config)
+    few = {"num_pages": 28, "growth_tokens": 1}
+    made = Lockstep(config, decode_sections={"engine": few})
     try:
         replay(made, steps=True, chunks=chunks)
+        for engine in made.engines.values():
+            poison(engine)
         asks = [Ask(p, s, at=i // 2) for i, (p, s) in enumerate(zip(*asked(), strict=True))]
         for _ in range(2):
             assert [answer.tokens for answer in made.serve(asks)] == expected
+        assert value(made.engines[DECODE].metrics.preemptions) > 0, "the pool was not small enough"
     finally:
         made.close()
 
@@ -157,5 +161,6 @@ def check_slots(cluster: Running) -> None:
     """Every slot comes back, once the step has settled that ran when its request ended."""
     cluster.wait_idle()
     for worker in cluster.workers.values():
-        book, num = worker.engine.book, worker.engine.pool.num_slots - 1
-        until(lambda book=book, num=num: book.num_free_slots == num, "a slot is lost")
+        slots = worker.engine.metrics.slots
+        until(lambda slots=slots: not value(slots("used")), "a slot is lost")
+        assert value(slots("free")) == worker.engine.pool.num_slots - 1

@@ -4,6 +4,10 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
+
+from worker.plan import Plan
+from worker.run.engine import Engine
 
 SHAPE = {
     "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 199, "hidden_size": 64,
@@ -26,3 +30,26 @@ def hybrid() -> Path:
     path = Path(mkdtemp(prefix="kvlane-hybrid-"))
     (path / "config.json").write_text(json.dumps(SHAPE))
     return path
+
+
+def poison(engine: Engine) -> None:
+    """From now on slots that are handed out hold no number, nor does the ring of a row that starts.
+
+    So whoever reads what a request has not written is found. The engine has one rank.
+    """
+    slots, state = engine.book._slots, engine.runner.loaded.state
+    take, apply = slots.take, state.apply_rows
+
+    def taken(*args: Any, **options: Any) -> list[int]:
+        new = take(*args, **options)
+        for part in (part for states in engine.pool.states for part in states):
+            part[new] = float("nan")
+        return new
+
+    def applied(plan: Plan) -> None:
+        for start in plan.starts:
+            for layer in engine.runner.loaded.model.states:
+                layer.ring[start.row] = float("nan")
+        apply(plan)
+
+    slots.take, state.apply_rows = taken, applied

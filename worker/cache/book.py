@@ -59,6 +59,11 @@ class PageBook:
             self._slots.settled(step)
 
     @property
+    def num_slots(self) -> int:
+        """Slots of state that can be handed out at all."""
+        return 0 if self._slots is None else self._slots.num_pages - 1
+
+    @property
     def num_free_slots(self) -> int:
         """Slots of state that can be handed out, also to be pulled into."""
         return 0 if self._slots is None else self._slots.num_pullable

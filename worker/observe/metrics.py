@@ -200,6 +200,7 @@ class WorkerMetrics(Families):
     queued = gauge("requests_queued", "Requests by the stage they wait in", "stage")
     pages = gauge("kv_pages", "KV pages by state", "state")
     usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
+    slots = gauge("state_slots", "Slots of recurrent states, if the model has any", "state")
     leases = gauge("leases", "Transfers under way, each with a lease")
     bucket_seconds = gauge(
         "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"

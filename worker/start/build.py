@@ -165,7 +165,7 @@ def model_layout(
 def _metrics(
     config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
 ) -> WorkerMetrics:
-    """Make the metrics, with those that stay constant and the page gauges, read at each scrape."""
+    """Make the metrics: those that stay constant, and of pages and slots, read at each scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)
@@ -173,6 +173,9 @@ def _metrics(
     metrics.pages("reserved").set_function(lambda: book.num_reserved)
     metrics.pages("private").set_function(lambda: book.num_private)
     metrics.usage.set_function(lambda: 1 - book.num_available / book.num_pages)
+    if book.num_slots:
+        metrics.slots("free").set_function(lambda: book.num_free_slots)
+        metrics.slots("used").set_function(lambda: book.num_slots - book.num_free_slots)
     for check in checks:
         for path, took_ms in (("graph", check.graph_ms), ("eager", check.eager_ms)):
             metrics.bucket_seconds(check.kind, check.name, path).set(took_ms / 1e3)
