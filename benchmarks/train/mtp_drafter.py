@@ -6,6 +6,7 @@ the same, as the chain drafter's.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +68,7 @@ class MtpDrafter(Drafter):
             CentredNorm(HIDDEN),
             CentredNorm(HIDDEN),
         )
-        self.layers = nn.ModuleList([Layer()])
+        self.layers: Any = nn.ModuleList([Layer()])
         self.norm = CentredNorm(HIDDEN)
         self.remember(embedding, ROTARY_DIM)
 

@@ -43,7 +43,7 @@ def both(dtype: torch.dtype, num_rows: int) -> list[tuple[DeltaWeights, DeltaSta
     states = s * 0.1, conv.to(dtype), ring.to(dtype)
     return [
         (
-            DeltaWeights(*(each.to(device) for each in weights), eps),
+            DeltaWeights(*(each.to(device) for each in weights), eps),  # type: ignore
             DeltaState(*(each.to(device, copy=True) for each in states)),
         )
         for device in ("cuda", "cpu")
@@ -68,7 +68,7 @@ def test_windows_match_their_definition(width: int, dtype: torch.dtype) -> None:
     )  # fmt: skip
     packed = torch.randn(6 * width, LARGE.packed_width, generator=generator).to(dtype)
     wanted = delta_window_ref(packed, ref_weights, ref_state, StateWindows(*columns, width))
-    rows = StateWindows(*(column.cuda() for column in columns), width)
+    rows = StateWindows(*(column.cuda() for column in columns), width)  # type: ignore
     check_near(delta_window(packed.cuda(), weights, state, rows), wanted, dtype)
     for mine, its in zip(state, ref_state, strict=True):
         check_near(mine[1:], its[1:], dtype)

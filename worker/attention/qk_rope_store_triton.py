@@ -78,7 +78,7 @@ def _qk_rope_store_kernel(
             of_partner = qkv + token * stride_qkv + heads[:, None] * HEAD_DIM + partner[None, :]
             z = tl.load(of_partner, mask=turned[None, :], other=0.0).to(tl.float32)
             if NORM:
-                z = _normed(z, scale, weight + partner, turned, DTYPE)
+                z = _normed(z, scale, weight + partner, turned, DTYPE)  # type: ignore
             angle = angles + lanes % PAIRS
             cos = tl.load(angle, mask=turned, other=1.0)[None, :]
             sin = tl.load(angle + PAIRS, mask=turned, other=0.0)[None, :]

@@ -85,7 +85,7 @@ class DFlashDrafter(DrafterModel):
     def fill(self, path: Path, *, load_format: LoadFormat = "safetensors", seed: int = 0) -> None:
         """As for every drafter; then stack what makes keys and values in all layers."""
         super().fill(path, load_format=load_format, seed=seed)
-        self._stacked = Stacked.of([layer.attention for _, run in self.runs for layer in run])
+        self._stacked = Stacked.of([layer.attention for _, run in self.runs for layer in run])  # type: ignore
 
     def features(self, taps: Tensor) -> Tensor:
         return self.hidden_norm(self.fc(taps))

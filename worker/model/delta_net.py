@@ -97,7 +97,7 @@ class DeltaNet(nn.Module):
         values = shape.ratio * shape.value_dim
         sizes = {"q": shape.key_dim, "k": shape.key_dim, "v": values, "z": values}
         if self._layout == "by_key_head":
-            gates = dict.fromkeys(("b", "a"), shape.ratio)
+            gates: dict[str, int] = {"b": shape.ratio, "a": shape.ratio}
             shards = by_head(f"{prefix}.in_proj_qkvz.weight", held, sizes, heads, size)
             shards |= by_head(f"{prefix}.in_proj_ba.weight", held, gates, heads, size)
         else:

@@ -155,7 +155,7 @@ def _matrices_kernel(
         tl.debug_barrier()
         h = tl.arange(0, 16)
         half = h[:, None] * BLOCK + h[None, :]
-        for pair in tl.static_range(2):
+        for pair in tl.static_range(2):  # type: ignore
             corner = scratch + pair * 32 * (BLOCK + 1)
             left = tl.load(corner + 16 * (BLOCK + 1) + half)
             below = tl.dot(left, tl.load(corner + 16 * BLOCK + half), input_precision="ieee")
@@ -216,7 +216,7 @@ def _scan_kernel(
         for earlier in range(request):
             length = tl.load(query_start + earlier + 1) - tl.load(query_start + earlier)
             number += (length + BLOCK - 1) // BLOCK
-        p_at = p_all + (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
+        p_at = p_all + (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)  # type: ignore
         p_at += i[:, None] * BLOCK + i[None, :]
         for first in range(begin, end, BLOCK):
             inside = first + i < end
@@ -289,17 +289,17 @@ def delta_chunk_triton(
     _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
         chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
-        packed.stride(0), *strides, num_reqs, num_blocks, ROWS=CONVOLVED, num_warps=4, **sizes,
+        packed.stride(0), *strides, num_reqs, num_blocks, ROWS=CONVOLVED, num_warps=4, **sizes,  # type: ignore
     )  # fmt: skip
     _matrices_kernel[(num_blocks, heads)](
         mixed, decays[0], decays[1], chunks.query_start, chunks.blocks, scratch, w, u, p,
-        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **precision, **sizes,
+        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **precision, **sizes,  # type: ignore
     )  # fmt: skip
     values = min(SCAN_VALUES, shape.value_dim)
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
         packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
         conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
-        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,
+        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
     gated_norm_triton(out, z, weights, shape, chunks.query_start[-1:])

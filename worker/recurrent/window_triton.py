@@ -64,7 +64,7 @@ def _inputs_kernel(
     key_head = tl.where(is_value, head // RATIO, head)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)
+    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)  # type: ignore
     taps = conv_weight + (at + lanes) * 4
     w0 = tl.load(taps, mask=inside, other=0.0).to(tl.float32)
     w1 = tl.load(taps + 1, mask=inside, other=0.0).to(tl.float32)
@@ -129,7 +129,7 @@ def _state_kernel(
     i, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     keys = tl.arange(0, KEY_DIM)
     values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)
+    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)  # type: ignore
     s_at = s_all + slot * stride_slot + head // RATIO * stride_head
     s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + tl.program_id(2) * (KEY_DIM * VALUES)
     s_at += keys[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
@@ -177,12 +177,12 @@ def delta_window_triton(
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, ring, *columns,
         convolved, gates[0], gates[1], rows.width, max_tokens, packed.stride(0),
         conv.stride(0), conv.stride(1), conv.stride(2), ring.stride(0), ring.stride(1),
-        BLOCK=max(shape.key_dim, shape.value_dim), **sizes,
+        BLOCK=max(shape.key_dim, shape.value_dim), **sizes,  # type: ignore
     )  # fmt: skip
     values = s.shape[5]
     _state_kernel[(n, heads, shape.value_dim // values)](
         convolved, gates[0], gates[1], s, *columns, out, rows.width, max_tokens,
-        s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES, **sizes,
+        s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
     gated_norm_triton(out, z, weights, shape)
