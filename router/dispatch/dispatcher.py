@@ -1,8 +1,11 @@
 """The life of one request between the HTTP front and the decode workers.
 
     submit -> queued -> at a worker -> tokens -> _end
-                 ^           |  refused, or lost before its first token
+                 ^           |  refused, or its worker is lost
                  '-----------'
+
+A request that is sent again takes its output so far along. A draw depends on text, seed and
+position alone, so the text goes on as it would have at the worker that is lost.
 
 All state belongs to the router's loop. Every request leaves through `_end`, once.
 """
@@ -45,7 +48,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvlane.router")
 
-MAX_LOSSES = 2  # a request that has lost so many workers may have killed them: not sent again
+# A request that was present at two deaths may have caused them, and is not sent again. It cannot
+# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
+INNOCENT_TOKENS = 32
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
 DETOKENIZER = contained("the detokenizer")
@@ -149,6 +154,8 @@ class Dispatcher:
         added, removed = self._members.update(members)
         for member in removed:
             self._wire.disconnect(member.peer)
+            for req in [req for req in self._reqs.values() if _was_at(req, member.peer)]:
+                self._suspect(req, req.lost_at.pop(member.peer, len(req.tokens)))
             self._on_lost(member.peer, "no longer a member")
         for member in added:
             self._wire.connect(member.peer, member.address)
@@ -174,11 +181,12 @@ class Dispatcher:
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
             self._lose(req, "gap")
+            self._suspect(req, len(req.tokens))  # a bug may repeat itself
             return
-        if chunk.num_cached_tokens > req.num_cached_tokens:
-            req.num_cached_tokens = chunk.num_cached_tokens
-        if chunk.stages is not None:
-            req.stages, req.decoded_by = chunk.stages, peer
+        if not req.tokens:  # of the first token; a worker that resumes has found and spent more
+            req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
+            if chunk.stages is not None:
+                req.stages, req.decoded_by = chunk.stages, peer
         tokens, logprobs = chunk.tokens, chunk.logprobs
         if first > 0:
             tokens, logprobs = tokens[first:], logprobs[first:]
@@ -257,23 +265,26 @@ class Dispatcher:
             self._wire.connect(member.peer, member.address)
 
     def _lose(self, req: Req, cause: str) -> None:
-        req.num_losses += 1
-        if req.num_losses >= MAX_LOSSES:
-            message = "the request was present when two workers were lost; it is not tried again"
+        """Send it again, to another worker if there is one; the client sees a pause."""
+        assert req.route is not None
+        if req.trace is not None:
+            req.trace.leave(time.monotonic(), error=cause)
+        req.avoid, req.waiting_since = req.route.decode, None
+        req.lost_at[req.avoid] = len(req.tokens)
+        self._queue.leave(req, served=False)
+        self._metrics.retries(cause).inc()
+        if req.tokens:
+            self._metrics.resumed.inc()
+        self._queue.add(req, first=True)
+
+    def _suspect(self, req: Req, num_tokens: int) -> None:
+        """A worker's process has ended; `req` was there, with so many output tokens."""
+        before, req.suspect_at = req.suspect_at, num_tokens
+        if before is not None and num_tokens - before < INNOCENT_TOKENS:
+            message = "the request was present when two workers died; it is not tried again"
             error = ApiError("internal_error", message)
             error.retry = False
-            self._end(req, FinishReason.ERROR, error=error)
-        elif req.tokens:
-            error = ApiError("worker_lost", "the worker that had the request is lost")
-            self._end(req, FinishReason.ERROR, error=error)
-        else:
-            assert req.route is not None
-            if req.trace is not None:
-                req.trace.leave(time.monotonic(), error=cause)
-            req.avoid, req.waiting_since = req.route.decode, None
-            self._queue.leave(req, served=False)
-            self._metrics.retries(cause).inc()
-            self._queue.add(req, first=True)
+            self.give_up(req, error)
 
     def _waited(self, req: Req) -> None:
         """The queue timeout has passed: no decode worker had room, or there is none."""
@@ -314,6 +325,11 @@ class Dispatcher:
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
+
+
+def _was_at(req: Req, peer: PeerId) -> bool:
+    """Whether it is at this worker, or was lost with it."""
+    return peer in req.lost_at or (req.route is not None and req.route.decode == peer)
 
 
 def _prefilled(req: Req, decode: Known | None) -> str:

@@ -50,9 +50,11 @@ class Req:
     tokens: list[int] = field(default_factory=list[int])  # output so far
     dispatch: int = 0  # how often it was sent to a worker
     route: Route | None = None  # the workers it was sent to; None while it waits
-    num_losses: int = 0
     num_cached_tokens: int = 0
-    avoid: PeerId = ""  # the worker that was lost with it: another one is preferred
+    avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
+    # Workers that were lost with it, and how many output tokens it had.
+    lost_at: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
+    suspect_at: int | None = None  # output tokens it had where a worker's process ended last
     queued_at: float = 0.0  # when it last came into the queue
     queued_s: float = 0.0  # all its time in the queue
     waiting_since: float | None = None  # start of the queue timeout; a refusal does not restart it
@@ -130,7 +132,8 @@ class Queue:
     def add(self, req: Req, *, first: bool = False) -> None:
         """Queue `req` at the end, or in front if it comes back from a worker; then `place`.
 
-        One that a worker has refused expires at once if its queue timeout has passed meanwhile.
+        One that a worker has refused expires at once if its queue timeout has passed meanwhile. One
+        whose client has text already waits until its deadline.
         """
         assert req.route is None
         now = req.queued_at = time.monotonic()
@@ -143,7 +146,7 @@ class Queue:
         if first:
             self._waiting.move_to_end(req.req_id, last=False)
         self.place()
-        if req.waiting_since is None and (first or req.route is None):
+        if req.waiting_since is None and not req.tokens and (first or req.route is None):
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 

@@ -48,6 +48,7 @@ class RouterMetrics(Families):
         "outcome",
     )
     retries = counter("retries", "Choices sent to a worker again, by cause", "cause")
+    resumed = counter("resumed", "Choices that went on at another worker after their first token")
     dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
     prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that had their first token")
     cached_tokens = counter(

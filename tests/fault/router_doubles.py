@@ -207,6 +207,7 @@ def speak(
     tokens: Sequence[int],
     *,
     sizes: Sequence[int] = (),
+    at: int = 0,
     finish: FinishReason = FinishReason.STOP,
     cached: int = 0,
     stages: Stages | None = None,
@@ -214,19 +215,21 @@ def speak(
 ) -> Script:
     """A script that answers every request with `tokens`, in chunks of `sizes` (then of one).
 
+    at: output tokens before these, which had come from another worker.
+
     With `kept` the test may `take` what was asked, too.
     """
 
     def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
         if kept:
             double.taken.put((peer, generate))
-        at, left = 0, list(sizes)
-        while at < len(tokens):
+        num, left = 0, list(sizes)
+        while num < len(tokens):
             size = left.pop(0) if left else 1
-            told = None if at else stages
-            double.chunk(peer, generate, tokens[at : at + size], at=at, cached=cached, stages=told)
-            at += size
-        double.chunk(peer, generate, at=len(tokens), finish=finish, cached=cached)
+            told, some = None if num else stages, tokens[num : num + size]
+            double.chunk(peer, generate, some, at=at + num, cached=cached, stages=told)
+            num += size
+        double.chunk(peer, generate, at=at + num, finish=finish, cached=cached)
 
     return script
 

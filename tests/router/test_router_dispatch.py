@@ -7,20 +7,24 @@ import time
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from router.dispatch.dispatcher import INNOCENT_TOKENS
+from router.http.app import RouterServer
 from tests.fault.router_doubles import (
+    TOLD_STAGES,
     Ask,
     DecodeDouble,
     Serve,
     ended,
+    events,
     failed,
+    flat,
     metric,
     speak,
     wait_until,
 )
-from worker.api import Abort, Ack, FinishReason, Stop, WorkerStats
+from worker.api import Abort, Ack, FinishReason, Stages, Stop, WorkerStats
 from worker.config import PingConfig
 
 LENGTH = FinishReason.LENGTH
@@ -32,6 +36,11 @@ def holder_and_other(doubles: list[DecodeDouble]) -> list[DecodeDouble]:
     """The worker that a request has come to, then those that have none."""
     wait_until(lambda: any(not double.taken.empty() for double in doubles))
     return sorted(doubles, key=lambda double: double.taken.empty())
+
+
+def came(router: RouterServer) -> int:
+    """Output tokens that the router has of the requests that have not ended."""
+    return sum(len(req.tokens) for req in list(router.front.dispatcher._reqs.values()))
 
 
 def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids) -> None:
@@ -147,50 +156,126 @@ def test_lost_before_the_first_token_is_tried_again_unseen(
     assert ended(future) == ("abcdefgh", "stop", None)
 
 
-def test_lost_in_mid_stream_is_one_error_event(serve: Serve, ask: Ask, ids: Ids) -> None:
-    double, url, router = serve(DecodeDouble(), sse_ping_s=0.1)  # the client waits for headers
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
-        stream = client.completions.create(model="small", prompt="a", stream=True)
-        double.chunk(*double.take(), ids[:2])
-        assert next(iter(stream)).choices[0].text == "ab"
-        whole = ask(url, stream=False)
-        double.chunk(*double.take(), ids[:2])
-        raw = ask(url)
-        double.chunk(*double.take(), ids[:2])
-        wait_until(lambda: metric(url, "time_to_first_token_seconds_count") == 3)
-        router.update_members([])
-        with pytest.raises(openai.APIError) as caught:
-            list(stream)
-        assert caught.value.code == "worker_lost"
-    assert ended(raw) == ("ab", None, "worker_lost")
-    assert failed(whole)[:2] == (502, "worker_lost")
-    wait_until(lambda: router.num_inflight() == 0)
+@pytest.mark.parametrize("stream", [True, False])
+def test_lost_in_mid_stream_goes_on_elsewhere_unseen(
+    serve: Serve, ask: Ask, ids: Ids, stream: bool
+) -> None:
+    """From the token after the last that came, which the client has not seen twice."""
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    _, url, router = serve(*doubles)
+    future = ask(
+        url, stream=stream, logprobs=1, stream_options={"include_usage": True} if stream else None
+    )
+    dead, other = holder_and_other(doubles)
+    peer, before = dead.take()
+    dead.chunk(peer, before, ids[:3], cached=1, stages=TOLD_STAGES)
+    wait_until(lambda: came(router) == 3)
+    router.update_members([other.member])
+    peer, after = other.take()
+    assert (after.dispatch, after.req_id) == (2, before.req_id)
+    assert after.tokens == (*before.tokens, *ids[:3])
+    assert after.num_prompt_tokens == before.num_prompt_tokens == len(before.tokens)
+    assert after.sampling == before.sampling
+    speak(ids[3:], at=3, cached=2, stages=Stages(9, 9, 9, 9, 9, "prefill-9/x"))(other, peer, after)
+    response = future.result()
+    found = events(response) if stream else [response.json()]
+    choices = [choice for part in found for choice in part["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "abcdefgh"
+    assert choices[-1]["finish_reason"] == "stop"
+    assert sum(len(flat(choice["logprobs"])) for choice in choices) == len(ids)
+    usage = found[-1]["usage"]
+    assert usage["completion_tokens"] == len(ids)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 1, "what the first worker had found"
+    assert metric(url, "resumed_total") == 1
+    assert metric(url, "generation_tokens_total") == len(ids)
+    assert stream or f";dur={1e3 * TOLD_STAGES.prefill_s:.1f}" in response.headers["server-timing"]
 
 
-def test_request_present_at_two_crashes_is_not_tried_a_third_time(serve: Serve, ask: Ask) -> None:
+def test_begun_stream_waits_for_a_worker_beyond_the_queue_timeout(
+    serve: Serve, ask: Ask, ids: Ids
+) -> None:
+    double, url, router = serve(DecodeDouble(), queue_timeout_s=0.05)
+    future = ask(url)
+    double.chunk(*double.take(), ids[:2])
+    wait_until(lambda: came(router) == 2)
+    unbegun = ask(url)
+    double.take()
+    router.update_members([])
+    assert failed(unbegun)[:2] == (503, "no_worker")
+    other = DecodeDouble("decode-1", speak(ids[2:], at=2))
+    try:
+        router.update_members([other.member])
+        assert ended(future) == ("abcdefgh", "stop", None)
+    finally:
+        other.die()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2])
+def test_request_present_at_two_deaths_is_not_tried_a_third_time(
+    serve: Serve, ask: Ask, ids: Ids, num_tokens: int
+) -> None:
     doubles = [DecodeDouble(f"decode-{i}") for i in range(3)]
     _, url, router = serve(*doubles)
     future = ask(url)
     left = list(doubles)
-    for _ in range(2):
+    for at in (0, num_tokens):
         victim, *left = holder_and_other(left)
-        victim.take()
+        victim.chunk(*victim.take(), ids[at : at + num_tokens], at=at)
+        wait_until(lambda at=at: came(router) == at + num_tokens)
         router.update_members([double.member for double in left])
-    status, code, headers = failed(future)
-    assert (status, code) == (500, "internal_error")
-    assert headers["x-should-retry"] == "false"
+    if num_tokens:
+        assert ended(future) == ("abcd", None, "internal_error")
+    else:
+        status, code, headers = failed(future)
+        assert (status, code) == (500, "internal_error")
+        assert headers["x-should-retry"] == "false"
     assert left[0].taken.empty()
 
 
-def test_gap_after_tokens_is_the_loss_of_the_worker(
-    double: DecodeDouble, url: str, ask: Ask, ids: Ids
-) -> None:
+def test_two_deaths_far_apart_are_no_fault_of_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:
+    """It has drawn tokens since, so it had not caused the first."""
+    doubles = [DecodeDouble(f"decode-{i}") for i in range(4)]
+    _, url, router = serve(*doubles)
+    future, at, left = ask(url, max_tokens=200), 0, list(doubles)
+    text = ids * INNOCENT_TOKENS
+    for _ in range(3):
+        victim, *left = holder_and_other(left)
+        peer, generate = victim.take()
+        num = len(generate.tokens) - generate.num_prompt_tokens
+        assert num == at, "what had come goes along"
+        victim.chunk(peer, generate, text[at : at + INNOCENT_TOKENS], at=at)
+        at += INNOCENT_TOKENS
+        wait_until(lambda at=at: came(router) == at)
+        router.update_members([double.member for double in left])
+    speak(text[at : at + 1], at=at)(left[0], *left[0].take())
+    assert ended(future)[1:] == ("stop", None)
+
+
+def test_a_link_that_breaks_is_no_death(serve: Serve, ask: Ask, ids: Ids) -> None:
+    """As after a pause of the router's own: its workers have given it up, and live on."""
+    double, url, router = serve(DecodeDouble())
+    future, wire = ask(url), router.front.dispatcher._wire
+    for at in range(4):
+        peer, generate = double.take()
+        assert generate.dispatch == at + 1
+        double.chunk(peer, generate, ids[at : at + 1], at=at)
+        wait_until(lambda at=at: came(router) == at + 1)
+        wire.lose(double.member.peer, "a test")
+    speak(ids[4:], at=4)(double, *double.take())
+    assert ended(future) == ("abcdefgh", "stop", None)
+
+
+def test_gap_after_tokens_moves_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    _, url, _ = serve(*doubles)
     future = ask(url)
-    peer, generate = double.take()
-    double.chunk(peer, generate, ids[:2])
-    double.chunk(peer, generate, ids[3:4], at=3)
-    assert ended(future) == ("ab", None, "worker_lost")
-    assert double.expect(Abort).dispatch == 1
+    bad, good = holder_and_other(doubles)
+    peer, generate = bad.take()
+    bad.chunk(peer, generate, ids[:2])
+    bad.chunk(peer, generate, ids[3:4], at=3)
+    assert bad.expect(Abort).dispatch == 1
+    speak(ids[2:], at=2)(good, *good.take())
+    assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
