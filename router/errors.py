@@ -17,9 +17,9 @@ STATUS = {
     "request_timeout": 408,  # the request itself did not arrive in time
     "body_too_large": 413,
     "busy": 429,  # no room until the queue timeout; Retry-After
-    "internal_error": 500,  # our mistake, or a request whose workers were lost twice
+    "internal_error": 500,  # our mistake, or a request that was there when two workers died
     "missing_library": 500,
-    "worker_lost": 502,  # the worker that had the request is gone
+    "worker_lost": 502,  # another process of its worker is gone
     "transfer_failed": 502,
     "transfer_timeout": 502,
     "unreachable": 502,

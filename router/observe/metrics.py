@@ -31,7 +31,7 @@ TOKEN_BUCKETS = tuple(digit * 10**power for power in range(6) for digit in (1, 2
 RETRY_CAUSES = ("refused", "worker_lost", "gap")
 # Counted from 0 on, so that the first of each shows in a rate; and other codes of errors.
 OUTCOMES = (
-    "stop", "length", "abort", "busy", "worker_lost", "no_worker", "timeout", "internal_error",
+    "stop", "length", "abort", "busy", "no_worker", "timeout", "internal_error",
 )  # fmt: skip
 PREFILLS = ("local", "pulled", "cached")
 WORKER_ROLES: tuple[Role, ...] = ("prefill", "decode")

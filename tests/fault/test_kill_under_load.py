@@ -118,8 +118,9 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     (host,) = (g["targets"][0] for g in groups if g["labels"]["worker"] == "decode-0")
     drawn = partial(metric, f"http://{host}", DRAWN)
     outcomes = asyncio.run(load_and_kill(serve, "decode-0", drawn, SOME))
-    num_errors = check_outcomes(outcomes)
-    assert 0 < num_errors < NUM, "some had tokens at the dead worker, others lived elsewhere"
+    assert check_outcomes(outcomes) == 0, "nor is a decode worker's, if another lives"
+    num_resumed = metric(serve.url, "resumed_total")
+    assert 0 < num_resumed < NUM, "some had tokens at the dead worker, others lived elsewhere"
     serve.wait_status("decode-0", restarts=1, state="ready")
     rows = serve.wait_idle()
 
@@ -127,8 +128,7 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
         assert rows[name]["incarnation"] != first[name]["incarnation"]
     few = [problem.question for problem in held_out_problems(8)]
     again = asyncio.run(ask_all(serve.url, few, max_tokens=MAX_TOKENS))
-    assert check_outcomes([*again, *outcomes[8:]]) <= num_errors
-    assert {each.error for each in again} == {None}
+    assert check_outcomes(again) == 0
     outcomes = asyncio.run(
         load_and_kill(serve, "router-0", first_tokens, NUM_ROUTER / 3, NUM_ROUTER)
     )
@@ -153,6 +153,6 @@ def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     assert serve.wait() == 0, serve.output
     assert shared_memory() == clusters.shm_before
     print(
-        f"{num_errors} of {NUM} requests ended with worker_lost, "
+        f"{num_resumed:.0f} of {NUM} requests went on at another worker, "
         f"{num_cut} of {NUM_ROUTER} with their router"
     )

@@ -83,9 +83,9 @@ CASES = (
     ),
     Case(
         "KvlaneWorkerLost", (20, 30, 40), "4 requests lost their decode worker in 15 minutes",
-        requests("worker_lost", "0+0x20 3+0x40")
-        | {
-            f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 1+0x40",
+        {
+            f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 3+0x40",
+            f'kvlane_retries_total{{{ROUTER},cause="gap"}}': "0+0x20 1+0x40",
             f'kvlane_retries_total{{{ROUTER},cause="refused"}}': "0+5x60",
         },
     ),
@@ -101,7 +101,7 @@ CASES = (
     Case(
         "KvlaneRequestsFail", (9, 25, 45), "25% of the requests end with an error",
         requests("stop", "0+90x60") | requests("invalid_value", "0+60x60")
-        | requests("worker_lost", "0+1x10 60+50x20 1060+0x30"),
+        | requests("no_worker", "0+1x10 60+50x20 1060+0x30"),
     ),
     Case(
         "KvlaneRequestsQueue", (12, 18, 25), "7 requests wait for a decode worker",
