@@ -48,9 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvlane.router")
 
-# A request that was present at two deaths may have caused them, and is not sent again. It cannot
-# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
-INNOCENT_TOKENS = 32
 RECONNECT_S = 1.0
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
 DETOKENIZER = contained("the detokenizer")
@@ -155,7 +152,8 @@ class Dispatcher:
         for member in removed:
             self._wire.disconnect(member.peer)
             for req in [req for req in self._reqs.values() if _was_at(req, member.peer)]:
-                self._suspect(req, req.lost_at.pop(member.peer, len(req.tokens)))
+                if req.is_suspected(req.lost_at.pop(member.peer, len(req.tokens))):
+                    self.give_up(req, _suspected())
             self._on_lost(member.peer, "no longer a member")
         for member in added:
             self._wire.connect(member.peer, member.address)
@@ -180,8 +178,10 @@ class Dispatcher:
         if first < 0 and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
-            self._lose(req, "gap")
-            self._suspect(req, len(req.tokens))  # a bug may repeat itself
+            if req.is_suspected(len(req.tokens)):  # a bug may repeat itself
+                self.give_up(req, _suspected())
+            else:
+                self._lose(req, "gap")
             return
         if not req.tokens:  # of the first token; a worker that resumes has found and spent more
             req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
@@ -277,15 +277,6 @@ class Dispatcher:
             self._metrics.resumed.inc()
         self._queue.add(req, first=True)
 
-    def _suspect(self, req: Req, num_tokens: int) -> None:
-        """A worker's process has ended; `req` was there, with so many output tokens."""
-        before, req.suspect_at = req.suspect_at, num_tokens
-        if before is not None and num_tokens - before < INNOCENT_TOKENS:
-            message = "the request was present when two workers died; it is not tried again"
-            error = ApiError("internal_error", message)
-            error.retry = False
-            self.give_up(req, error)
-
     def _waited(self, req: Req) -> None:
         """The queue timeout has passed: no decode worker had room, or there is none."""
         code, message = "no_worker", "no decode worker is alive"
@@ -352,6 +343,13 @@ def _failure(error: Error | None) -> ApiError:
         return ApiError("world_error", "the worker gave the request up")
     retry_after_s = 1.0 if error.code in ("busy", "out_of_pages") else None
     return ApiError(error.code, error.message, param=error.param, retry_after_s=retry_after_s)
+
+
+def _suspected() -> ApiError:
+    message = "the request was present when two workers died; it is not tried again"
+    error = ApiError("internal_error", message)
+    error.retry = False
+    return error
 
 
 def _stopping() -> ApiError:

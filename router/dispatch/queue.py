@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvlane.router")
 
+# A request that was present at two deaths may have caused them, and is not sent again. It cannot
+# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
+INNOCENT_TOKENS = 32
 MAX_JITTER = 0.5  # of retry_after_s
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
@@ -72,6 +75,11 @@ class Req:
     def position(self) -> int:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
+
+    def is_suspected(self, num_tokens: int) -> bool:
+        """Note that a worker died where this had so many output tokens; whether it caused two."""
+        before, self.suspect_at = self.suspect_at, num_tokens
+        return before is not None and num_tokens - before < INNOCENT_TOKENS
 
     @property
     def spent(self) -> StageTimes | None:

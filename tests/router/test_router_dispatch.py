@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from router.dispatch.dispatcher import INNOCENT_TOKENS
+from router.dispatch.queue import INNOCENT_TOKENS
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
     TOLD_STAGES,
