@@ -72,9 +72,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     start: int
     tokens: tuple[int, ...]
     sample: bool = False
-    state_slot: int = (
-        0  # where layers are recurrent: has the state of the tokens before, then after
-    )
+    state_slot: int = 0  # where layers are recurrent: of the state before these tokens, then after
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):

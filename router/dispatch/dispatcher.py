@@ -151,8 +151,8 @@ class Dispatcher:
         added, removed = self._members.update(members)
         for member in removed:
             self._wire.disconnect(member.peer)
-            for req in [req for req in self._reqs.values() if _was_at(req, member.peer)]:
-                if req.is_suspected(req.lost_at.pop(member.peer, len(req.tokens))):
+            for req in list(self._reqs.values()):
+                if req.is_suspected(req.had_at(member.peer)):
                     self.give_up(req, _suspected())
             self._on_lost(member.peer, "no longer a member")
         for member in added:
@@ -256,6 +256,7 @@ class Dispatcher:
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
+            req.lost_at[peer] = len(req.tokens)
             self._lose(req, "worker_lost")
         if known is not None and not self._closed:  # the controller still lists it: ask again
             self._loop.call_later(RECONNECT_S, self._connect_again, known.member)
@@ -270,7 +271,6 @@ class Dispatcher:
         if req.trace is not None:
             req.trace.leave(time.monotonic(), error=cause)
         req.avoid, req.waiting_since = req.route.decode, None
-        req.lost_at[req.avoid] = len(req.tokens)
         self._queue.leave(req, served=False)
         self._metrics.retries(cause).inc()
         if req.tokens:
@@ -316,11 +316,6 @@ class Dispatcher:
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
-
-
-def _was_at(req: Req, peer: PeerId) -> bool:
-    """Whether it is at this worker, or was lost with it."""
-    return peer in req.lost_at or (req.route is not None and req.route.decode == peer)
 
 
 def _prefilled(req: Req, decode: Known | None) -> str:

@@ -76,8 +76,18 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
-    def is_suspected(self, num_tokens: int) -> bool:
-        """Note that a worker died where this had so many output tokens; whether it caused two."""
+    def had_at(self, peer: PeerId) -> int | None:
+        """How many output tokens it has or had at this worker; None: it was not there."""
+        lost_at = self.lost_at.pop(peer, None)
+        return len(self.tokens) if self.route and self.route.decode == peer else lost_at
+
+    def is_suspected(self, num_tokens: int | None) -> bool:
+        """Note that a worker died where this had so many output tokens; whether it caused two.
+
+        None: it was not there.
+        """
+        if num_tokens is None:
+            return False
         before, self.suspect_at = self.suspect_at, num_tokens
         return before is not None and num_tokens - before < INNOCENT_TOKENS
 

@@ -19,7 +19,7 @@ REFUSALS: dict[str, list[tuple[dict[str, Any], str]]] = {
     "specforge": [
         ({"architectures": ["PEagleDraftModel"]}, "architectures: .*in parallel"),
         ({"architectures": ["DFlashDraftModel"]}, "architectures: .*by blocks"),
-        ({"architectures": ["Qwen3NextEagle"]}, "architectures: .*zero-centred"),
+        ({"architectures": ["Qwen3NextEagle"]}, "architectures: .*gated attention"),
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "architectures: .*MLA.*experts"),
         ({"architectures": ["LlamaForCausalLM"]}, "architectures: .*LlamaForCausalLMEagle"),
         ({"architectures": None}, "architectures: must be a list of one name"),

@@ -232,7 +232,7 @@ MISSING: Mapping[str, str] = {
     "mask_hidden": "a hidden state that stands for what is not known (P-EAGLE)",
     "peagle": "drafting in parallel, from a hidden state for what is not known (P-EAGLE)",
     "projector_type": "a projector of its own (Domino, DSpark, DFlash 2)",
-    "qwen3_5": "zero-centred norms, gated attention, maybe experts",
-    "qwen3next": "zero-centred norms, gated attention and experts",
+    "qwen3_5": "gated attention outside the target's own files (spec.drafter: mtp has it inside)",
+    "qwen3next": "gated attention outside the target's own files (spec.drafter: mtp)",
     "selector": "a selector among candidates (DFlash 2)",
 }

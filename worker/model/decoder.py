@@ -46,6 +46,7 @@ class FeedForward(nn.Module):
 # What a layer is made of, by the names of Features.
 ATTENTIONS: Mapping[str, type[SelfAttention]] = {"heads": SelfAttention}
 MIXERS = {False: "self_attn", True: "linear_attn"}  # name in the checkpoint; is it a delta net?
+MTP_PREFIXES = ("model.mtp_layers.", "mtp.")  # of a layer that drafts, in the same files
 FEED_FORWARDS: Mapping[str, type[FeedForward]] = {"dense": FeedForward}
 
 
@@ -130,8 +131,7 @@ class Decoder(nn.Module):
 
     # Tensors that some checkpoints carry and no forward pass needs.
     ignored_suffixes = (".rotary_emb.inv_freq",)
-    # Of a drafter, or of what sees images, in the same files.
-    ignored_prefixes = ("model.mtp_layers.", "mtp.", "model.visual.")
+    ignored_prefixes = (*MTP_PREFIXES, "model.visual.")  # the latter is what sees images
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
