@@ -9,37 +9,32 @@ from worker.ops.launch import overlap
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.recurrent.delta_shape import BLOCK
 from worker.recurrent.gated_norm_triton import gated_norm_triton
-from worker.recurrent.window_triton import silu, softplus
+from worker.recurrent.window_triton import part_of, silu, softplus, taps
 
-CONVOLVED = 16  # tokens at a time, in a program of the convolution
+CONVOLVED = 16  # tokens of a program of the convolution
 SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan
 MATRIX_WARPS = 2
+PART = tl.constexpr(32)  # lanes of a head whose products are made at once
+EXACT = tl.constexpr("tf32x3")  # of products of f32: as good as f32, on tensor cores
 
 
 @triton.jit
-def _raw(conv, packed, stride_conv, stride_packed, t, end, started, lanes):
-    """Raw inputs of a chunk's tokens t < end, from -3 on: of the slot or the chunk."""
-    of_slot = tl.load(conv + (t + 3) * stride_conv + lanes, mask=(t < 0) & started, other=0.0)
-    inside = (t >= 0) & (t < end)
-    of_chunk = tl.load(packed + t * stride_packed + lanes, mask=inside, other=0.0)
-    return tl.where(t < 0, of_slot, of_chunk)
+def _raw(conv, chunk, stride_conv, stride_packed, t, end, started, lanes, inside):
+    """Raw inputs of a chunk's tokens t < end; below 0 they are of the slot."""
+    source = tl.where(t < 0, conv + (t + 3) * stride_conv, chunk + t * stride_packed)
+    there = tl.where(t < 0, started, t < end)
+    return tl.load(source + lanes, mask=there & inside, other=0.0)
 
 
 @triton.jit
-def _convolved(
-    conv, chunk, weight, stride_conv, stride_packed, t, end, started,
-    DIM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """[tokens, DIM] f32, rounded once."""
-    lanes = tl.arange(0, DIM)[None, :]
-    total = tl.zeros((t.shape[0], DIM), dtype=tl.float32)
-    for tap in tl.static_range(4):
-        at = t[:, None] + (tap - 3)
-        source = tl.where(at < 0, conv + (at + 3) * stride_conv, chunk + at * stride_packed)
-        inside = tl.where(at < 0, started, at < end)
-        x = tl.load(source + lanes, mask=inside, other=0.0).to(tl.float32)
-        total += x * tl.load(weight + lanes * 4 + tap).to(tl.float32)
-    return silu(total).to(DTYPE).to(tl.float32)
+def _put(to, x0, x1, x2, x3, w0, w1, w2, w3, kept, is_value, scale):
+    """Convolve one token, rounded once; of q and k, give it a length of `scale`."""
+    y = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32)
+    y = silu(y + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32))
+    y = y.to(to.dtype.element_ty).to(tl.float32)
+    if not is_value:
+        y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6) * scale
+    tl.store(to, y.to(to.dtype.element_ty), mask=kept)
 
 
 @triton.jit
@@ -48,17 +43,19 @@ def _convolve_kernel(
     mixed, decays, betas, stride_packed, stride_conv_slot, stride_conv_head, stride_conv,
     num_reqs, num_blocks,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, heads of q, k and v), ROWS tokens at a time.
+    """Grid (blocks, heads of q, k and v, BLOCK / TOKENS); a program is one warp.
 
     `decays` become sums of g from the block's begin on.
     """
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     HEADS: tl.constexpr = KEY_HEADS * RATIO
-    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
-    DTYPE: tl.constexpr = mixed.dtype.element_ty
-    part = tl.program_id(1)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    is_value, head, first, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)
+    lanes = tl.arange(0, LANES)
+    inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
+    w0, w1, w2, w3 = taps(conv_weight + first * 4, lanes, inside)
+    scale = tl.where(tl.program_id(1) < KEY_HEADS, KEY_DIM**-0.5, 1.0)
     enter(PDL)
     request = tl.load(blocks + tl.program_id(0))
     if request < num_reqs:
@@ -67,46 +64,46 @@ def _convolve_kernel(
         at = tl.load(blocks + num_blocks + tl.program_id(0)) - begin
         started = tl.load(seq_lens + request) > end
         conv = conv_all + tl.load(slots + request).to(tl.int64) * stride_conv_slot
+        conv += key_head * stride_conv_head + of_head
         chunk = packed + begin.to(tl.int64) * stride_packed
-        mixed += begin.to(tl.int64) * CHANNELS
-        if part < 2 * KEY_HEADS:
-            conv += (part % KEY_HEADS) * stride_conv_head + part // KEY_HEADS * KEY_DIM
-            first = part * KEY_DIM
-            to = mixed + first + tl.arange(0, KEY_DIM)[None, :]
-            for row in range(0, BLOCK, ROWS):
-                t = at + row + tl.arange(0, ROWS)
-                y = _convolved(conv, chunk + first, conv_weight + first * 4, stride_conv,
-                               stride_packed, t, end, started, KEY_DIM, DTYPE)  # fmt: skip
-                y *= tl.rsqrt(tl.sum(y * y, 1) + 1e-6)[:, None]
-                y *= tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
-                tl.store(to + t[:, None] * CHANNELS, y.to(DTYPE), mask=(t < end)[:, None])
-        else:
-            head = part - 2 * KEY_HEADS
-            conv += head // RATIO * stride_conv_head + 2 * KEY_DIM + head % RATIO * VALUE_DIM
-            of_v = 2 * KEYS + head * VALUE_DIM
-            to_v = mixed + of_v + tl.arange(0, VALUE_DIM)[None, :]
-            for row in range(0, BLOCK, ROWS):
-                i = at + row + tl.arange(0, ROWS)
-                v = _convolved(conv, chunk + of_v, conv_weight + of_v * 4, stride_conv,
-                               stride_packed, i, end, started, VALUE_DIM, DTYPE)  # fmt: skip
-                tl.store(to_v + i[:, None] * CHANNELS, v.to(DTYPE), mask=(i < end)[:, None])
+        source, early = chunk + first, at + tl.program_id(2) * TOKENS
+        to_part = mixed + begin.to(tl.int64) * CHANNELS + first + lanes
+        x0 = _raw(conv, source, stride_conv, stride_packed, early - 3, end, started, lanes, inside)
+        x1 = _raw(conv, source, stride_conv, stride_packed, early - 2, end, started, lanes, inside)
+        x2 = _raw(conv, source, stride_conv, stride_packed, early - 1, end, started, lanes, inside)
+        for t in range(early, tl.minimum(early + TOKENS, end), 4):  # four loads at once
+            token = source + t * stride_packed + lanes
+            x3 = tl.load(token, mask=inside, other=0.0)
+            x4 = tl.load(token + stride_packed, mask=inside & (t + 1 < end), other=0.0)
+            x5 = tl.load(token + 2 * stride_packed, mask=inside & (t + 2 < end), other=0.0)
+            x6 = tl.load(token + 3 * stride_packed, mask=inside & (t + 3 < end), other=0.0)
+            to = to_part + t * CHANNELS
+            _put(to, x0, x1, x2, x3, w0, w1, w2, w3, inside, is_value, scale)
+            to += CHANNELS
+            _put(to, x1, x2, x3, x4, w0, w1, w2, w3, inside & (t + 1 < end), is_value, scale)
+            to += CHANNELS
+            _put(to, x2, x3, x4, x5, w0, w1, w2, w3, inside & (t + 2 < end), is_value, scale)
+            to += CHANNELS
+            _put(to, x3, x4, x5, x6, w0, w1, w2, w3, inside & (t + 3 < end), is_value, scale)
+            x0, x1, x2 = x4, x5, x6
+        if is_value & (tl.program_id(2) == 0):
             token = at + tl.arange(0, BLOCK)
-            inside = token < end
+            there = token < end
             gates = chunk + token * stride_packed + CHANNELS + HEADS * VALUE_DIM + head
-            b = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-            a = tl.load(gates + HEADS, mask=inside, other=0.0).to(tl.float32)
+            b = tl.load(gates, mask=there, other=0.0).to(tl.float32)
+            a = tl.load(gates + HEADS, mask=there, other=0.0).to(tl.float32)
             g = -tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
-            g = tl.cumsum(tl.where(inside, g, 0.0), 0)
+            g = tl.cumsum(tl.where(there, g, 0.0), 0)
             gate_at = (begin + token).to(tl.int64) * HEADS + head
-            tl.store(decays + gate_at, g, mask=inside)
-            tl.store(betas + gate_at, 1.0 / (1.0 + tl.exp(-b)), mask=inside)
+            tl.store(decays + gate_at, g, mask=there)
+            tl.store(betas + gate_at, 1.0 / (1.0 + tl.exp(-b)), mask=there)
 
 
 @triton.jit
 def _matrices_kernel(
     mixed, decays, betas, query_start, blocks, scratch, w_all, u_all, p_all, num_reqs, num_blocks,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, value heads): T = (1 + A)^-1, w = T β e^G k, u = T β v, and P of q and k.
 
@@ -121,66 +118,75 @@ def _matrices_kernel(
     request = tl.load(blocks + number)
     if request < num_reqs:
         end = tl.load(query_start + request + 1)
-        i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
+        i = tl.arange(0, BLOCK)
         tokens = tl.load(blocks + num_blocks + number) + i
         inside = tokens < end
         rows = tokens.to(tl.int64)
         total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
         beta = tl.load(betas + rows * HEADS + head, mask=inside, other=0.0)
-        k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM + keys[None, :]
-        k = tl.load(k_at, mask=inside[:, None], other=0.0)
-        q = tl.load(k_at - KEYS, mask=inside[:, None], other=0.0)
+        both = inside[:, None]
+        k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM
+        p = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        a = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+        keys = tl.arange(0, PART if KEY_DIM > PART else KEY_DIM)[None, :]
+        for first in tl.static_range(0, KEY_DIM, PART):
+            k = tl.load(k_at + first + keys, mask=both, other=0.0)
+            q = tl.load(k_at - KEYS + first + keys, mask=both, other=0.0)
+            p = tl.dot(q, tl.trans(k), p, input_precision=EXACT)
+            a = tl.dot(k, tl.trans(k), a, input_precision=EXACT)
         lower = i[:, None] >= i[None, :]
         decay = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
         place = (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
         square = i[:, None] * BLOCK + i[None, :]
-        p = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
-        tl.store(p_all + place + square, p.to(DTYPE))
-        a = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+        tl.store(p_all + place + square, (p * decay).to(DTYPE))
         scratch += place
+        a *= decay * beta[:, None]
         tl.store(scratch + square, tl.where(i[:, None] > i[None, :], a, 0.0))
         tl.debug_barrier()
 
-        # The diagonal blocks, all four at once.
-        d, r = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
-        c = tl.arange(0, 16)[None, None, :]
-        diagonal = scratch + (d * 16 + r) * BLOCK + d * 16 + c
-        inverse = -tl.load(diagonal)
-        for row in range(1, 16):
-            line = tl.sum(tl.where(r == row, inverse, 0.0), 1)
-            line += tl.sum(line[:, :, None] * inverse, 1)
-            inverse = tl.where(r == row, line[:, None, :], inverse)
-        inverse = tl.where(r == c, 1.0, inverse)
-        tl.store(diagonal, inverse)
+        # The diagonal blocks, all four at once: column c of the inverse over its rows r, so that no
+        # sum leaves a warp.
+        d, c = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
+        r = tl.arange(0, 16)[None, None, :]
+        diagonal = scratch + d * (16 * BLOCK + 16)
+        inverse = tl.where((r == c) & (d >= 0), 1.0, 0.0)
+        for row in tl.static_range(1, 16):  # type: ignore
+            line = tl.sum(inverse * tl.load(diagonal + (row * BLOCK + r + 0 * c)), 2)[:, :, None]
+            inverse -= tl.where(r == row, line, 0.0)
+        tl.debug_barrier()
+        tl.store(diagonal + r * BLOCK + c, inverse)
         tl.debug_barrier()
         h = tl.arange(0, 16)
         half = h[:, None] * BLOCK + h[None, :]
         for pair in tl.static_range(2):  # type: ignore
             corner = scratch + pair * 32 * (BLOCK + 1)
             left = tl.load(corner + 16 * (BLOCK + 1) + half)
-            below = tl.dot(left, tl.load(corner + 16 * BLOCK + half), input_precision="ieee")
-            below = -tl.dot(below, tl.load(corner + half), input_precision="ieee")
+            below = tl.dot(left, tl.load(corner + 16 * BLOCK + half), input_precision=EXACT)
+            below = -tl.dot(below, tl.load(corner + half), input_precision=EXACT)
             tl.store(corner + 16 * BLOCK + half, below)
         tl.debug_barrier()
         h2 = tl.arange(0, 32)
         half2 = h2[:, None] * BLOCK + h2[None, :]
         left2 = tl.load(scratch + 32 * (BLOCK + 1) + half2)
-        below2 = tl.dot(left2, tl.load(scratch + 32 * BLOCK + half2), input_precision="ieee")
-        below2 = -tl.dot(below2, tl.load(scratch + half2), input_precision="ieee")
+        below2 = tl.dot(left2, tl.load(scratch + 32 * BLOCK + half2), input_precision=EXACT)
+        below2 = -tl.dot(below2, tl.load(scratch + half2), input_precision=EXACT)
         tl.store(scratch + 32 * BLOCK + half2, below2)
         tl.debug_barrier()
 
         t = tl.load(scratch + square).to(DTYPE)
-        scaled = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(DTYPE)
-        w = tl.dot(t, scaled, input_precision=PRECISION)
-        w_at = w_all + (rows[:, None] * HEADS + head) * KEY_DIM + keys[None, :]
-        tl.store(w_at, w.to(DTYPE), mask=inside[:, None])
-        values = tl.arange(0, VALUE_DIM)
-        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + values[None, :]
-        v = tl.load(v_at, mask=inside[:, None], other=0.0)
-        u = tl.dot(t, (v.to(tl.float32) * beta[:, None]).to(DTYPE), input_precision=PRECISION)
-        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
-        tl.store(u_at, u.to(DTYPE), mask=inside[:, None])
+        w_at = w_all + (rows[:, None] * HEADS + head) * KEY_DIM
+        scale = (beta * tl.exp(total))[:, None]
+        for first in tl.static_range(0, KEY_DIM, PART):
+            k = tl.load(k_at + first + keys, mask=both, other=0.0).to(tl.float32)
+            w = tl.dot(t, (k * scale).to(DTYPE), input_precision=EXACT)
+            tl.store(w_at + first + keys, w.to(DTYPE), mask=both)
+        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM
+        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM
+        values = tl.arange(0, PART if VALUE_DIM > PART else VALUE_DIM)[None, :]
+        for first in tl.static_range(0, VALUE_DIM, PART):
+            v = tl.load(v_at + first + values, mask=both, other=0.0).to(tl.float32)
+            u = tl.dot(t, (v * beta[:, None]).to(DTYPE), input_precision=EXACT)
+            tl.store(u_at + first + values, u.to(DTYPE), mask=both)
 
 
 @triton.jit
@@ -188,8 +194,7 @@ def _scan_kernel(
     packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
     stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (VALUE_DIM / VALUES, value heads, requests): outputs, and the state after the chunk.
 
@@ -233,13 +238,13 @@ def _scan_kernel(
             last_row = (tl.minimum(first + BLOCK, end) - 1).to(tl.int64)
             last = tl.load(decays + last_row * HEADS + head)
             held = s.to(DTYPE)
-            new = u - tl.dot(w, held, input_precision=PRECISION)
-            o = tl.dot(q, held, input_precision=PRECISION) * tl.exp(total)[:, None]
-            o += tl.dot(tl.load(p_at), new.to(DTYPE), input_precision=PRECISION)
+            new = u - tl.dot(w, held, input_precision=EXACT)
+            o = tl.dot(q, held, input_precision=EXACT) * tl.exp(total)[:, None]
+            o += tl.dot(tl.load(p_at), new.to(DTYPE), input_precision=EXACT)
             to = out + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
             tl.store(to, o.to(DTYPE), mask=both)
             new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
-            s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+            s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=EXACT)
             p_at += HEADS * BLOCK * BLOCK
         tl.store(s_at, s)
 
@@ -252,14 +257,15 @@ def _scan_kernel(
         inside = tl.arange(0, 4)[:, None] < 3
         of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
         x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv, stride_packed, t,
-                 length, started, values[None, :])  # fmt: skip
+                 length, started, values[None, :], inside)  # fmt: skip
         tl.debug_barrier()
         tl.store(conv + of_v + line + values[None, :], x, mask=inside)
         if (part == 0) & (head % RATIO == 0):
             of_q = chunk + key_head * KEY_DIM
-            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :])
+            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :],
+                       inside)  # fmt: skip
             x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length, started,
-                       keys[None, :])  # fmt: skip
+                       keys[None, :], inside)  # fmt: skip
             tl.debug_barrier()
             tl.store(conv + line + keys[None, :], x_q, mask=inside)
             tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
@@ -284,22 +290,23 @@ def delta_chunk_triton(
         packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
         VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
     )  # fmt: skip
-    precision = {"PRECISION": "ieee" if packed.dtype == torch.float32 else "tf32"}
     strides = conv.stride(0), conv.stride(1), conv.stride(2)
-    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads)](
+    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, BLOCK // CONVOLVED)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
         chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
-        packed.stride(0), *strides, num_reqs, num_blocks, ROWS=CONVOLVED, num_warps=4, **sizes,  # type: ignore
+        packed.stride(0), *strides, num_reqs, num_blocks, LANES=max(shape.key_dim, shape.value_dim),
+        TOKENS=CONVOLVED, num_warps=1, **sizes,  # type: ignore
     )  # fmt: skip
     _matrices_kernel[(num_blocks, heads)](
         mixed, decays[0], decays[1], chunks.query_start, chunks.blocks, scratch, w, u, p,
-        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **precision, **sizes,  # type: ignore
+        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **sizes,  # type: ignore
     )  # fmt: skip
     values = min(SCAN_VALUES, shape.value_dim)
+    stages = SCAN_STAGES - (packed.dtype == torch.float32)  # which needs twice the shared memory
     _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
         packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
         conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
-        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=SCAN_STAGES, **precision, **sizes,  # type: ignore
+        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=stages, **sizes,  # type: ignore
     )  # fmt: skip
     z = packed[:, shape.channels : shape.channels + shape.value_width]
     gated_norm_triton(out, z, weights, shape, chunks.query_start[-1:])

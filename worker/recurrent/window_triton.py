@@ -14,7 +14,7 @@ from worker.ops.launch import overlap
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
 from worker.recurrent.gated_norm_triton import gated_norm_triton
 
-STAGES = 2  # tokens whose inputs are loaded at once
+STAGES = 3  # tokens whose inputs are loaded at once
 
 
 @triton.jit
@@ -39,6 +39,33 @@ def _row(live, state_slot, folded, seq_len, width):
     return row, tl.load(state_slot + row), start, pending, kept
 
 
+@triton.jit
+def part_of(
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
+):  # fmt: skip
+    """Of program_id(1), a head of q, then of k, then of v: (is it of v, which head, its first
+    channel, key head, its place in what a slot holds of that key head)."""
+    part = tl.program_id(1)
+    is_value = part >= 2 * KEY_HEADS
+    head = tl.where(is_value, part - 2 * KEY_HEADS, part % KEY_HEADS)  # of values, or of keys
+    of_v = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM
+    at = tl.where(is_value, of_v, part * KEY_DIM)
+    in_v = 2 * KEY_DIM + head % RATIO * VALUE_DIM
+    of_head = tl.where(is_value, in_v, part // KEY_HEADS * KEY_DIM)
+    return is_value, head, at, tl.where(is_value, head // RATIO, head), of_head
+
+
+@triton.jit
+def taps(weight, lanes, inside):
+    """A convolution's four weights of each lane, f32."""
+    at = weight + lanes * 4
+    w0 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    w1 = tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
+    w2 = tl.load(at + 2, mask=inside, other=0.0).to(tl.float32)
+    w3 = tl.load(at + 3, mask=inside, other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
 @triton.jit(do_not_specialize=["width", "max_tokens"])
 def _inputs_kernel(
     packed, conv_weight, a_log, dt_bias, conv_all, ring_all, live, state_slot, folded, seq_len,
@@ -52,24 +79,12 @@ def _inputs_kernel(
     Writes the raw inputs that the next step needs to slot and ring, once it has read what is there.
     """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
-    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
-    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
-    part = tl.program_id(1)
-    is_value = part >= 2 * KEY_HEADS
-    head = tl.where(is_value, part - 2 * KEY_HEADS, part % KEY_HEADS)  # of values, or of keys
-    at = tl.where(is_value, 2 * KEYS + head * VALUE_DIM, part * KEY_DIM)
-    of_head = tl.where(
-        is_value, 2 * KEY_DIM + head % RATIO * VALUE_DIM, part // KEY_HEADS * KEY_DIM
-    )
-    key_head = tl.where(is_value, head // RATIO, head)
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    is_value, head, at, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)  # type: ignore
     lanes = tl.arange(0, BLOCK)
     inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
     row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)  # type: ignore
-    taps = conv_weight + (at + lanes) * 4
-    w0 = tl.load(taps, mask=inside, other=0.0).to(tl.float32)
-    w1 = tl.load(taps + 1, mask=inside, other=0.0).to(tl.float32)
-    w2 = tl.load(taps + 2, mask=inside, other=0.0).to(tl.float32)
-    w3 = tl.load(taps + 3, mask=inside, other=0.0).to(tl.float32)
+    w0, w1, w2, w3 = taps(conv_weight + at * 4, lanes, inside)  # type: ignore
     conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head + of_head + lanes
     held = inside & (start > 0) & (row > 0)
     x0 = tl.load(conv, mask=held, other=0.0)
@@ -104,7 +119,7 @@ def _inputs_kernel(
                 tl.store(line + HEADS, a)
         else:
             y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6)
-            y *= tl.where(part < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+            y *= tl.where(tl.program_id(1) < KEY_HEADS, KEY_DIM**-0.5, 1.0)
         tl.store(convolved + t * CHANNELS, y, mask=inside)
         x0, x1, x2 = x1, x2, x3
         if (t + 1 == kept) & last:
