@@ -49,6 +49,7 @@ class Net:
 
         heads = shape.value_heads
         a_log, dt_bias = noise(heads).sub(1.0), 0.5 * noise(heads)
+        a_log[0] = math.log(4)  # strong: e to minus the sum over a block overflows
         norm = 1 + 0.2 * noise(shape.value_dim)
         self.weights = DeltaWeights(0.5 * noise(shape.channels, 4), a_log, dt_bias, norm, 1e-6)
         values = min(VALUES, shape.value_dim)
@@ -137,7 +138,7 @@ def spans(borders: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def check_right(x: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(x.cpu().double(), wanted, rtol=0, atol=BOUND)
+    torch.testing.assert_close(x.cpu().double(), wanted, rtol=BOUND, atol=BOUND)
 
 
 def check_same(x: Tensor, y: Tensor) -> None:
@@ -188,10 +189,10 @@ def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, pro
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
     net = Net(shape, 4)
-    text, other = net.tokens(200), net.tokens(130)
+    text, other = net.tokens(240), net.tokens(130)
     whole = net.prefill([(1, text)])[0]
     check_right(whole, recurrence(net, text))
-    for row, cuts in ((2, [0, 64, 200]), (3, [0, 128, 192, 200])):
+    for row, cuts in ((2, [0, 64, 240]), (3, [0, 128, 192, 240])):
         parts = [text[first:last] for first, last in spans(cuts)]
         outs = [net.prefill([(4, other[:2]), (row, part)] if i else [(row, part)], padding=i)[-1]
                 for i, part in enumerate(parts)]  # fmt: skip

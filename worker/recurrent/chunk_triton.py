@@ -122,7 +122,8 @@ def _matrices_kernel(
         tokens = tl.load(blocks + num_blocks + number) + i
         inside = tokens < end
         rows = tokens.to(tl.int64)
-        total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
+        # Behind the end the sum stays what it is: e to a difference from 0 might overflow.
+        total = tl.load(decays + tl.minimum(rows, end - 1) * HEADS + head)
         beta = tl.load(betas + rows * HEADS + head, mask=inside, other=0.0)
         both = inside[:, None]
         k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM
@@ -234,7 +235,7 @@ def _scan_kernel(
             q_at = mixed + rows[:, None] * CHANNELS + key_head * KEY_DIM + keys[None, :]
             q = tl.load(q_at, mask=both, other=0.0)
             k = tl.load(q_at + KEYS, mask=both, other=0.0)
-            total = tl.load(decays + rows * HEADS + head, mask=inside, other=0.0)
+            total = tl.load(decays + tl.minimum(rows, end - 1) * HEADS + head)
             last_row = (tl.minimum(first + BLOCK, end) - 1).to(tl.int64)
             last = tl.load(decays + last_row * HEADS + head)
             held = s.to(DTYPE)
