@@ -10,7 +10,7 @@ weights and mean KV over the read bandwidth of this run, with `--tp` of one rank
 of `--widths` one token counts. `--also NAME@ROWS` draws in other ways; `mask` uploads masks made
 before.
 prefill: from the launch until the first token is on the host, op by op and with `--graph`. The
-floor is the larger of reading the weights and of the products at the speed of one large product.
+floor is the larger of reading the weights and of all products at the speed of one large product.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def measure_prefill(
             took_s = bench.generate(batch, num_tokens, case.draws(1, number), seed=number)
             times[name] += [1e3 * took_s] * (number > 1)  # the first ones warm up
             paths[name] = bench.path
-        floor = prefill_floor_ms(engine, batch * num_tokens, bandwidth, speed)
+        floor = prefill_floor_ms(engine, batch, num_tokens, bandwidth, speed)
         ways = {
             name: {"path": paths[name], "median_ms": statistics.median(of), "times_ms": of}
             for name, of in times.items()

@@ -26,6 +26,7 @@ from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
 from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
+from worker.recurrent.delta_shape import BLOCK
 from worker.run.base import ChunkGraphs
 from worker.run.eager import EagerChunks
 from worker.run.engine import Engine
@@ -222,17 +223,26 @@ def decode_floor_ms(engine: Engine, batch: int, mean_len: float, bandwidth: floa
     return 1e3 * (weights + batch * (mean_len * per_token + state)) / bandwidth
 
 
-def prefill_floor_ms(engine: Engine, num_tokens: int, bandwidth: float, speed: float) -> float:
-    """Milliseconds to read all weights but the embedding's, or to multiply with them.
+def prefill_floor_ms(
+    engine: Engine, batch: int, prompt_len: int, bandwidth: float, speed: float
+) -> float:
+    """Milliseconds to read all weights but the embedding's, or for the products of a step of
+    `batch` prompts: with the weights, of attention, of delta nets in blocks.
 
     In long steps the last layer multiplies next to no rows once it has stored its KV.
     """
-    model = engine.runner.loaded.model
+    model, num_tokens = engine.runner.loaded.model, batch * prompt_len
     layers = sum(p.numel() for p in model.layers.parameters())
     last, head = model.layers[-1], model.head.weight
     assert isinstance(last, DecoderLayer)
     after = (last.attention.output, last.feed_forward)
     spared = sum(p.numel() for module in after for p in module.parameters())
     products = (layers - spared * (num_tokens >= LONG_STEP_TOKENS)) * num_tokens + head.numel()
+    heads = model.heads.num_heads * model.shape.head_dim
+    products += (len(model.layers) - len(model.states)) * heads * prompt_len * num_tokens
+    if model.delta is not None:
+        _, _, keys, values = model.delta
+        a_token = BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
+        products += len(model.states) * model.delta.value_heads * a_token * num_tokens
     read_s = (layers + head.numel()) * head.element_size() / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)

@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 
 from router.config import RouterConfig
 from worker.config import (
-    TINY,
+    BUNDLED,
     Auto,
     DisaggregationConfig,
     EngineConfig,
@@ -186,7 +186,7 @@ class Config(Section):
         for name, leaf in (("model", "path"), ("spec", "path"), ("router", "api_key_file")):
             section: Section = getattr(self, name)
             path: str = getattr(section, leaf)
-            if path and (name, path) != ("model", TINY):
+            if path and not (name == "model" and path in BUNDLED):
                 anchored = str(directory / Path(path).expanduser())
                 sections[name] = section.model_copy(update={leaf: anchored})
         return self.model_copy(update=sections)

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from tests.equivalence import test_hybrid_laws as laws
 from tests.gpu.sync import fail_on_sync
-from tests.support.engines import running, value
+from tests.support.engines import Running, running, value
+from tests.support.prompts import problem_ids
+from tests.support.reference import sampling_of
 from tests.unit import test_recurrent as rule
+from worker.api import Sampling
 from worker.forward.batch import StateChunks, StateWindows
 from worker.recurrent.chunk import block_table, delta_chunk, delta_chunk_ref
 from worker.recurrent.delta_net import DeltaState, DeltaWeights
@@ -17,6 +21,8 @@ pytestmark = pytest.mark.gpu(1)
 SHAPES = [DeltaShape(2, 2, 128, 128), DeltaShape(1, 3, 128, 128), DeltaShape(3, 1, 128, 128)]
 LARGE = DeltaShape(16, 2, 128, 128)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole tensor
+SPECS: list[dict] = [{}, {"drafter": "mtp", "widths": [4]}]
+MARGIN = 0.3  # of logprobs in bfloat16
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -93,35 +99,70 @@ def test_chunks_match_their_definition(dtype: torch.dtype) -> None:
         check_near(mine[1:], its[1:], dtype)
 
 
+def sections(device: str, mode: str, dtype: str = "float32", **engine: object) -> dict[str, dict]:
+    config = laws.sections(mode, device=device, **engine)
+    if device == "cuda":
+        config["transport"] = {"name": "mooncake", "kind": "tcp"}
+        config["engine"]["num_pages"] = 400
+    return config | {"model": {"path": "tiny-hybrid", "dtype": dtype}}
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Of one to four problems each, 40 to 250 tokens."""
+    ids = problem_ids(19)
+    return [sum(ids[i : i + 1 + i % 4], ()) for i in range(16)]
+
+
+def ask(cluster: Running) -> list[list[int]]:
+    return laws.ids(cluster.client.generate(prompts(), [sampling_of(i, 60) for i in range(16)]))
+
+
 @pytest.fixture(scope="module")
 def cpu_ids() -> list[list[int]]:
-    config = laws.sections("never", device="cpu", strict=False)
-    with running(config, num_prefill=0) as cluster:
-        return laws.ids(cluster.client.generate(*laws.asked()))
+    with running(sections("cpu", "never", strict=False), num_prefill=0) as cluster:
+        return ask(cluster)
 
 
 @pytest.mark.parametrize("graph", ["eager", "auto"])
 @pytest.mark.parametrize("mode", ["always", "never"])
-@pytest.mark.parametrize("spec", [{}, {"drafter": "mtp", "widths": [4]}], ids=["plain", "mtp"])
+@pytest.mark.parametrize("spec", SPECS, ids=["plain", "mtp"])
 def test_cuda_equals_cpu_in_float32(mode: str, graph: str, spec: dict, cpu_ids: list) -> None:
-    config = laws.sections(mode, device="cuda", num_pages=400, graph=graph)
-    config["transport"] = {"name": "mooncake", "kind": "tcp"}
+    config = sections("cuda", mode, graph=graph)
     config["spec"] = spec
     with running(config) as cluster:
         for _ in range(2):
-            assert laws.ids(cluster.client.generate(*laws.asked())) == cpu_ids
+            assert ask(cluster) == cpu_ids
         laws.check_slots(cluster)
         if spec:
             assert value(cluster.workers["decode-0"].engine.metrics.spec_accepted) > 0
 
 
+def test_in_bfloat16_a_prompt_ends_where_decode_does() -> None:
+    """Logprobs of a token that follows by the recurrence, and by chunks over the same text."""
+    with running(sections("cuda", "never", "bfloat16"), num_prefill=0) as cluster:
+        greedy = Sampling(64, temperature=0.0, ignore_eos=True, logprobs=5)
+        decoded = laws.ended(cluster.client.generate(prompts(), [greedy] * 16))
+        gaps = []
+        for at in range(1, 64, 3):
+            texts = [(*p, *a.tokens[:at]) for p, a in zip(prompts(), decoded, strict=True)]
+            one = replace(greedy, max_tokens=1)
+            for a, b in zip(decoded, cluster.client.generate(texts, [one] * 16), strict=True):
+                here, there = a.logprobs[at], b.logprobs[0]
+                gaps.append(abs(dict(here.top)[b.tokens[0]] - there.logprob))
+                assert here.logprob - dict(here.top)[b.tokens[0]] < MARGIN, "no near tie"
+    gaps.sort()
+    shown = ", ".join(f"{gaps[int(part * len(gaps))]:.2g}" for part in (0.5, 0.9, 0.99, 0.999))
+    print(f"of {len(gaps)} gaps of logprobs 50, 90, 99, 99.9 %: {shown}, the most {gaps[-1]:.2g}")
+    assert gaps[-1] < MARGIN
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("spec", [{}, {"drafter": "mtp", "widths": [4]}], ids=["plain", "mtp"])
+@pytest.mark.parametrize("spec", SPECS, ids=["plain", "mtp"])
 def test_a_step_never_waits_for_the_device(spec: dict) -> None:
     """Prompts, width 1 and width 4, under torch's own detector of host syncs."""
-    config = laws.sections("never", device="cuda", num_pages=400, graph="eager", strict=False)
+    config = sections("cuda", "never", graph="eager", strict=False)
     config["spec"] = spec
     with running(config, num_prefill=0) as cluster:
-        cluster.client.generate(*laws.asked())  # warm: allocator, kernels
+        ask(cluster)  # warm: allocator, kernels
         fail_on_sync(cluster.workers["decode-0"].engine.runner)
-        laws.ids(cluster.client.generate(*laws.asked()))
+        ask(cluster)

@@ -47,15 +47,16 @@ def log_choice(path: str, value: object, why: str) -> None:
     log.debug("%s = %s (%s)", path, value, why)
 
 
-TINY = "tiny"  # the model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
+TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
+BUNDLED = (TINY, "tiny-hybrid")  # the latter has its drafter, an MTP layer, in its own files
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
     path: str = TINY
-    """The bundled "tiny", a Hugging Face model directory, or a model's name on the hub, as
-    "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    """The bundled "tiny" or "tiny-hybrid", a Hugging Face model directory, or a model's name on the
+    hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub; empty: its main branch."""
     served_name: str = ""
@@ -72,8 +73,8 @@ class ModelConfig(Section):
     @property
     def directory(self) -> Path:
         """Where config.json, weights and tokenizer lie."""
-        if self.path == TINY:
-            return Path(__file__).parents[1] / "assets" / TINY
+        if self.path in BUNDLED:
+            return Path(__file__).parents[1] / "assets" / self.path
         return Path(self.path).expanduser()
 
     @property

@@ -13,8 +13,7 @@ from worker.recurrent.window_triton import part_of, silu, softplus, taps
 
 CONVOLVED = 16  # tokens of a program of the convolution
 SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan
-MATRIX_WARPS = 2
-PART = tl.constexpr(32)  # lanes of a head whose products are made at once
+MATRIX_WARPS = 4
 EXACT = tl.constexpr("tf32x3")  # of products of f32: as good as f32, on tensor cores
 
 
@@ -127,14 +126,11 @@ def _matrices_kernel(
         beta = tl.load(betas + rows * HEADS + head, mask=inside, other=0.0)
         both = inside[:, None]
         k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM
-        p = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        a = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-        keys = tl.arange(0, PART if KEY_DIM > PART else KEY_DIM)[None, :]
-        for first in tl.static_range(0, KEY_DIM, PART):
-            k = tl.load(k_at + first + keys, mask=both, other=0.0)
-            q = tl.load(k_at - KEYS + first + keys, mask=both, other=0.0)
-            p = tl.dot(q, tl.trans(k), p, input_precision=EXACT)
-            a = tl.dot(k, tl.trans(k), a, input_precision=EXACT)
+        keys = tl.arange(0, KEY_DIM)[None, :]
+        k = tl.load(k_at + keys, mask=both, other=0.0)
+        q = tl.load(k_at - KEYS + keys, mask=both, other=0.0)
+        p = tl.dot(q, tl.trans(k), input_precision=EXACT)
+        a = tl.dot(k, tl.trans(k), input_precision=EXACT)
         lower = i[:, None] >= i[None, :]
         decay = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
         place = (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
@@ -176,18 +172,15 @@ def _matrices_kernel(
 
         t = tl.load(scratch + square).to(DTYPE)
         w_at = w_all + (rows[:, None] * HEADS + head) * KEY_DIM
-        scale = (beta * tl.exp(total))[:, None]
-        for first in tl.static_range(0, KEY_DIM, PART):
-            k = tl.load(k_at + first + keys, mask=both, other=0.0).to(tl.float32)
-            w = tl.dot(t, (k * scale).to(DTYPE), input_precision=EXACT)
-            tl.store(w_at + first + keys, w.to(DTYPE), mask=both)
-        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM
-        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM
-        values = tl.arange(0, PART if VALUE_DIM > PART else VALUE_DIM)[None, :]
-        for first in tl.static_range(0, VALUE_DIM, PART):
-            v = tl.load(v_at + first + values, mask=both, other=0.0).to(tl.float32)
-            u = tl.dot(t, (v * beta[:, None]).to(DTYPE), input_precision=EXACT)
-            tl.store(u_at + first + values, u.to(DTYPE), mask=both)
+        k = tl.load(k_at + keys, mask=both, other=0.0)  # again: its registers were needed
+        k = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(DTYPE)
+        tl.store(w_at + keys, tl.dot(t, k, input_precision=EXACT).to(DTYPE), mask=both)
+        values = tl.arange(0, VALUE_DIM)[None, :]
+        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + values
+        v = tl.load(v_at, mask=both, other=0.0).to(tl.float32)
+        u = tl.dot(t, (v * beta[:, None]).to(DTYPE), input_precision=EXACT)
+        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values
+        tl.store(u_at, u.to(DTYPE), mask=both)
 
 
 @triton.jit
