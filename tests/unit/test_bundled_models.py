@@ -83,13 +83,23 @@ def test_the_chat_template_presents_tools_calls_and_results(told):
 
 
 @pytest.mark.parametrize(
-    ("drafter", "width", "mean", "mib"), [("chain", 5, 3.3, 1.5), ("dflash", 8, 5.0, 2.2)]
+    ("drafter", "target", "place", "width", "mean", "mib"),
+    [
+        ("chain", "tiny", "tiny-chain", 5, 3.3, 1.5),
+        ("dflash", "tiny", "tiny-dflash", 8, 5.0, 2.2),
+        ("mtp", "tiny-hybrid", "tiny-hybrid", 4, 3.5, 4),
+    ],
 )
-def test_the_bundled_drafters_are_small_and_draft_well(drafter, width, mean, mib) -> None:
-    place = TINY.with_name(f"tiny-{drafter}")
-    assert sum(file.stat().st_size for file in place.iterdir()) <= mib * 2**20
-    spec = {"drafter": drafter, "path": str(place), "widths": [width]}
-    config = {"engine": {"device": "cpu", "threads": 1, "num_pages": 400}, "spec": spec}
+def test_the_bundled_drafters_are_small_and_draft_well(
+    drafter, target, place, width, mean, mib
+) -> None:
+    files = TINY.with_name(place).iterdir()
+    assert sum(file.stat().st_size for file in files) <= mib * 2**20
+    config = {
+        "model": {"path": target},
+        "engine": {"device": "cpu", "threads": 1, "num_pages": 400},
+        "spec": {"drafter": drafter, "widths": [width]},
+    }
     asked = [Sampling(200, temperature=0.0, return_trace=True)] * 8
     with running(config) as cluster:
         answers = cluster.client.generate(problem_ids(8), asked)
