@@ -79,6 +79,10 @@ def announced(path: Path) -> None:
     test_states.test_a_state_is_announced_once_its_last_step_has_settled()
 
 
+def held(path: Path) -> None:
+    test_states.test_a_slot_outlives_the_row_that_filled_it()
+
+
 def hashed(path: Path) -> None:
     test_states.test_the_state_is_part_of_the_layout()
 
@@ -142,6 +146,14 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
         "run.full:FullDecode.__init__": [("torch.zeros(self.buckets", "torch.ones(self.buckets")]
     },
     announced: {"transfer.outbound:Outbound._send_ready": [("last = False", "pass")]},
+    held: {
+        "schedule.prefill:PrefillScheduler._leave_row": [
+            (
+                "self.rows.release(req.row)",
+                "self.rows.release(req.row), self.book._slots.free([req.hold.slot])",
+            ),
+        ],
+    },
     hashed: {
         "cache.layout:ModelLayout.identity": [
             ("asdict(self)", "asdict(replace(self, state=None))")

@@ -21,8 +21,9 @@ pytestmark = pytest.mark.gpu(1)
 SHAPES = [DeltaShape(2, 2, 128, 128), DeltaShape(1, 3, 128, 128), DeltaShape(3, 1, 128, 128)]
 LARGE = DeltaShape(16, 2, 128, 128)
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # relative, of the whole tensor
+poisoned = rule.poisoned  # in every test here
 SPECS: list[dict] = [{}, {"drafter": "mtp", "widths": [4]}]
-MARGIN = 0.3  # of logprobs in bfloat16
+MARGIN = 0.04  # of logprobs in bfloat16: four times what 99.9 % keep
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

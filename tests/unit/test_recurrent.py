@@ -5,7 +5,7 @@ In a process with Triton's interpreter the kernels, otherwise their definitions.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -34,6 +34,15 @@ WIDEST = 4
 BOUND = 4e-5
 NAN = float("nan")
 KERNELS = "_convolve_kernel", "_matrices_kernel", "_scan_kernel"
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """Memory that nobody has written is NaN, the kernels' scratch too."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 class Net:

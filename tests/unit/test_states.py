@@ -177,3 +177,20 @@ def test_chunks_end_on_the_grid_of_blocks_or_with_their_prompt() -> None:
             done[slot] = chunk.start + len(chunk.tokens)
         scheduler.settle(plan.step, [])
     assert sorted(done.values()) == sorted(length - 1 for length in lengths)
+
+
+def test_a_slot_outlives_the_row_that_filled_it() -> None:
+    """The row is another request's from the next step on; the state is pulled later."""
+    book = PageBook(64, PAGE_SIZE, num_slots=2)
+    pace = Pace([], 1, 1, 128, 2, 0.5)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=1), 512, pace, grain=64)
+    asked = Prefill(Xfer("x", 1, "d", "p"), tuple(range(70)), 0, 0.0, None, 70)
+    req = scheduler.admit(asked)
+    assert req is not None
+    plan = scheduler.plan()
+    assert plan is not None
+    assert req.row == 0
+    scheduler.settle(plan.step, [])
+    assert (req.hold.slot, book.num_free_slots) == (1, 0)
+    scheduler.drop(req)
+    assert (req.hold.slot, book.num_free_slots) == (0, 1)

@@ -1,0 +1,1 @@
+"""Faults under load: see __main__."""

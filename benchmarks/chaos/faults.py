@@ -1,0 +1,171 @@
+"""Signals to processes of a cluster, and what its processes say of themselves."""
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+# Gauges that are zero when nobody asks anything.
+IDLE = "kvlane_requests_running", "kvlane_requests_waiting", "kvlane_leases"
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Fault(NamedTuple):
+    """A signal that was sent. at_s: since the load began; stopped_s: 0 for a kill."""
+
+    at_s: float
+    name: str
+    pid: int
+    stopped_s: float
+
+
+class Sizes(NamedTuple):
+    """Of one process."""
+
+    rss_mib: float
+    num_fds: int
+    num_threads: int
+
+
+class Cluster:
+    """A cluster as its routers tell of it; all its processes are on this machine."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http, self._url = http, url
+
+    async def workers(self) -> list[dict[str, Any]]:
+        """Rows of the dashboard."""
+        async with self._http.get(f"{self._url}/dashboard/data") as response:
+            return (await response.json())["workers"]
+
+    async def pids(self, roles: Sequence[str]) -> dict[str, int]:
+        """Of those of `roles` that are ready and may be hit: nobody is the last of its role."""
+        ready = [row for row in await self.workers() if row["state"] == "ready"]
+        living = Counter(row["role"] for row in ready)
+        found = {
+            row["name"]: row["pid"]
+            for row in ready
+            if row["role"] in roles and living[row["role"]] > 1
+        }
+        if "router" in roles:
+            port = int(self._url.rpartition(":")[2])
+            listening = {f"router of pid {pid}": pid for pid in listeners(port)}
+            found |= listening if len(listening) > 1 else {}
+        return found
+
+    async def metrics(self) -> dict[str, float]:
+        """Sums over all processes, by name and, of `kv_pages`, state."""
+        async with self._http.get(f"{self._url}/metrics/targets") as response:
+            groups = await response.json()
+        sums: Counter[str] = Counter()
+        for target in {target for group in groups for target in group["targets"]}:
+            async with self._http.get(f"http://{target}/metrics") as response:
+                text = await response.text()
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    state = sample.labels.get("state", "") if "kv_pages" in sample.name else ""
+                    sums[f"{sample.name}{state and '.'}{state}"] += sample.value
+        return dict(sums)
+
+    async def wait_idle(self, timeout_s: float) -> tuple[float, dict[str, float]]:
+        """(Seconds until all are ready and nothing is left of any request, what is left then)."""
+        began = time.monotonic()
+        while True:
+            left: dict[str, float] = {"unreachable": 1}
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                sums, rows = await self.metrics(), await self.workers()
+                left = {name: sums[name] for name in IDLE if sums.get(name)}
+                left |= {row["name"]: 1 for row in rows if row["state"] != "ready"}
+            took_s = time.monotonic() - began
+            if not left or took_s > timeout_s:
+                return took_s, left
+            await asyncio.sleep(0.5)
+
+
+class Faults:
+    """Hits one process after another, so long as `run` is not cancelled."""
+
+    def __init__(
+        self, cluster: Cluster, roles: Sequence[str], signals: Sequence[str], stop_s: float,
+        rng: random.Random,
+    ) -> None:  # fmt: skip
+        self.sent: list[Fault] = []
+        self._cluster, self._roles, self._signals = cluster, roles, signals
+        self._stop_s, self._rng = stop_s, rng
+        self._stopped: set[int] = set()
+
+    async def run(self, every_s: float, began: float) -> None:
+        """One fault every so often."""
+        waking: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                await asyncio.sleep(every_s)
+                with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                    pids = await self._cluster.pids(self._roles)
+                    pids = {name: pid for name, pid in pids.items() if pid not in self._stopped}
+                    if pids:
+                        name = self._rng.choice(sorted(pids))
+                        waking.add(asyncio.create_task(self._hit(name, pids[name], began)))
+        finally:
+            for task in waking:
+                await task
+
+    async def _hit(self, name: str, pid: int, began: float) -> None:
+        stops = self._rng.choice(self._signals) == "stop"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+            at_s = time.monotonic() - began
+            self.sent.append(Fault(at_s, name, pid, self._stop_s if stops else 0.0))
+            if stops:
+                self._stopped.add(pid)
+                try:
+                    await asyncio.sleep(self._stop_s)
+                finally:
+                    self._stopped.discard(pid)
+                    os.kill(pid, signal.SIGCONT)
+
+
+def listeners(port: int) -> set[int]:
+    """Processes that listen on a TCP port of this network namespace."""
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{words[9]}]")
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if any(os.readlink(fd) in inodes for fd in (entry / "fd").iterdir()):
+                    found.add(int(entry.name))
+    return found
+
+
+def sizes(pid: int) -> Sizes | None:
+    """None: it has ended."""
+    with contextlib.suppress(OSError):
+        proc = Path("/proc") / str(pid)
+        pages = int((proc / "statm").read_text().split()[1])
+        num_fds, num_threads = (len(list((proc / name).iterdir())) for name in ("fd", "task"))
+        return Sizes(round(pages * PAGE_BYTES / 2**20, 1), num_fds, num_threads)
+    return None
+
+
+def told(faults: Sequence[Fault]) -> str:
+    """How many of what."""
+    counts = Counter(
+        ("stop " if fault.stopped_s else "kill ") + fault.name.split(" of ")[0].split("-")[0]
+        for fault in faults
+    )
+    return json.dumps(dict(counts))
