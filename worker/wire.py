@@ -9,7 +9,8 @@ called `beat()` for `stall_s` answers no pings.
 
 A link works or is lost, for both sides. Each connect() begins one, and its frames are numbered:
 when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses the peer. A closing
-side says Bye, so that the other logs no loss.
+side says Bye, so that the other logs no loss. So does a side that is asked on a link that it has
+lost: a process that stood still learns at once that it was given up.
 """
 
 import contextlib
@@ -301,16 +302,22 @@ class _Links:
         if socket is self._listener:
             self._meet(sender, link)
         peer = self._peers.get(sender)
-        if peer is None or peer.link != link:
-            return  # of a link that is over
+        if peer is None or peer.link != link:  # of a link that is over
+            if peer is None and socket is self._listener and not isinstance(message, Bye):
+                # It may have stood still when we gave it up: it need not wait for our silence.
+                bye = _pack(self._me, sender, (link, 0), encode(Bye()))
+                with contextlib.suppress(zmq.ZMQError):
+                    self._listener.send_multipart([sender.encode(), bye], zmq.NOBLOCK)
+            return
+        if isinstance(message, Bye):
+            self.lose(sender, "it has closed the link", logging.DEBUG)
+            return
         peer.num_received += 1
         if number != peer.num_received:
             self.lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
         peer.heard_at, peer.heard = time.monotonic(), True
-        if isinstance(message, Bye):
-            self.lose(sender, "it has closed the link", logging.DEBUG)
-        elif not isinstance(message, Ping):
+        if not isinstance(message, Ping):
             self._events.append((sender, message))
         elif (pong := self._pong()) is not None:
             self.send(sender, encode(pong), answer=True)

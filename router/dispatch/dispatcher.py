@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvlane.router")
 
-RECONNECT_S = 1.0
+RECONNECT_S = 0.2
 NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
 DETOKENIZER = contained("the detokenizer")
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
