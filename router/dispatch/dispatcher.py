@@ -275,6 +275,9 @@ class Dispatcher:
         self._metrics.retries(cause).inc()
         if req.tokens:
             self._metrics.resumed.inc()
+            if req.mailbox.has_begun:
+                req.mailbox.put(Delta(req.index, resumed=True))
+                req.mailbox.nudge()
         self._queue.add(req, first=True)
 
     def _waited(self, req: Req) -> None:

@@ -47,7 +47,11 @@ class Prepared:
     include_usage: bool = False
     continuous_usage: bool = False
     return_stages: bool = False
+    return_resumes: bool = False
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
+
+
+RESUMED = b": choice %d goes on at another worker\n\n"
 
 
 class Body:
@@ -80,6 +84,8 @@ class Body:
     def events(self, deltas: list[Delta]) -> bytes:
         """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
         writer, events = self._prepared.writer, list[bytes]()
+        if self._prepared.return_resumes:
+            events += [RESUMED % delta.index for delta in deltas if delta.resumed]
         for delta in merged(deltas) if len(deltas) > 1 else deltas:
             if delta.index not in self._opened:
                 self._opened.add(delta.index)

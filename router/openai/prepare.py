@@ -171,6 +171,7 @@ class Preparer:
             include_usage=options is not None and options.include_usage,
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
+            return_resumes=body.return_resumes,
             grammar_param=job.grammar_param,
         )
 

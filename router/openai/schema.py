@@ -138,6 +138,7 @@ class GenerationBody(RequestModel):
     structured_outputs: dict[str, Any] | None = None
     skip_special_tokens: bool = True
     return_stages: bool = False  # ours: where the time of each choice went
+    return_resumes: bool = False  # ours: a stream says where it goes on at another worker
     return_trace: bool = Field(
         False, description="kvlane's own: each choice has its accept trace, `kvlane_trace`"
     )
