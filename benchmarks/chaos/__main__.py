@@ -22,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,8 @@ COUNTED = (
 IDLE_S = 15.0
 
 
-def parse() -> argparse.Namespace:
-    """The command line."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line, or these."""
     made = parser(__doc__)
     add = made.add_argument
     add("--minutes", type=float, default=20, help="of load with faults")
@@ -64,7 +64,7 @@ def parse() -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="A.B=C", help="of the cluster")
     add("--port", type=int, default=8000)
     add("--out", type=Path, required=True, help="folder of the result and the cluster's log")
-    return made.parse_args()
+    return made.parse_args(arguments)
 
 
 class Load:

@@ -16,7 +16,11 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 # Gauges that are zero when nobody asks anything.
-IDLE = "kvlane_requests_running", "kvlane_requests_waiting", "kvlane_leases"
+IDLE = (
+    "kvlane_requests_running", "kvlane_requests_waiting", "kvlane_leases",
+    "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
+)  # fmt: skip
+STATED = "kvlane_kv_pages", "kvlane_state_slots"
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -64,7 +68,7 @@ class Cluster:
         return found
 
     async def metrics(self) -> dict[str, float]:
-        """Sums over all processes, by name and, of `kv_pages`, state."""
+        """Sums over all processes, by name and, of pages and slots, state."""
         async with self._http.get(f"{self._url}/metrics/targets") as response:
             groups = await response.json()
         sums: Counter[str] = Counter()
@@ -73,8 +77,8 @@ class Cluster:
                 text = await response.text()
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
-                    state = sample.labels.get("state", "") if "kv_pages" in sample.name else ""
-                    sums[f"{sample.name}{state and '.'}{state}"] += sample.value
+                    state = f".{sample.labels['state']}" if sample.name in STATED else ""
+                    sums[f"{sample.name}{state}"] += sample.value
         return dict(sums)
 
     async def wait_idle(self, timeout_s: float) -> tuple[float, dict[str, float]]:

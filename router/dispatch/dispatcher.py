@@ -149,12 +149,14 @@ class Dispatcher:
     def update_members(self, members: Sequence[Member]) -> None:
         """The controller's whole list; workers that are no longer on it are lost."""
         added, removed = self._members.update(members)
-        for member in removed:
-            self._wire.disconnect(member.peer)
+        for known in removed:
+            self._wire.disconnect(known.peer)
             for req in list(self._reqs.values()):
-                if req.is_suspected(req.had_at(member.peer)):
+                had = req.had_at(known.peer)
+                # Who leaves hands over what it has; else its process has ended.
+                if not known.stats.draining and req.is_suspected(had):
                     self.give_up(req, _suspected())
-            self._on_lost(member.peer, "no longer a member")
+            self._on_lost(known.peer, "no longer a member")
         for member in added:
             self._wire.connect(member.peer, member.address)
 

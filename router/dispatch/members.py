@@ -71,16 +71,17 @@ class Members:
         age_s = time.monotonic() - self._noted_at
         return [replace(c, ago_s=c.ago_s + age_s) for c in reversed(self._changes)]
 
-    def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Member]]:
+    def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Known]]:
         """Take the whole new list; returns the workers that came, and those that went."""
         now = {member.peer: member for member in members}
         added = [member for peer, member in now.items() if peer not in self._known]
-        removed = [known.member for peer, known in self._known.items() if peer not in now]
-        for member in removed:
-            del self._known[member.peer]
+        removed = [known for peer, known in self._known.items() if peer not in now]
+        for known in removed:
+            del self._known[known.peer]
         for member in added:
             self._known[member.peer] = Known(member)
-        return _workers(added), _workers(removed)
+        came = [member for member in added if member.role in WORKERS]
+        return came, [known for known in removed if known.member.role in WORKERS]
 
     def get(self, peer: PeerId) -> Known | None:
         """The member of this address, while the controller lists it."""
@@ -156,7 +157,3 @@ def drafting(members: Members, router: str) -> dict[str, WorkerStats]:
         return {}
     live = members.live("decode")
     return {known.member.name: known.stats for known in live if known.stats.drafted}
-
-
-def _workers(members: Sequence[Member]) -> list[Member]:
-    return [member for member in members if member.role in WORKERS]

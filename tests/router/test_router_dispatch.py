@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.queue import INNOCENT_TOKENS
 from router.http.app import RouterServer
@@ -230,6 +231,23 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
         assert (status, code) == (500, "internal_error")
         assert headers["x-should-retry"] == "false"
     assert left[0].taken.empty()
+
+
+def test_workers_that_drain_hand_over_and_cast_no_suspicion(
+    serve: Serve, ask: Ask, ids: Ids
+) -> None:
+    doubles = [DecodeDouble(f"decode-{i}") for i in range(4)]
+    _, url, router = serve(*doubles)
+    future, left = ask(url), list(doubles)
+    for at in range(3):
+        leaver, *left = holder_and_other(left)
+        leaver.chunk(*leaver.take(), ids[at : at + 1], at=at)
+        leaver.stats = replace(leaver.stats, draining=True)
+        known = router.front.dispatcher._members.get(leaver.member.peer)
+        wait_until(lambda at=at, known=known: came(router) == at + 1 and known.stats.draining)
+        router.update_members([double.member for double in left])
+    speak(ids[3:], at=3)(left[0], *left[0].take())
+    assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def test_two_deaths_far_apart_are_no_fault_of_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:

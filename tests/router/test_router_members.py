@@ -19,8 +19,8 @@ def members() -> Members:
 
 
 def test_successor_of_the_same_name_is_another_member(members: Members) -> None:
-    again = Member("d", "decode", "2", "tcp://x:4")
-    assert members.update([again, PREFILL]) == ([again], [DECODE])
+    again, gone = Member("d", "decode", "2", "tcp://x:4"), members.get("d/1")
+    assert members.update([again, PREFILL]) == ([again], [gone])
     assert members.get("d/1") is None
 
 

@@ -1,0 +1,26 @@
+"""A short form of benchmarks.chaos: workers are killed and stopped under load, nothing is lost."""
+
+import asyncio
+
+from benchmarks.chaos.__main__ import parse, soak
+from tests.e2e.harness import shared_memory
+from tests.e2e.shared import USUAL, Clusters
+from tests.support import pairwise
+
+MINUTES = "3" if pairwise.whole else "0.5"
+
+
+def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
+    serve = clusters.take(*USUAL)
+    options = parse([
+        "--out", "nowhere", "--minutes", MINUTES, "--every", "5", "--rate", "2.5", "--num", "1",
+        "--seed", "3",
+    ])  # fmt: skip
+    figures = asyncio.run(soak(options, serve.url))
+    assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
+    assert figures["num_faults"] > 3
+    assert figures["counters"]["kvlane_retries_total"] > 0
+    serve.wait_idle()
+    serve.interrupt()
+    assert serve.wait() == 0, serve.output
+    assert shared_memory() == clusters.shm_before
