@@ -12,6 +12,7 @@ All state belongs to the router's loop. Every request leaves through `_end`, onc
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -227,6 +228,7 @@ class Dispatcher:
         elif not is_first:
             self._lasts.append(before)
         req.tokens.extend(tokens)
+        self._queue.drew(req, num)
         scored = tuple(zip(tokens, logprobs, strict=False)) if logprobs else ()
         if piece.stopped:
             assert req.route is not None
@@ -282,12 +284,14 @@ class Dispatcher:
                 req.mailbox.nudge()
         self._queue.add(req, first=True)
 
-    def _waited(self, req: Req) -> None:
-        """The queue timeout has passed: no decode worker had room, or there is none."""
+    def _waited(self, req: Req, late_s: float) -> None:
+        """The queue timeout has passed, or will: no decode worker has room, or there is none."""
         code, message = "no_worker", "no decode worker is alive"
         if self._members.live("decode"):
             code, message = "busy", "no decode worker had room in time"
-        self.give_up(req, ApiError(code, message, retry_after_s=1))
+        if late_s:
+            message = "no decode worker will have room in time"
+        self.give_up(req, ApiError(code, message, retry_after_s=max(1, math.ceil(late_s))))
 
     def _end(
         self,

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from worker.api import Change, Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
+MIN_AHEAD = 4  # requests at a decode worker beside those that have rows
 IDENTITY = attrgetter("name", "incarnation", "state")  # of a Change
 
 
@@ -41,6 +42,12 @@ class Known:
         """Requests there: other routers' as of the last Pong, ours as of now."""
         of_others = self.stats.num_running + self.stats.num_waiting - self.num_sent_at_pong
         return max(0, of_others) + self.num_sent
+
+    @property
+    def is_full(self) -> bool:
+        """Whether enough wait there for rows; more wait here, where turns are fair."""
+        rows = self.stats.max_num_reqs
+        return self.num_requests >= rows + max(MIN_AHEAD, rows // 4)
 
     @property
     def num_queued_tokens(self) -> int:
@@ -139,7 +146,9 @@ class Members:
         return [
             known
             for known in self.live("decode")
-            if not known.stats.draining and (known.busy_until <= now or known.room > 0)
+            if not known.stats.draining
+            and not known.is_full
+            and (known.busy_until <= now or known.room > 0)
         ]
 
     def all(self) -> list[Known]:

@@ -1,6 +1,6 @@
 """Requests on their way to a decode worker: the queue, and who is sent next.
 
-The queue is in order of arrival. A worker that has refused a request gets none for a pause
+Whose turn it is, `Turns` knows. A worker that has refused a request gets none for a pause
 (`Members.refused`). While no worker is open the whole queue waits: until a worker reports room, one
 of this router's requests leaves it, a new worker comes, or the pause is over.
 """
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 import time
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import Known, Members
 from router.dispatch.policy import Policy, Route
+from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
 from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
@@ -33,6 +34,7 @@ log = logging.getLogger("kvlane.router")
 # have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
 INNOCENT_TOKENS = 32
 MAX_JITTER = 0.5  # of retry_after_s
+NUM_TIMED = 16  # turns, by which waits are predicted
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 
@@ -47,6 +49,8 @@ class Req:
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
+    client: str = ""  # its API key's number; "": there are no keys
+    priority: int = 0  # among the requests of its client; the least is first
     mailbox: Mailbox = field(init=False)
     arrived_at: float = 0.0  # monotonic
     deadline: float = 0.0
@@ -125,7 +129,8 @@ class Queue:
     """The requests that wait.
 
     Only this class changes where a request is: in the queue (its route is None) or at a worker.
-    `expired` is called with a request that has waited for `queue_timeout_s` at a stretch.
+    `expired` is called with a request that has waited for `queue_timeout_s` at a stretch, or that
+    would, by the turns before it and the time between the last turns; and with by how much longer.
     """
 
     def __init__(
@@ -134,7 +139,7 @@ class Queue:
         members: Members,
         policy: Policy,
         queue_timeout_s: float,
-        expired: Callable[[Req], None],
+        expired: Callable[[Req, float], None],
     ) -> None:
         self._wire = wire
         self._members = members
@@ -142,13 +147,15 @@ class Queue:
         self._queue_timeout_s = queue_timeout_s
         self._expired = expired
         self._loop = asyncio.get_running_loop()
-        self._waiting: OrderedDict[str, Req] = OrderedDict()
+        self._waiting: Turns[Req] = Turns()
+        self._turn_at = 0.0  # monotonic, the last time that not all who waited were sent; 0: never
+        self._between_s: deque[float] = deque(maxlen=NUM_TIMED)  # turns, while some waited
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def add(self, req: Req, *, first: bool = False) -> None:
-        """Queue `req` at the end, or in front if it comes back from a worker; then `place`.
+        """Queue `req`, or in front of all if it comes back from a worker; then `place`.
 
         One that a worker has refused expires at once if its queue timeout has passed meanwhile. One
         whose client has text already waits until its deadline.
@@ -158,32 +165,46 @@ class Queue:
         if req.trace is not None:
             req.trace.enter("router_queue", now)
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
-            self._expired(req)
+            self._expired(req, 0.0)
             return
-        self._waiting[req.req_id] = req
-        if first:
-            self._waiting.move_to_end(req.req_id, last=False)
+        late_s = 0.0 if first else self._predicted_s(req.client) - self._queue_timeout_s
+        if late_s > 0:
+            self._expired(req, late_s)
+            return
+        self._waiting.add(req, first=first)
         self.place()
         if req.waiting_since is None and not req.tokens and (first or req.route is None):
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
     def place(self) -> None:
-        """Send as many as workers may take now, in the order of the queue."""
+        """Send as many as workers may take now."""
         while self._waiting:
             decode = self._members.open_decode(time.monotonic())
             if not decode:
                 return
-            _, req = self._waiting.popitem(last=False)
+            req = self._waiting.pop()
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
             route = self._policy.choose(with_leader or preferred or decode, prefill)
             self._send(req, route, after)
+            now = time.monotonic()
+            if self._turn_at:
+                self._between_s.append(now - self._turn_at)
+            self._turn_at = now if self._waiting else 0.0
+
+    def _predicted_s(self, client: str) -> float:
+        """How long a request of this client would wait that comes now; 0: not known."""
+        if len(self._between_s) < NUM_TIMED or not self._turn_at:
+            return 0.0
+        # Turns come in bunches. The longest time does not count: a worker was lost, say.
+        between_s = (sum(self._between_s) - max(self._between_s)) / (NUM_TIMED - 1)
+        return self._waiting.num_ahead(client) * between_s
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
-        self._waiting.pop(req.req_id, None)
+        self._waiting.remove(req)
         route, req.route = req.route, None
         if route is None:
             req.queued_s += time.monotonic() - req.queued_at
@@ -196,6 +217,10 @@ class Queue:
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
 
+    def drew(self, req: Req, num_tokens: int) -> None:
+        """So many output tokens more have come."""
+        self._waiting.charge(req.client, OUTPUT_WEIGHT * num_tokens)
+
     def abort(self, req: Req) -> None:
         """Tell the worker that has `req`, if one has, to drop it."""
         if req.route is not None:
@@ -203,10 +228,12 @@ class Queue:
 
     def _late(self, req: Req, since: float) -> None:
         if not req.outcome and req.route is None and req.waiting_since == since:
-            self._expired(req)
+            self._expired(req, 0.0)
 
     def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
+        if not req.dispatch:
+            self._waiting.charge(req.client, len(req.prompt))
         req.dispatch += 1
         req.route = route
         req.queued_s += now - req.queued_at

@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.errors import ApiError
+from router.http.exchange import Exchange
 
 log = logging.getLogger("kvlane.router")
 
@@ -26,7 +27,11 @@ class ApiKeys:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED) or self._knows(scope):
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+            await self._app(scope, receive, send)
+            return
+        if client := self._client(scope):
+            Exchange.of(scope).client = client
             await self._app(scope, receive, send)
             return
         message = "a valid API key is needed: Authorization: Bearer KEY"
@@ -34,13 +39,15 @@ class ApiKeys:
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
+    def _client(self, scope: Scope) -> str:
+        """The number of its key, from 1 on; "" if it has none."""
         given: bytes = dict(scope["headers"]).get(b"authorization", b"")
         if given[: len(BEARER)].lower() != BEARER:
-            return False
+            return ""
         token = given[len(BEARER) :].strip()
         # Every key is compared, so that the time taken does not tell which one was close.
-        return any([hmac.compare_digest(token, key) for key in self._keys])
+        same = [hmac.compare_digest(token, key) for key in self._keys]
+        return str(1 + same.index(True)) if any(same) else ""
 
 
 def origins(config: RouterConfig, host: str) -> Sequence[str]:

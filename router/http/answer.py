@@ -85,6 +85,7 @@ class Answer(Response):
         for req in self._prepared.reqs:
             req.req_id = f"{exchange.unique_id}-{req.index}"
             req.mailbox, req.trace_id = self._mailbox, exchange.trace_id
+            req.client, req.priority = exchange.client, self._prepared.priority
             self._front.dispatcher.submit(req, exchange.trace)
             self._reqs.append(req)
 

@@ -48,6 +48,7 @@ class Prepared:
     continuous_usage: bool = False
     return_stages: bool = False
     return_resumes: bool = False
+    priority: int = 0
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
 
 

@@ -172,6 +172,7 @@ class Preparer:
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
             return_resumes=body.return_resumes,
+            priority=body.priority,
             grammar_param=job.grammar_param,
         )
 

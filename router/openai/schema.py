@@ -120,6 +120,7 @@ class GenerationBody(RequestModel):
     stop: Annotated[
         Many[str], BeforeValidator(_listed), WithJsonSchema({"anyOf": [TEXT, _many(TEXT)]})
     ] = Field([], max_length=MAX_STOP_STRINGS)
+    priority: int = Field(0, ge=-(2**31), lt=2**31)  # vLLM's: the least is first
     stop_token_ids: Many[int] = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)

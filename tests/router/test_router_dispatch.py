@@ -4,13 +4,16 @@ Every test asks a served router by HTTP. Replies run in threads, so that the tes
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from msgspec.structs import replace
 
-from router.dispatch.queue import INNOCENT_TOKENS
+from router.dispatch.members import MIN_AHEAD
+from router.dispatch.queue import INNOCENT_TOKENS, NUM_TIMED
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
     TOLD_STAGES,
@@ -102,6 +105,60 @@ def test_waiting_request_is_woken_by_a_new_worker(serve: Serve, ask: Ask, ids: I
     assert ended(future) == ("abcdefgh", "stop", None)
     assert httpx.get(f"{url}/ready").status_code == 200
     double.die()
+
+
+def test_who_would_wait_too_long_is_told_at_once(serve: Serve, ask: Ask, ids: Ids) -> None:
+    stats = WorkerStats(max_num_reqs=1, num_free_pages=9)
+    double, url, router = serve(DecodeDouble(stats=stats), queue_timeout_s=30)
+    queue, answers, held = router.front.dispatcher._queue, [], []
+    for num in range(1 + MIN_AHEAD + 4):
+        answers.append(ask(url))
+        if num <= MIN_AHEAD:
+            held.append(double.take())
+        else:
+            wait_until(lambda num=num: metric(url, "requests_waiting") == num - MIN_AHEAD)
+    queue._between_s.extend([10.0] * NUM_TIMED)
+    queue._turn_at = time.monotonic()
+    status, code, headers = failed(ask(url))
+    assert (status, code, headers["retry-after"]) == (429, "busy", "10")
+    while len(answers) > len(held):
+        speak(ids)(double, *held[-1])
+        held.append(double.take())
+    speak(ids)(double, *held[-1])
+    for peer, generate in held[:MIN_AHEAD]:
+        speak(ids)(double, peer, generate)
+    assert {answer.result().status_code for answer in answers} == {200}
+
+
+def test_a_client_that_asks_much_keeps_nobody_waiting(
+    serve: Serve, tmp_path: Path, ids: Ids
+) -> None:
+    """Its requests wait here once a worker has some more than rows; the other's is soon next."""
+    (tmp_path / "keys").write_text("much\nlittle\n")
+    double, url, _ = serve(
+        DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_free_pages=9)),
+        api_key_file=str(tmp_path / "keys"),
+    )
+
+    def asked(key: str) -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}", "x-request-id": key}
+        body = {"model": "small", "prompt": "a", "max_tokens": 20}
+        return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(asked, "much") for _ in range(15)]
+        first = [double.take() for _ in range(1 + MIN_AHEAD)]
+        wait_until(lambda: metric(url, "requests_waiting") == 15 - len(first))
+        answers.append(pool.submit(asked, "little"))
+        wait_until(lambda: metric(url, "requests_waiting") == 16 - len(first))
+        assert double.taken.empty()
+        order = []
+        for _ in range(16):
+            peer, generate = first.pop(0) if first else double.take()
+            order.append(generate.req_id.split("-")[0])
+            speak(ids)(double, peer, generate)
+        assert "little" in order[1 + MIN_AHEAD : 3 + MIN_AHEAD]
+        assert {answer.result().status_code for answer in answers} == {200}
 
 
 @pytest.mark.parametrize(("num", "expected"), [(1, (429, "busy")), (0, (503, "no_worker"))])
