@@ -14,7 +14,7 @@ class RouterConfig(Section):
     """How the HTTP front behaves. Limits are per router process."""
 
     policy: str = "least_loaded"
-    """How workers are chosen: least_loaded or round_robin."""
+    """How workers are chosen: least_loaded, prefix_aware or round_robin."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """From a request's arrival to its last token."""
     queue_timeout_s: float = Field(default=60.0, ge=0)

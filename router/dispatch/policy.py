@@ -7,13 +7,17 @@ from operator import attrgetter
 from typing import Protocol
 
 from router.dispatch.members import Known
+from router.dispatch.prefixes import Prefixes, blocks_of
 from worker.api import Candidate, PeerId
 from worker.registry import resolve
 
 MAX_CANDIDATES = 3
 UNKNOWN_S_PER_TOKEN = 1e-4
+# A long prompt that is there weighs as much as all rows of a worker, a short one less.
+LONG_TOKENS = 256
 POLICIES = {
     "least_loaded": "router.dispatch.policy:LeastLoaded",
+    "prefix_aware": "router.dispatch.policy:PrefixAware",
     "round_robin": "router.dispatch.policy:RoundRobin",
 }
 
@@ -24,18 +28,24 @@ class Route:
 
     decode: PeerId
     candidates: tuple[Candidate, ...]
+    num_expected: float = 0.0  # tokens that the decode worker is thought to have; 0: not known
 
 
 class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
+    def choose(
+        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+    ) -> Route:
         """Place a request at one of `decode`, which may take it and are at least one.
 
         `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
         transport) must not become candidates.
         """
         ...
+
+    def found(self, route: Route, num_cached: int) -> None:
+        """The decode worker of a request has told how many of its prompt's tokens it found."""
 
 
 class LeastLoaded(Policy):
@@ -44,11 +54,49 @@ class LeastLoaded(Policy):
     Ties are broken at random, so that routers that know the same do not all choose the same.
     """
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
+    def choose(
+        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+    ) -> Route:
         best = min(decode, key=lambda known: (_load(known), random.random()))
         pool = _eligible(best, prefill)
         pool.sort(key=lambda known: (_prefill_wait_s(known), random.random()))
         return _route(best, pool)
+
+
+class PrefixAware(Policy):
+    """Where most of the prompt is, unless that worker is so much busier; else as LeastLoaded.
+
+    A worker beyond its rows has no advantage that counts: its prompts would wait.
+    """
+
+    def __init__(self) -> None:
+        self._prefixes = Prefixes()
+
+    def choose(
+        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+    ) -> Route:
+        blocks, prefixes = blocks_of(prompt), self._prefixes
+        weight = 1 / max(LONG_TOKENS, len(prompt))
+
+        def cost(known: Known) -> tuple[float, float]:
+            load = _load(known)
+            spared = prefixes.held(blocks, known.peer) * weight if load < 1 else 0.0
+            return load - spared, random.random()
+
+        def wait_s(known: Known) -> tuple[float, float]:
+            per_token = known.stats.prefill_s_per_token or UNKNOWN_S_PER_TOKEN
+            spared_s = prefixes.held(blocks, known.peer) * per_token
+            return _prefill_wait_s(known) - spared_s, random.random()
+
+        best = min(decode, key=cost)
+        expected = prefixes.held(blocks, best.peer)
+        pool = sorted(_eligible(best, prefill), key=wait_s)
+        for known in (best, *pool[:1]):
+            prefixes.sent(blocks, known.peer)
+        return _route(best, pool, expected)
+
+    def found(self, route: Route, num_cached: int) -> None:
+        self._prefixes.found(route.decode, route.num_expected, num_cached)
 
 
 class RoundRobin(Policy):
@@ -58,7 +106,9 @@ class RoundRobin(Policy):
         self._decode_turn = 0
         self._prefill_turn = 0
 
-    def choose(self, decode: Sequence[Known], prefill: Sequence[Known]) -> Route:
+    def choose(
+        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+    ) -> Route:
         in_order = sorted(decode, key=lambda known: known.peer)
         chosen = in_order[self._decode_turn % len(in_order)]
         self._decode_turn += 1
@@ -91,9 +141,9 @@ def _eligible(decode: Known, prefill: Iterable[Known]) -> list[Known]:
     return [known for known in prefill if form(known) == form(decode)]
 
 
-def _route(decode: Known, prefill: Sequence[Known]) -> Route:
+def _route(decode: Known, prefill: Sequence[Known], num_expected: float = 0.0) -> Route:
     candidates = tuple(
         Candidate(known.peer, known.num_queued_tokens, known.stats.prefill_s_per_token)
         for known in prefill[:MAX_CANDIDATES]
     )
-    return Route(decode.peer, candidates)
+    return Route(decode.peer, candidates, num_expected)

@@ -187,7 +187,7 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
-            route = self._policy.choose(with_leader or preferred or decode, prefill)
+            route = self._policy.choose(req.prompt, with_leader or preferred or decode, prefill)
             self._send(req, route, after)
             now = time.monotonic()
             if self._turn_at:
@@ -216,6 +216,11 @@ class Queue:
         pause_s = max(MIN_PAUSE_S, retry_after_s) * (1 + MAX_JITTER * random.random())
         self._members.refused(peer, time.monotonic() + pause_s)
         self._loop.call_later(pause_s, self.place)
+
+    def found(self, req: Req, num_cached: int) -> None:
+        """Its decode worker has told how many of its prompt's tokens were there."""
+        if req.route is not None:
+            self._policy.found(req.route, num_cached)
 
     def drew(self, req: Req, num_tokens: int) -> None:
         """So many output tokens more have come."""

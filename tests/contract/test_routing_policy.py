@@ -24,7 +24,7 @@ def test_choice_is_one_of_those_given(chosen: Policy) -> None:
     decode = [known(f"d{i}", "decode") for i in range(3)]
     prefill = [known(f"p{i}", "prefill") for i in range(5)]
     for _ in range(20):
-        choice = chosen.choose(decode, prefill)
+        choice = chosen.choose((1, 2), decode, prefill)
         assert choice.decode in {k.peer for k in decode}
         peers = [candidate.peer for candidate in choice.candidates]
         assert len(set(peers)) == len(peers) == MAX_CANDIDATES
@@ -37,12 +37,12 @@ def test_prefill_workers_that_cannot_serve_the_decode_worker_are_never_candidate
         known("other-transport", "prefill", transport="mooncake/tcp"),
         known("good", "prefill"),
     ]
-    choice = chosen.choose([known("d", "decode")], prefill)
+    choice = chosen.choose((1, 2), [known("d", "decode")], prefill)
     assert [candidate.peer for candidate in choice.candidates] == ["good/1"]
 
 
 def test_no_prefill_worker_is_no_candidate(chosen: Policy) -> None:
-    assert chosen.choose([known("d", "decode")], []).candidates == ()
+    assert chosen.choose((1, 2), [known("d", "decode")], []).candidates == ()
 
 
 def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
@@ -53,7 +53,7 @@ def test_equal_workers_get_equal_shares(chosen: Policy) -> None:
         members.pong(f"{name}/1", WorkerStats(max_num_reqs=8, num_free_pages=9))
     shares: Counter[str] = Counter()
     for _ in range(40):
-        peer = chosen.choose(members.open_decode(0.0), []).decode
+        peer = chosen.choose((1, 2), members.open_decode(0.0), []).decode
         members.sent(peer, None, 40, 0.0)
         shares[peer] += 1
     assert set(shares.values()) == {10}
@@ -63,12 +63,12 @@ def test_candidate_says_what_is_known_of_it(chosen: Policy) -> None:
     prefill = known("p", "prefill")
     prefill.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.002)
     prefill.num_proposed_tokens = 40
-    (candidate,) = chosen.choose([known("d", "decode")], [prefill]).candidates
+    (candidate,) = chosen.choose((1, 2), [known("d", "decode")], [prefill]).candidates
     assert (candidate.num_queued_tokens, candidate.prefill_s_per_token) == (140, 0.002)
 
 
 def test_unknown_policy_lists_the_choices() -> None:
-    with pytest.raises(UserError, match="least_loaded, round_robin"):
+    with pytest.raises(UserError, match="least_loaded, prefix_aware, round_robin"):
         policy("best")
 
 
@@ -80,6 +80,44 @@ def test_least_loaded_takes_the_smallest_share_and_the_shortest_wait() -> None:
     slow, fast = known("slow", "prefill"), known("fast", "prefill")
     slow.stats = WorkerStats(num_queued_tokens=100, prefill_s_per_token=0.01)
     fast.stats = WorkerStats(num_queued_tokens=500, prefill_s_per_token=0.001)
-    choice = chosen.choose([small, large], [slow, fast])
+    choice = chosen.choose((1, 2), [small, large], [slow, fast])
     assert choice.decode == "large/1"
     assert [candidate.peer for candidate in choice.candidates] == ["fast/1", "slow/1"]
+
+
+def test_prefix_aware_follows_the_prompt_until_its_worker_is_too_busy() -> None:
+    chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(3)]
+    system, other = tuple(range(512)), tuple(range(1000, 1512))
+    home = chosen.choose((*system, 1), decode, []).decode
+    for i in range(10):
+        assert chosen.choose((*system, *range(i * 7, i * 7 + 40)), decode, []).decode == home
+    (hot,) = [each for each in decode if each.peer == home]
+    hot.stats = WorkerStats(num_running=3, max_num_reqs=8)
+    assert chosen.choose((*system, 5), decode, []).decode == home, "most of it is there"
+    assert chosen.choose(other, decode, []).decode != home, "nothing of it is"
+    hot.stats = WorkerStats(num_running=8, max_num_reqs=8)
+    away = chosen.choose((*system, 6), decode, []).decode
+    assert away != home, "it would wait for a row"
+    assert chosen.choose((*system, 7), decode, []).decode == away, "now it is there, too"
+
+
+def test_prefix_aware_believes_what_workers_report() -> None:
+    chosen, decode = policy("prefix_aware"), [known(f"d{i}", "decode") for i in range(2)]
+    system = tuple(range(512))
+    home = chosen.choose(system, decode, []).decode
+    (hot,) = [each for each in decode if each.peer == home]
+    hot.stats = WorkerStats(num_running=3, max_num_reqs=8)
+    for _ in range(20):
+        route = chosen.choose(system, [hot], [])
+        assert route.num_expected > 0
+        chosen.found(route, 0)  # it has evicted it, again and again
+    assert chosen.choose(system, decode, []).decode != home
+
+
+def test_prefix_aware_asks_the_prefill_worker_that_has_the_prompt() -> None:
+    chosen, decode = policy("prefix_aware"), [known("d", "decode")]
+    prefill = [known(f"p{i}", "prefill") for i in range(3)]
+    system = tuple(range(512))
+    first = chosen.choose(system, decode, prefill).candidates[0]
+    for _ in range(10):
+        assert chosen.choose((*system, 1), decode, prefill).candidates[0].peer == first.peer

@@ -116,7 +116,10 @@ def test_what_is_right_passes() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("router.policy=fair", "router.policy: 'fair' is none of: least_loaded, round_robin"),
+        (
+            "router.policy=fair",
+            "router.policy: 'fair' is none of: least_loaded, prefix_aware, round_robin",
+        ),
         ("transport.name=nixl", "transport.name: 'nixl' is none of: mooncake, shm"),
         ("transport.name=shm transport.kind=rdma", "transport.kind: 'rdma' is none of: shm"),
         ("decode.engine.attention.decode=fa9", "decode.engine.attention.decode: 'fa9' is none of"),

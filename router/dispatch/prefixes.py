@@ -1,0 +1,52 @@
+"""Which workers probably hold the KV of a prompt's beginning, by what this router has sent them."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from worker.api import PeerId
+
+BLOCK = 32  # tokens; what is shared of a block that is not whole is not seen
+CAPACITY = 1 << 16  # blocks: 2 million tokens, and some 20 MB
+SHARE = 0.2  # of the latest report in the trust in a worker's cache
+
+
+def blocks_of(tokens: Sequence[int]) -> list[int]:
+    """A number for each whole block and all before it; equal beginnings have equal numbers."""
+    numbers, number = [], 0
+    for end in range(BLOCK, len(tokens) + 1, BLOCK):
+        number = hash((number, tuple(tokens[end - BLOCK : end])))
+        numbers.append(number)
+    return numbers
+
+
+class Prefixes:
+    """An estimate: workers also serve other routers, and evict."""
+
+    def __init__(self, capacity: int = CAPACITY) -> None:
+        self._capacity = capacity
+        self._at: OrderedDict[int, set[PeerId]] = OrderedDict()  # block -> who; used last is last
+        self._trust: dict[PeerId, float] = {}  # of what was expected, how much was there, 0 to 1
+
+    def held(self, blocks: Sequence[int], peer: PeerId) -> float:
+        """How many tokens of a prompt of these blocks the worker is expected to have."""
+        num = 0
+        for block in blocks:
+            if peer not in self._at.get(block, ()):
+                break
+            num += 1
+        return num * BLOCK * self._trust.get(peer, 1.0)
+
+    def sent(self, blocks: Sequence[int], peer: PeerId) -> None:
+        """A prompt goes to a worker, which has it from then on."""
+        for block in reversed(blocks):  # its beginning is the last to be forgotten
+            self._at.setdefault(block, set()).add(peer)
+            self._at.move_to_end(block)
+        while len(self._at) > self._capacity:
+            self._at.popitem(last=False)
+
+    def found(self, peer: PeerId, expected: float, num_cached: int) -> None:
+        """A worker has said how many tokens it found where so many were expected."""
+        if expected:
+            trust = self._trust.get(peer, 1.0)
+            seen = min(1.0, num_cached * trust / expected)
+            self._trust[peer] = (1 - SHARE) * trust + SHARE * seen
