@@ -13,7 +13,7 @@ Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$"
 class RouterConfig(Section):
     """How the HTTP front behaves. Limits are per router process."""
 
-    policy: str = "least_loaded"
+    policy: str = "prefix_aware"
     """How workers are chosen: least_loaded, prefix_aware or round_robin."""
     request_timeout_s: float = Field(default=600.0, gt=0)
     """From a request's arrival to its last token."""

@@ -126,6 +126,12 @@ async def undisturbed(http: aiohttp.ClientSession, url: str, asks: list[Ask]) ->
     return right
 
 
+async def processes(cluster: Cluster) -> dict[str, int]:
+    """Pids of workers and routers, by name."""
+    workers = {row["name"]: row["pid"] for row in await cluster.workers()}
+    return workers | await cluster.pids(["router"])
+
+
 async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
     """Everything from the first request on; returns the figures."""
     rng = random.Random(options.seed)
@@ -156,14 +162,15 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
             await cluster.wait_idle(60)
         load = Load(http, url, right, asks, rng)
         before, num_before = await cluster.metrics(), len(faults.sent)
-        begun = {row["pid"]: sizes(row["pid"]) for row in await cluster.workers()}
+        pids = await processes(cluster)
+        begun = {pid: sizes(pid) for pid in pids.values()}
         until = time.monotonic() + 60 * options.minutes
         await disturbed(lambda: load.open_loop(rate, until))
         idle_s, left = await cluster.wait_idle(IDLE_S)
         after = await cluster.metrics()
-        rows = await cluster.workers()
+        pids = await processes(cluster)
     grown = {  # of who lived through it
-        row["name"]: (begun[row["pid"]], sizes(row["pid"])) for row in rows if row["pid"] in begun
+        name: (begun[pid], sizes(pid)) for name, pid in pids.items() if pid in begun
     }
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
@@ -196,6 +203,8 @@ def main() -> int:
             print(f"{title}: {line}")
     about = {name: value for name, value in figures.items() if name not in ("faults", "sizes")}
     about |= {"failed": len(figures["failed"]), "wrong": len(figures["wrong"])}
+    for name, pair in figures["sizes"].items():
+        print(f"{name}, before and after: {pair}")
     for name, value in about.items():
         print(f"{name}: {value}")
     write(options.json or out / "chaos.json", {"options": shown(options), **figures})
