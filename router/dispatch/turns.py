@@ -88,7 +88,6 @@ class Turns(Generic[W]):
         """Count what a client was served."""
         self._served[client] = self._served.get(client, 0.0) + tokens
 
-    def num_ahead(self, client: str) -> int:
-        """Turns before a request that this client adds now, if nobody else adds one."""
-        num_clients = len(self._heaps.keys() | {client})
-        return len(self._again) + min(len(self._live), self._num_of[client] * num_clients)
+    def num_waiting(self, client: str) -> int:
+        """Requests of one client, those that have come back left out."""
+        return self._num_of[client]

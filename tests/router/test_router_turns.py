@@ -89,15 +89,3 @@ def test_who_has_left_gets_no_turn_and_takes_no_room() -> None:
     assert len(turns._heaps["a"]) <= SLACK + 3
     assert turns.pop() is stays
     assert not turns._heaps
-
-
-def test_turns_ahead_are_those_of_a_fair_share() -> None:
-    turns = Turns[One]()
-    for i in range(90):
-        turns.add(One(f"a{i}", "a"))
-    assert turns.num_ahead("a") == 90
-    assert turns.num_ahead("b") == 0
-    turns.add(One("b", "b"))
-    assert turns.num_ahead("b") == 2
-    turns.add(One("back", "a"), first=True)
-    assert turns.num_ahead("b") == 3
