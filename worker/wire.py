@@ -307,7 +307,7 @@ class _Links:
                 # It may have stood still when we gave it up: it need not wait for our silence.
                 bye = _pack(self._me, sender, (link, 0), encode(Bye()))
                 with contextlib.suppress(zmq.ZMQError):
-                    self._listener.send_multipart([sender.encode(), bye], zmq.NOBLOCK)
+                    socket.send_multipart([sender.encode(), bye], zmq.NOBLOCK)
             return
         if isinstance(message, Bye):
             self.lose(sender, "it has closed the link", logging.DEBUG)

@@ -71,15 +71,16 @@ class Cluster:
         """Sums over all processes, by name and, of pages and slots, state."""
         async with self._http.get(f"{self._url}/metrics/targets") as response:
             groups = await response.json()
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = {}
         for target in {target for group in groups for target in group["targets"]}:
             async with self._http.get(f"http://{target}/metrics") as response:
                 text = await response.text()
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     state = f".{sample.labels['state']}" if sample.name in STATED else ""
-                    sums[f"{sample.name}{state}"] += sample.value
-        return dict(sums)
+                    name = f"{sample.name}{state}"
+                    sums[name] = sums.get(name, 0.0) + sample.value
+        return sums
 
     async def wait_idle(self, timeout_s: float) -> tuple[float, dict[str, float]]:
         """(Seconds until all are ready and nothing is left of any request, what is left then)."""

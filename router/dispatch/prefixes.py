@@ -12,7 +12,7 @@ SHARE = 0.2  # of the latest report in the trust in a worker's cache
 
 def blocks_of(tokens: Sequence[int]) -> list[int]:
     """A number for each whole block and all before it; equal beginnings have equal numbers."""
-    numbers, number = [], 0
+    numbers, number = list[int](), 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         number = hash((number, tuple(tokens[end - BLOCK : end])))
         numbers.append(number)

@@ -50,7 +50,7 @@ def _convolve_kernel(
     """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    is_value, head, first, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)
+    is_value, head, first, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)  # type: ignore
     lanes = tl.arange(0, LANES)
     inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
     w0, w1, w2, w3 = taps(conv_weight + first * 4, lanes, inside)
