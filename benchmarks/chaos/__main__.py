@@ -172,14 +172,15 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
     grown = {  # of who lived through it
         name: (begun[pid], sizes(pid)) for name, pid in pids.items() if pid in begun
     }
+    sent = faults.sent[num_before:]
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
         "rate": rate, "num": load.num, "kinds": dict(load.kinds),
         "failed": first.failed + load.failed, "wrong": first.wrong + load.wrong,
         "wait_s": {"p50": waits[49], "p99": waits[98], "most": max(load.waits, default=0.0)},
         "counters": {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED},
-        "num_faults": len(faults.sent) - num_before, "faults_by_kind": told(faults.sent),
-        "faults": [fault._asdict() for fault in faults.sent], "idle_s": idle_s, "left": left,
+        "num_faults": len(sent), "faults_by_kind": told(sent),
+        "faults": [fault._asdict() for fault in sent], "idle_s": idle_s, "left": left,
         "sizes": {
             name: [each and each._asdict() for each in pair] for name, pair in grown.items()
         },

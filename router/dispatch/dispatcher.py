@@ -188,7 +188,8 @@ class Dispatcher:
             return
         if not req.tokens:  # of the first token; a worker that resumes has found and spent more
             req.num_cached_tokens = max(req.num_cached_tokens, chunk.num_cached_tokens)
-            self._queue.found(req, chunk.num_cached_tokens)
+            if chunk.tokens:
+                self._queue.found(req, chunk.num_cached_tokens)
             if chunk.stages is not None:
                 req.stages, req.decoded_by = chunk.stages, peer
         tokens, logprobs = chunk.tokens, chunk.logprobs

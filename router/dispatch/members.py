@@ -112,7 +112,8 @@ class Members:
         """A member has stopped answering; it counts again from its next Pong on."""
         known = self._known.get(peer)
         if known is not None:
-            self._known[peer] = Known(known.member, heard_at=known.heard_at)
+            stats = WorkerStats(draining=known.stats.draining)
+            self._known[peer] = Known(known.member, stats, heard_at=known.heard_at)
 
     def refused(self, peer: PeerId, until: float) -> None:
         """A decode worker had no room: it gets no request until then, or until it has room."""

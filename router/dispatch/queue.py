@@ -11,7 +11,6 @@ import asyncio
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -34,7 +33,6 @@ log = logging.getLogger("kvlane.router")
 # have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
 INNOCENT_TOKENS = 32
 MAX_JITTER = 0.5  # of retry_after_s
-NUM_TIMED = 64  # turns of a client, by which its waits are predicted
 SURE = 0.8  # of the queue timeout: a prediction may be wrong by the rest
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
@@ -150,10 +148,6 @@ class Queue:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[Req] = Turns()
-        # By client: when it had its last turn, if more of its requests waited then (monotonic); and
-        # the time between its turns, while some waited.
-        self._turn_at: dict[str, float] = {}
-        self._between_s: dict[str, deque[float]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -171,7 +165,7 @@ class Queue:
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
             self._expired(req, 0.0)
             return
-        late_s = 0.0 if first else self._predicted_s(req.client) - SURE * self._queue_timeout_s
+        late_s = 0.0 if first else self._waiting.wait_s(req.client) - SURE * self._queue_timeout_s
         if late_s > 0:
             self._expired(req, late_s)
             return
@@ -193,23 +187,6 @@ class Queue:
             with_leader, after = _follow(req, decode)
             route = self._policy.choose(req.prompt, with_leader or preferred or decode, prefill)
             self._send(req, route, after)
-            self._time_turn(req.client)
-
-    def _time_turn(self, client: str) -> None:
-        now, before = time.monotonic(), self._turn_at.pop(client, None)
-        if before is not None:
-            times = self._between_s.setdefault(client, deque(maxlen=NUM_TIMED))
-            times.append(now - before)
-        if self._waiting.num_waiting(client):
-            self._turn_at[client] = now
-
-    def _predicted_s(self, client: str) -> float:
-        """How long a request of this client would wait that comes now; 0: not known."""
-        times = self._between_s.get(client, ())
-        if len(times) < NUM_TIMED or client not in self._turn_at:
-            return 0.0
-        # Turns come in bunches. The longest time does not count: a worker was lost, say.
-        return self._waiting.num_waiting(client) * (sum(times) - max(times)) / (NUM_TIMED - 1)
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""

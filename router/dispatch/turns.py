@@ -7,11 +7,14 @@ away is lifted to the least of those who wait: nobody saves up turns.
 """
 
 import heapq
-from collections import Counter, OrderedDict
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 OUTPUT_WEIGHT = 2  # of a token, against one of a prompt
 SLACK = 64  # entries of requests that have left, which a heap may hold
+NUM_TIMED = 64  # turns of a client, by which its waits are predicted
 
 
 class Waiter(Protocol):
@@ -25,15 +28,25 @@ class Waiter(Protocol):
 W = TypeVar("W", bound=Waiter)
 
 
+@dataclass(slots=True)
+class _Client:
+    """One client, also while none of its requests wait."""
+
+    served: float = 0.0  # tokens, weighted
+    num: int = 0  # its requests that wait, those that have come back left out
+    heap: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
+    turn_at: float = 0.0  # monotonic, of its last turn if more of its requests waited then, else 0
+    between_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED))  # turns
+
+
 class Turns(Generic[W]):
     """Requests that wait."""
 
     def __init__(self) -> None:
         self._again: OrderedDict[str, W] = OrderedDict()  # come back from a worker: before all
         self._live: dict[str, tuple[int, W]] = {}  # by req_id; the number is its heap entry's
-        self._heaps: dict[str, list[tuple[int, int, str]]] = {}  # of clients that wait
-        self._num_of: Counter[str] = Counter()  # live requests of each client
-        self._served: dict[str, float] = {}  # tokens, weighted, by client
+        self._clients: dict[str, _Client] = {}
+        self._waiting: dict[str, _Client] = {}  # those with requests that wait
         self._last_served = 0.0  # of whoever had the last turn
         self._number = 0
 
@@ -46,48 +59,63 @@ class Turns(Generic[W]):
             self._again[waiter.req_id] = waiter
             self._again.move_to_end(waiter.req_id, last=False)
             return
-        client, self._number = waiter.client, self._number + 1
-        if client not in self._heaps:
-            others = [self._served[each] for each in self._heaps]
-            least = min(others, default=self._last_served)
-            self._served[client] = max(self._served.get(client, 0.0), least)
-            self._heaps[client] = []
-        heapq.heappush(self._heaps[client], (waiter.priority, self._number, waiter.req_id))
+        client, self._number = self._client(waiter.client), self._number + 1
+        if not client.num:
+            others = (each.served for each in self._waiting.values())
+            client.served = max(client.served, min(others, default=self._last_served))
+            self._waiting[waiter.client] = client
+        heapq.heappush(client.heap, (waiter.priority, self._number, waiter.req_id))
         self._live[waiter.req_id] = self._number, waiter
-        self._num_of[client] += 1
+        client.num += 1
 
     def pop(self) -> W:
         """The next one; KeyError if there is none."""
         if self._again:
             return self._again.popitem(last=False)[1]
-        if not self._heaps:
+        if not self._waiting:
             raise KeyError("nobody waits")
-        client = min(self._heaps, key=lambda each: self._served[each])
-        self._last_served = self._served[client]
-        while True:  # entries of those that have left are passed over
-            _, number, req_id = heapq.heappop(self._heaps[client])
-            if (found := self._live.get(req_id)) is not None and found[0] == number:
-                self.remove(found[1])
-                return found[1]
+        client = min(self._waiting.values(), key=lambda each: each.served)
+        self._last_served, waiter = client.served, None
+        while waiter is None:  # entries of those that have left are passed over
+            _, number, req_id = heapq.heappop(client.heap)
+            known, found = self._live.get(req_id, (0, None))
+            waiter = found if known == number else None
+        self.remove(waiter)
+        now = time.monotonic()
+        if client.turn_at:
+            client.between_s.append(now - client.turn_at)
+        client.turn_at = now if client.num else 0.0
+        return waiter
 
     def remove(self, waiter: W) -> None:
         """It does not wait any more, if it did."""
         self._again.pop(waiter.req_id, None)
         if self._live.pop(waiter.req_id, None) is None:
             return
-        client = waiter.client
-        self._num_of[client] -= 1
-        if not self._num_of[client]:
-            del self._num_of[client], self._heaps[client]
-        elif len(self._heaps[client]) > 2 * self._num_of[client] + SLACK:
-            kept = [entry for entry in self._heaps[client] if entry[2] in self._live]
-            heapq.heapify(kept)
-            self._heaps[client] = kept
+        client = self._clients[waiter.client]
+        client.num -= 1
+        if not client.num:
+            client.heap.clear()
+            del self._waiting[waiter.client]
+        elif len(client.heap) > 2 * client.num + SLACK:
+            client.heap = [entry for entry in client.heap if entry[2] in self._live]
+            heapq.heapify(client.heap)
 
     def charge(self, client: str, tokens: float) -> None:
         """Count what a client was served."""
-        self._served[client] = self._served.get(client, 0.0) + tokens
+        self._client(client).served += tokens
 
-    def num_waiting(self, client: str) -> int:
-        """Requests of one client, those that have come back left out."""
-        return self._num_of[client]
+    def wait_s(self, client: str) -> float:
+        """How long a request of this client would wait that comes now; 0: not known."""
+        known = self._client(client)
+        times = known.between_s
+        if len(times) < NUM_TIMED or not known.turn_at:
+            return 0.0
+        # Turns come in bunches. The longest time does not count: a worker was lost, say.
+        return known.num * (sum(times) - max(times)) / (NUM_TIMED - 1)
+
+    def _client(self, name: str) -> _Client:
+        client = self._clients.get(name)
+        if client is None:
+            client = self._clients[name] = _Client()
+        return client

@@ -4,7 +4,6 @@ Every test asks a served router by HTTP. Replies run in threads, so that the tes
 """
 
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ import pytest
 from msgspec.structs import replace
 
 from router.dispatch.members import MIN_AHEAD
-from router.dispatch.queue import INNOCENT_TOKENS, NUM_TIMED
+from router.dispatch.queue import INNOCENT_TOKENS
+from router.dispatch.turns import NUM_TIMED
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
     TOLD_STAGES,
@@ -118,8 +118,9 @@ def test_who_would_wait_too_long_is_told_at_once(serve: Serve, ask: Ask, ids: Id
             held.append(double.take())
         else:
             wait_until(lambda num=num: metric(url, "requests_waiting") == num - MIN_AHEAD)
-    queue._between_s[""] = deque([10.0] * NUM_TIMED)
-    queue._turn_at[""] = time.monotonic()
+    client = queue._waiting._clients[""]
+    client.between_s.extend([10.0] * NUM_TIMED)
+    client.turn_at = time.monotonic()
     status, code, headers = failed(ask(url))
     assert (status, code, headers["retry-after"]) == (429, "busy", "16"), "4 turns, 24 s allowed"
     while len(answers) > len(held):

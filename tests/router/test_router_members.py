@@ -24,6 +24,13 @@ def test_successor_of_the_same_name_is_another_member(members: Members) -> None:
     assert members.get("d/1") is None
 
 
+def test_who_drains_is_known_to_even_after_its_link_broke(members: Members) -> None:
+    members.pong("d/1", WorkerStats(max_num_reqs=2, draining=True))
+    members.lost("d/1")
+    _, (gone, _) = members.update([])
+    assert gone.stats == WorkerStats(draining=True)
+
+
 def test_member_counts_from_its_first_pong_until_it_is_lost(members: Members) -> None:
     assert not members.live("decode")
     members.pong("d/1", None)

@@ -86,6 +86,6 @@ def test_who_has_left_gets_no_turn_and_takes_no_room() -> None:
         turns.remove(gone)
         turns.remove(gone)
     assert len(turns) == 1
-    assert len(turns._heaps["a"]) <= SLACK + 3
+    assert len(turns._clients["a"].heap) <= SLACK + 3
     assert turns.pop() is stays
-    assert not turns._heaps
+    assert not turns._waiting
