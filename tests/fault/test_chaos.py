@@ -7,13 +7,13 @@ from tests.e2e.harness import shared_memory
 from tests.e2e.shared import USUAL, Clusters
 from tests.support import pairwise
 
-MINUTES = "3" if pairwise.whole else "0.5"
+MINUTES = "3" if pairwise.whole else "0.35"
 
 
 def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     serve = clusters.take(*USUAL)
     options = parse([
-        "--out", "nowhere", "--minutes", MINUTES, "--every", "5", "--rate", "2.5", "--num", "1",
+        "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "2.5", "--num", "1",
         "--seed", "3",
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url))
