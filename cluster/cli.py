@@ -44,6 +44,7 @@ RAY_SETTINGS = {
 # Beyond their own limits, for the processes that `serve` starts to end by themselves.
 JOINED_GRACE_S = 3.0  # on a Ray that we joined, after a signal while they start
 END_MARGIN_S = 10.0
+NEXT_CONTROLLER_S = 15.0  # for one to come where another one is gone
 CUT_OFF = "; requests were cut off"
 ONE_SERVE = "the Ray cluster it runs on; default: the serve of this machine"
 # Flag, the leaf that it sets, its type, its metavar, its help.
@@ -307,10 +308,11 @@ def _down(args: argparse.Namespace) -> int:
 def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
     """To a running cluster: calls a method of its controller, by name. Raises NothingRuns."""
     address: str = args.address or os.environ.get("RAY_ADDRESS", "")
-    auth_mode, loopback = "", False
+    auth_mode, loopback, runs = "", False, False
     try:
         running = find_running(_runtime_dir(), args.address or "")
         address, auth_mode, loopback = running.address, running.auth_mode, running.local
+        runs = True
     except UserError:
         if not address:
             raise
@@ -319,12 +321,17 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
 
     launch.join(address, quiet=True, loopback=loopback)
     try:
-        controller = launch.find_controller()
-        if controller is None:
-            raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}")
+        try:
+            controller = launch.next_controller(NEXT_CONTROLLER_S if runs else 0.0)
+        except launch.ControllerGone:
+            raise NothingRuns(f"no kvlane runs on the Ray cluster at {address}") from None
 
         def ask(method: str, *args: object) -> Any:
-            return launch.ask(getattr(controller, method), *args)
+            try:
+                return launch.ask(getattr(controller, method), *args)
+            except launch.ControllerGone:
+                after = launch.next_controller(NEXT_CONTROLLER_S)
+                return launch.ask(getattr(after, method), *args)
 
         yield ask
     finally:

@@ -110,10 +110,12 @@ class EngineThread:
         stalled_s = self._wire.stalled_s
         return f"no step has settled for {stalled_s:.0f} s while work waits" if stalled_s else ""
 
-    def join(self) -> None:
-        """Wait until the thread has ended."""
-        if self._thread is not None:
-            self._thread.join()
+    def join(self, timeout_s: float | None = None) -> bool:
+        """Wait until the thread has ended; whether it has."""
+        if self._thread is None:
+            return True
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self, turn: Callable[[list[Incoming]], float]) -> None:
         idle_s = 0.0

@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos --minutes 20 --out results
     python -m benchmarks.chaos --minutes 2 --roles router --signals stop --stop-s 5 --out results
+    python -m benchmarks.chaos --minutes 2 --roles controller,decode --stop-s 60 --out results
     python -m benchmarks.chaos --minutes 20 --spec chain --out results
     python -m benchmarks.chaos --minutes 20 --set decode.tp=2 --out results
 
@@ -46,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = made.add_argument
     add("--minutes", type=float, default=20, help="of load with faults")
     add("--every", type=float, default=10, help="seconds between two faults")
-    add("--roles", default="prefill,decode", help="who is hit: prefill, decode, router")
+    add("--roles", default="prefill,decode", help="who is hit: prefill, decode, router, controller")
     add("--signals", default="kill,stop")
     add("--stop-s", type=float, default=5, help="for so long a process is stopped")
     add("--rate", type=float, help="requests a second; default: --share of what is got through")

@@ -21,6 +21,7 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
+CONTROLLER = "ray::Controller"  # as Ray calls its process
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -65,6 +66,8 @@ class Cluster:
             port = int(self._url.rpartition(":")[2])
             listening = {f"router of pid {pid}": pid for pid in listeners(port)}
             found |= listening if len(listening) > 1 else {}
+        if "controller" in roles:  # there is one, and nobody's work is with it
+            found |= {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
         return found
 
     async def metrics(self) -> dict[str, float]:
@@ -138,6 +141,17 @@ class Faults:
                 finally:
                     self._stopped.discard(pid)
                     os.kill(pid, signal.SIGCONT)
+
+
+def pids_of(title: str) -> list[int]:
+    """Of the processes whose command line begins so."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if (entry / "cmdline").read_bytes().startswith(title.encode()):
+                    found.append(int(entry.name))
+    return found
 
 
 def listeners(port: int) -> set[int]:

@@ -1,23 +1,25 @@
-"""The controller: the one actor that owns all others, and the only one with a name in Ray.
+"""The controller: the actor that keeps all others running, and the only one with a name in Ray.
 
-It is not detached: when `serve` ends, in whatever way, Ray ends the controller, and with it
-everything that it created.
+It may die: `serve` owns what it has made (`sites.estate`), and the next controller goes on with it.
+When `serve` ends, in whatever way, Ray ends them all.
 """
 
 import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from cluster import logs
 from cluster.config import Config, differences
 from cluster.control.monitor import Monitor, in_time
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, last_of_its_kind
 from cluster.diagnose.running import ClusterExamination, WorkerAnswer
-from cluster.sites.handles import RayProcess, call
-from cluster.sites.process import Stage
+from cluster.sites.estate import Done, Legacy, Order, Orders
+from cluster.sites.handles import Identity, RayProcess, call
+from cluster.sites.process import Process, Record, Stage
 from cluster.sites.ray_site import Home, RaySite
 from worker.api import Lost
 from worker.errors import UserError, WorldError
@@ -30,12 +32,14 @@ NAME = "kvlane-controller"
 NAMESPACE = "kvlane"
 BEAT_S = 1.0
 EXAMINE_TIMEOUT_S = 120.0
+POLL_S = 0.2  # for which `progress` waits for an order
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """What `serve` shows and waits for."""
 
+    orders: tuple[Order, ...]
     events: tuple[Event, ...]  # those that `serve` has not seen
     starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
@@ -46,18 +50,25 @@ class Progress:
 class Controller:
     """Ray actor around a Monitor and the Wire that pings for it. Every method is a coroutine."""
 
-    def __init__(self, config: Config, home: Home) -> None:
+    def __init__(self, config: Config, home: Home, legacy: Legacy) -> None:
         logs.begin("controller", config.cluster)
         self._config = config
-        self._site = RaySite(config, home)
+        self._legacy = legacy
+        self._orders = Orders()
+        self._site = RaySite(legacy, home, self._orders)
         self._monitor: Monitor | None = None
         self._wire: Wire | None = None
         self._drained = False
+        self._draining: set[asyncio.Task[bool]] = set()  # what was begun before this controller
         self._placed = asyncio.Event()  # room is reserved, or there is none
         self._ready = asyncio.Event()
 
     def __repr__(self) -> str:
         return "controller"
+
+    async def identify(self) -> Identity:
+        """Which process this is."""
+        return Identity.own()
 
     async def start(self) -> None:
         """Place and start everything; returns when all of it is ready.
@@ -65,9 +76,36 @@ class Controller:
         Placement, UserError, WorldError: it cannot start; the message is for the user.
         """
         try:
-            roles = await self._site.open()
+            records = await self._site.open()
         finally:
             self._placed.set()
+        monitor = self._monitored([(record, None) for record in records])
+        await monitor.start()
+        self._ready.set()
+
+    async def adopt(self) -> int:
+        """Go on where the last controller has ended; how many processes are members."""
+        found = await self._site.inherited()
+        monitor = self._monitored(found)
+        monitor.adopt()
+        self._placed.set()
+        self._ready.set()
+        replicas = monitor.replicas()
+        if self._legacy.ends:
+            self._go_on(self.drain(None, self._legacy.drain_timeout_s))
+        else:
+            for replica in replicas:
+                if replica.leaving:
+                    self._go_on(self.drain(replica.name, replica.drain_timeout_s))
+        return sum(replica.member is not None for replica in replicas)
+
+    def _go_on(self, drain: Coroutine[Any, Any, bool]) -> None:
+        task = asyncio.create_task(drain)
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
+
+    def _monitored(self, found: Iterable[tuple[Record, Process | None]]) -> Monitor:
+        """Who keeps these names, and a wire that pings for it."""
         loop = asyncio.get_running_loop()
 
         def deliver(events: Sequence[WireEvent]) -> None:
@@ -76,13 +114,12 @@ class Controller:
                     loop.call_soon_threadsafe(monitor.lost, peer, message.reason)
 
         wire = Wire(f"controller/{secrets.token_hex(4)}", self._config.ping, deliver)
-        replicas = [Replica(name, role) for name, role in roles.items()]
-        monitor = Monitor(replicas, self._site, wire, self._config.cluster)
+        replicas = [Replica.of(record, process) for record, process in found]
+        monitor = Monitor(replicas, self._site, wire, self._config.cluster, self._legacy.number)
         self._wire, self._monitor = wire, monitor
         wire.start()
         self._beat(loop, wire)
-        await monitor.start()
-        self._ready.set()
+        return monitor
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
@@ -92,17 +129,24 @@ class Controller:
     def _replicas(self) -> list[Replica]:
         return [] if self._monitor is None else self._monitor.replicas()
 
-    async def progress(self, num_seen: int) -> Progress:
-        """What has happened after the first `num_seen` events."""
-        replicas = self._replicas()
-        routers = [r.member for r in replicas if r.role == "router" and r.member is not None]
+    async def progress(self, num_seen: int, done: Sequence[Done] = ()) -> Progress:
+        """What has happened after the first `num_seen` events, and what `serve` shall do.
+
+        done: the results of orders.
+        """
+        orders = await self._orders.exchange(done, POLL_S)
         return Progress(
+            orders=orders,
             events=() if self._monitor is None else tuple(self._monitor.events[num_seen:]),
-            starting={r.name: r.stage for r in replicas if r.state is State.STARTING},
+            starting={r.name: r.stage for r in self._replicas() if r.state is State.STARTING},
             waiting=self._site.waiting,
-            urls=tuple(dict.fromkeys(member.address for member in routers)),
+            urls=self._urls(),
             drained=self._drained,
         )
+
+    def _urls(self) -> tuple[str, ...]:
+        routers = [r.member for r in self._replicas() if r.role == "router" and r.member]
+        return tuple(dict.fromkeys(member.address for member in routers))
 
     async def status(self) -> list[ReplicaStatus]:
         """One row a name."""
@@ -125,7 +169,7 @@ class Controller:
                 f"{', '.join(paths)}; end it first: kvlane down"
             )
         await self._ready.wait()
-        return (await self.progress(0)).urls
+        return self._urls()
 
     async def warning(self, name: str) -> str:
         """As `last_of_its_kind`."""
@@ -142,6 +186,7 @@ class Controller:
             if warning := last_of_its_kind(name, self._replicas()):
                 log.warning("%s", warning)
             return await self._monitor.drain([name], timeout_s)
+        self._orders.tell("end", timeout_s)
         idle = await self._monitor.stop(timeout_s)
         self._drained = True
         return idle

@@ -39,6 +39,7 @@ REPORT_TIMEOUT_S = 2.0
 # for so long. It loses all its streams, so a machine that is merely busy has to get by.
 SILENT_S = 20.0
 ASK_S = 2.0  # between two questions
+NUM_SLICES = 10  # of the time in which a process has to answer
 
 
 class Monitor:
@@ -46,10 +47,16 @@ class Monitor:
 
     replicas: only this object changes them from now on.
     links: their owner calls `lost` when a process does not answer pings.
+    number: of the monitors that there have been; what a later one says of members counts.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], site: Site, links: Links, config: ClusterConfig
+        self,
+        replicas: Sequence[Replica],
+        site: Site,
+        links: Links,
+        config: ClusterConfig,
+        number: int = 1,
     ) -> None:
         self.events: list[Event] = []
         self._replicas = {replica.name: replica for replica in replicas}
@@ -57,7 +64,7 @@ class Monitor:
         self._links = links
         self._config = config
         self._changes = Changes()
-        self._version = 0
+        self._number, self._num_told = number, 0
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background()
         self._up = False
@@ -69,13 +76,24 @@ class Monitor:
         Raises UserError if a process cannot work as configured, WorldError if one died or did not
         start in time, several times.
         """
-        for replica in self._replicas.values():
-            self._tasks[replica.name] = asyncio.create_task(self._keep(replica), name=replica.name)
+        self._keep_all()
         while not all(replica.state is State.READY for replica in self._replicas.values()):
             await asyncio.wait((self._failed,), timeout=POLL_S)
             if self._failed.done():
                 self._failed.result()
         self._up = True
+
+    def adopt(self) -> None:
+        """Go on where another monitor has ended: all its members are told of one another at once.
+
+        One that has died or hangs is found as any other, and names without a process get one.
+        """
+        self._up = True
+        for replica in self._replicas.values():
+            if replica.member is not None:
+                self._watch(replica)
+        self._tell_members()
+        self._keep_all()
 
     def replicas(self) -> list[Replica]:
         """All names, for reading."""
@@ -104,7 +122,8 @@ class Monitor:
             raise UserError(f"no worker or router is called {unknown[0]} (there are: {known})")
         replicas = [self._replicas[name] for name in names]
         for replica in replicas:  # all of them, before the first asks which ones go on
-            replica.leaving = True
+            replica.leaving, replica.drain_timeout_s = True, timeout_s
+            self._site.remember(replica.record)
         idle = await asyncio.gather(*(self._finish(replica, timeout_s) for replica in replicas))
         await asyncio.gather(*(self._remove(replica) for replica in replicas))
         return all(idle)
@@ -118,10 +137,14 @@ class Monitor:
             idle &= await self.drain(names, drain_timeout_s)
         return idle
 
+    def _keep_all(self) -> None:
+        for replica in self._replicas.values():
+            self._tasks[replica.name] = asyncio.create_task(self._keep(replica), name=replica.name)
+
     async def _keep(self, replica: Replica) -> None:
         """Start one process after the other, until it is leaving or starting has failed."""
         deaths_in_a_row = 0
-        while not replica.leaving:
+        while replica.process is not None or not replica.leaving:
             ready_at, error = await self._live(replica)
             if replica.leaving:
                 return
@@ -147,18 +170,11 @@ class Monitor:
 
     async def _live(self, replica: Replica) -> tuple[float, KvlaneError]:
         """Run one incarnation to its end: when it became ready (0: never), and why it ended."""
-        replica.begin(secrets.token_hex(4))
-        began_at, ready_at = time.monotonic(), 0.0
+        ready_at = time.monotonic() if replica.process is not None else 0.0  # it was adopted
         error: KvlaneError = WorldError("it stopped")
         try:
-            self._note(replica, "starting")
-            process = replica.process = await self._site.create(replica.name, replica.incarnation)
-            self._note(replica, f"loading ({process.place})")
-            member = await started(replica, process, self._config.start_timeout_s)
-            ready_at = time.monotonic()
-            took = f"after {ready_at - began_at:.1f} s"
-            self._join(replica, member, f"{took} ({process.place})")
-            self._note(replica, f"ready {took}")
+            process = replica.process or await self._begin(replica)
+            ready_at = ready_at or time.monotonic()
             await until_over(replica, process, self._config.stop_timeout_s)
         except (WorldError, UserError) as e:
             error = e
@@ -167,30 +183,51 @@ class Monitor:
             await killed(replica)
         return ready_at, error
 
-    def _join(self, replica: Replica, member: Member, text: str) -> None:
-        replica.member, replica.state = member, State.READY
-        if member.address.startswith(PINGED):
-            self._links.connect(member.peer, member.address)
+    async def _begin(self, replica: Replica) -> Process:
+        """A new incarnation, once it is ready."""
+        replica.begin(secrets.token_hex(4))
+        began_at = time.monotonic()
+        self._note(replica, "starting")
+        process = replica.process = await self._site.create(replica.name, replica.incarnation)
+        self._note(replica, f"loading ({process.place})")
+        replica.member = await started(replica, process, self._config.start_timeout_s)
+        replica.state = State.READY
+        took = f"after {time.monotonic() - began_at:.1f} s"
+        self._site.remember(replica.record)
+        self._watch(replica)
+        self._announce(replica, State.READY, f"{took} ({process.place})")
+        self._note(replica, f"ready {took}")
+        return process
+
+    def _watch(self, replica: Replica) -> None:
+        """Learn of a member that falls silent."""
+        assert replica.member is not None
+        if replica.member.address.startswith(PINGED):
+            self._links.connect(replica.member.peer, replica.member.address)
         else:
             self._background.spawn(listen(replica), f"reports of {replica.name}")
-        self._announce(replica, State.READY, text)
 
     def _leave(self, replica: Replica, why: KvlaneError) -> None:
         """Take the replica out of the members and tell all processes at once."""
         member, replica.member, replica.state = replica.member, None, State.LOST
         if member is not None:
             self._note(replica, "stopping" if replica.leaving else "lost")
+            self._site.remember(replica.record)
             self._links.disconnect(member.peer)
             state = "stopping" if replica.leaving else State.LOST
             self._announce(replica, state, "" if replica.leaving else str(why))
 
     def _announce(self, replica: Replica, state: str, text: str) -> None:
         self._changes.add(replica, state, text)
-        self._version += 1
+        self._tell_members()
+
+    def _tell_members(self) -> None:
+        self._num_told += 1
+        version = self._number, self._num_told
         # A draining one is a member: it still serves what it has begun.
         members = [r.member for r in self._replicas.values() if r.member is not None]
-        membership = Membership(self._version, members, self._changes.listed())
-        log.debug("members %d: %s", self._version, " ".join(m.peer for m in members) or "none")
+        membership = Membership(version, members, self._changes.listed())
+        log.debug("members %d.%d: %s", *version, " ".join(m.peer for m in members) or "none")
         for receiver in self._replicas.values():
             process = receiver.reachable
             if process is not None and receiver.stopping is None:  # else it may be gone by then
@@ -333,8 +370,16 @@ async def report_of(replica: Replica) -> Report | None:
 
 
 async def in_time(work: Awaitable[T], timeout_s: float, verb: str) -> T:
-    """The result of `work`. Raises WorldError if there is none after `timeout_s`."""
+    """The result of `work`. Raises WorldError if there is none after `timeout_s`.
+
+    Time in which this process was stopped is a slice of that at most: it judges nobody.
+    """
+    task = asyncio.ensure_future(work)
     try:
-        return await asyncio.wait_for(work, timeout_s)
-    except TimeoutError:
-        raise WorldError(f"it did not {verb} within {timeout_s:g} s") from None
+        for _ in range(NUM_SLICES):
+            await asyncio.wait((task,), timeout=timeout_s / NUM_SLICES)
+            if task.done():
+                return task.result()
+        raise WorldError(f"it did not {verb} within {timeout_s:g} s")
+    finally:
+        task.cancel()

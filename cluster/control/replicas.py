@@ -9,7 +9,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cluster.sites.process import Process, Report, Stage
+from cluster.sites.process import Process, Record, Report, Stage
 from worker.api import Change, Member, Role
 
 START = Stage()
@@ -61,6 +61,7 @@ class Replica:
     incarnation: str = ""
     restarts: int = 0
     leaving: bool = False  # it gets no further process
+    drain_timeout_s: float | None = None  # of one that is leaving
     member: Member | None = None  # from ready until known to be dead, or stopped
     process: Process | None = None  # from its creation until it is gone for certain
     stage: Stage = START  # of the start of the process
@@ -68,10 +69,30 @@ class Replica:
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
     given_up: asyncio.Future[str] = field(init=False)  # why it is
 
+    @classmethod
+    def of(cls, record: Record, process: Process | None) -> "Replica":
+        """Of a name that another monitor has left. process: its member, where it has one."""
+        made = cls(
+            record.name, record.role, State.STARTING, record.incarnation, record.restarts,
+            record.leaving, record.drain_timeout_s,
+        )  # fmt: skip
+        if process is not None:
+            made.process, made.member, made.state = process, record.member, State.READY
+            made.given_up = asyncio.get_running_loop().create_future()
+        return made
+
     @property
     def reachable(self) -> Process | None:
         """The process, if it is ready."""
         return self.process if self.member is not None else None
+
+    @property
+    def record(self) -> Record:
+        """What another monitor has to know of it."""
+        return Record(
+            self.name, self.role, self.incarnation, self.restarts, self.member,
+            self.leaving, self.drain_timeout_s,
+        )  # fmt: skip
 
     def begin(self, incarnation: str) -> None:
         """Start a new incarnation."""

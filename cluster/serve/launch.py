@@ -17,8 +17,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from cluster.config import Config
 from cluster.control.controller import NAME, NAMESPACE, Controller
 from cluster.resolve import reserved, with_devices
+from cluster.sites.estate import Legacy
 from cluster.sites.ray_private import (
     RAY,
+    reason_of,
     silence_worker_deaths,
     start_what_is_needed,
     stay_on_loopback,
@@ -86,14 +88,18 @@ def join(address: str, *, quiet: bool = False, loopback: bool = False) -> str:
     return str(context.address_info["gcs_address"])
 
 
-def create_controller(config: Config, *, local: bool) -> Any:
-    """The controller of a new cluster, on this node. local: this process has started Ray."""
+class ControllerGone(WorldError):
+    """It is dead or does not answer."""
+
+
+def create_controller(config: Config, legacy: Legacy, *, local: bool) -> Any:
+    """A controller on this node. local: this process has started Ray."""
     node_id = RAY.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     made = RAY.remote(Controller).options(
         name=NAME, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=here
     )
-    return made.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local))
+    return made.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local), legacy)
 
 
 def find_controller() -> Any | None:
@@ -110,7 +116,7 @@ def ask(method: Any, *args: object) -> Any:
 
 
 def wait_for(reference: Any) -> Any:
-    """The result of a call under way; raises what it raised, or WorldError of a dead controller."""
+    """The result of a call under way; raises what it raised, or ControllerGone."""
     try:
         return RAY.get(reference)
     except RayTaskError as error:
@@ -119,7 +125,7 @@ def wait_for(reference: Any) -> Any:
             raise cause from None
         raise
     except (RayActorError, RaySystemError) as error:
-        raise WorldError(f"the controller is gone: {str(error).splitlines()[0]}") from None
+        raise ControllerGone(f"the controller is gone: {reason_of(error)}") from None
 
 
 def is_over(reference: Any, timeout_s: float) -> bool:
@@ -128,14 +134,25 @@ def is_over(reference: Any, timeout_s: float) -> bool:
     return bool(ready)
 
 
-def wait_gone() -> None:
-    """Wait until Ray has forgotten a controller that was told to end; else raise WorldError."""
-    deadline = time.monotonic() + DOWN_TIMEOUT_S
+def wait_gone(timeout_s: float = DOWN_TIMEOUT_S) -> None:
+    """Wait until Ray has forgotten a controller that ends; else raise WorldError."""
+    deadline = time.monotonic() + timeout_s
     while find_controller() is not None:
         if time.monotonic() > deadline:
-            still = f"serve is still there: {DOWN_TIMEOUT_S:g} s"
-            raise WorldError(f"all workers are stopped, but {still}")
+            raise WorldError(f"the controller is still there after {timeout_s:g} s")
+        time.sleep(0.05)
+
+
+def next_controller(timeout_s: float) -> Any:
+    """The controller after one that is gone; ControllerGone: none has come."""
+    deadline = time.monotonic() + timeout_s
+    while (controller := find_controller()) is None:
+        if time.monotonic() > deadline:
+            raise ControllerGone(
+                f"the controller is gone, and after {timeout_s:g} s no other is there"
+            )
         time.sleep(0.1)
+    return controller
 
 
 def num_cpus(config: Config) -> int:

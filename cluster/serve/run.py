@@ -1,11 +1,15 @@
 """`serve` in the supervisor's child: start, show progress, wait for the end, end cleanly."""
 
 import contextlib
+import math
 import os
 import signal
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TextIO
+
+from ray.exceptions import RayError
 
 from cluster.config import ClusterConfig, Config
 from cluster.control.controller import Progress
@@ -15,10 +19,15 @@ from cluster.serve import launch
 from cluster.serve.lifetime import Running
 from cluster.serve.progress import JsonScreen, Screen, Stages
 from cluster.serve.supervisor import Lent
+from cluster.sites.estate import Done, Estate
+from cluster.sites.handles import Identity, kill_for_certain
 from cluster.sites.ray_private import RAY
 from worker.errors import WorldError
 
 POLL_S = 0.2
+SILENT_S = 10.0  # then the controller is ended, and another takes over
+ADOPT_S = 60.0
+MAX_DELAY_S = 30.0  # between two that have not come up
 
 
 class Stopped(Exception):
@@ -27,25 +36,35 @@ class Stopped(Exception):
 
 @dataclass(slots=True)
 class Serving:
-    """The controller of a cluster, and what this process has shown of it."""
+    """The controller of a cluster, what it may leave to its successor, and what was shown of it."""
 
-    controller: Any
+    config: Config
+    local: bool  # this process has started Ray
     screen: Screen
     signals: list[int]  # that the supervisor, or who signals all processes at once, has sent
+    estate: Estate = field(init=False)
+    controller: Any = None
+    identity: Identity | None = None  # of the controller
     num_seen: int = 0  # events
+    done: list[Done] = field(default_factory=list[Done])  # orders
 
-    def joined(self, config: Config) -> None:
-        """Another `serve` runs here: wait until it is ready, and leave it alone."""
-        with contextlib.suppress(Stopped):
-            urls: tuple[str, ...] = self._result(self.controller.join.remote(config))
-            self.screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
+    def __post_init__(self) -> None:
+        self.estate = Estate(self.config)
+
+    def create(self) -> None:
+        """A controller, the first or the next one."""
+        self.num_seen, self.done, self.identity = 0, [], None
+        self.controller = launch.create_controller(
+            self.config, self.estate.bequeath(), local=self.local
+        )
 
     def start(self) -> tuple[str, ...]:
         """Show progress until everything is ready; the cluster's URLs."""
+        self.identity = result(self.controller.identify.remote(), self.signals)
         reference = self.controller.start.remote()
         stages = Stages(self.screen)
         while True:
-            is_over = launch.is_over(reference, POLL_S)
+            is_over = launch.is_over(reference, 0.0)
             progress = self._progress()
             for event in progress.events:
                 if event.state is State.LOST:  # the stages tell of all others
@@ -60,21 +79,27 @@ class Serving:
             stages.show(progress.starting, progress.waiting)
 
     def watch(self) -> None:
-        """Show what happens to the cluster, until it was drained."""
+        """Show what happens to the cluster, until it was drained; a lost controller is replaced."""
         while True:
-            progress = self._progress()
+            try:
+                progress = self._progress()
+            except launch.ControllerGone as error:
+                self._replace(error)
+                continue
             for event in progress.events:
                 self.screen.event(event)
             if progress.drained:
                 self.screen.line("drained")
                 return
-            time.sleep(POLL_S)
 
     def stop(self, limits: ClusterConfig) -> None:
         """Ask the controller to end everything. What it cannot end, leaving Ray does."""
         reference = self.controller.stop.remote(limits.drain_timeout_s)
+        deadline = time.monotonic() + limits.stop_limit_s
         try:
-            if not launch.is_over(reference, limits.stop_limit_s):
+            while not launch.is_over(reference, 0.0) and time.monotonic() < deadline:
+                self._take(launch.wait_for(self._asked()))
+            if not launch.is_over(reference, 0.0):
                 self.screen.line("the controller does not answer; ending it")
             elif not launch.wait_for(reference):
                 self.screen.line(f"some requests were cut off after {limits.drain_timeout_s:g} s")
@@ -83,19 +108,60 @@ class Serving:
         RAY.kill(self.controller)
 
     def _progress(self) -> Progress:
-        progress: Progress = self._result(self.controller.progress.remote(self.num_seen))
+        """Raises Stopped after a signal, ControllerGone."""
+        return self._take(result(self._asked(), self.signals, SILENT_S))
+
+    def _asked(self) -> Any:
+        return self.controller.progress.remote(self.num_seen, self.done)
+
+    def _take(self, progress: Progress) -> Progress:
         self.num_seen += len(progress.events)
+        self.done = [self.estate.done(order) for order in progress.orders]
         return progress
 
-    def _result(self, reference: Any) -> Any:
-        """Of a call to the controller. Raises Stopped after a signal."""
-        while not launch.is_over(reference, POLL_S):
-            if self.signals:
-                raise Stopped
-        result = launch.wait_for(reference)
-        if self.signals:
+    def _replace(self, error: launch.ControllerGone) -> None:
+        """Until one has taken over. Workers and routers serve meanwhile."""
+        began_at, delay_s = time.monotonic(), 0.0
+        self.screen.line(f"{error}; all others go on")
+        while True:
+            try:
+                self._end_controller()
+                self.create()
+                self.identity = result(self.controller.identify.remote(), self.signals)
+                num = result(self.controller.adopt.remote(), self.signals, ADOPT_S)
+            except (RayError, ValueError, WorldError) as failure:
+                delay_s = min(delay_s + 1.0, MAX_DELAY_S)
+                self.screen.line(f"no controller: {failure}; again in {delay_s:g} s")
+                time.sleep(delay_s)
+                continue
+            took_s = time.monotonic() - began_at
+            self.screen.line(f"a new controller keeps the {num} processes, after {took_s:.1f} s")
+            return
+
+    def _end_controller(self) -> None:
+        """A stopped one must not wake beside its successor."""
+        RAY.kill(self.controller)
+        if self.identity is not None:
+            kill_for_certain(self.identity.pid, self.identity.start_ticks)
+        launch.wait_gone()
+
+
+def result(reference: Any, signals: Sequence[int], limit_s: float = math.inf) -> Any:
+    """Of a call to the controller. Raises Stopped after a signal, ControllerGone.
+
+    limit_s: of our own time. While this process was stopped, the controller was not late.
+    """
+    waited_s = 0.0
+    while not launch.is_over(reference, POLL_S):
+        waited_s += POLL_S
+        if signals:
             raise Stopped
-        return result
+        if waited_s > limit_s:
+            raise launch.ControllerGone(f"the controller does not answer for {limit_s:g} s")
+    answer = launch.wait_for(reference)
+    if signals:
+        raise Stopped
+    return answer
 
 
 def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO) -> int:
@@ -119,12 +185,15 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
     controller = launch.find_controller()
     try:
         if controller is not None:
-            Serving(controller, screen, signals).joined(config)
+            with contextlib.suppress(Stopped):
+                urls = result(controller.join.remote(config), signals)
+                screen.line(f"it runs already, with this configuration, at {' '.join(urls)}")
             return 0
         local = lent.directory is not None
         if not local:
             check_port(config)
-        serving = Serving(launch.create_controller(config, local=local), screen, signals)
+        serving = Serving(config, local, screen, signals)
+        serving.create()
         running = Running(os.getppid(), address, local, auth_mode, ())
         lent.state.write(running)
         try:

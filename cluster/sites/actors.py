@@ -1,7 +1,8 @@
 """The Ray actors: what runs in the process of a worker's rank or of a router.
 
 Ray never restarts an actor of ours (max_restarts=0). It reports a death after about 20 ms, and the
-monitor decides what follows. `run` blocks one of the actor's threads until the process ends.
+monitor decides what follows. `run` blocks one of the actor's threads, but not for ever: the call of
+a controller that is gone would keep it.
 """
 
 import gc
@@ -25,6 +26,7 @@ from worker.observe.tracing import tracer_of
 from worker.peers.rendezvous import free_rendezvous
 
 LOCAL_HOST = "127.0.0.1"
+RUN_S = 20.0  # of one call of `run`
 
 
 @contextmanager
@@ -61,7 +63,7 @@ class ProcessActor:
         logs.begin(self._process_name, assignment.cluster)
         self._assignment = assignment
         self._lock = threading.Lock()
-        self._version = -1  # of the last membership
+        self._version = (0, 0)  # of the last membership
         self._part: Any = None  # the Worker, Rank or RouterServer, from `start` on
         self._stage = Stage()
 
@@ -126,8 +128,9 @@ class WorkerActor(ProcessActor):
         gc.freeze()  # what is loaded now stays, too
         return member
 
-    def run(self) -> None:
-        self._part.join()
+    def run(self) -> bool:
+        """Whether it has ended; it may go on after RUN_S."""
+        return bool(self._part.join(RUN_S))
 
     def report(self) -> Report:
         return Report(idle=self._part.idle(), counters=dict(self._part.counters()))
@@ -187,8 +190,9 @@ class RouterActor(ProcessActor):
     def drain(self, address_stays: bool) -> None:
         self._part.drain(others=address_stays)
 
-    def run(self) -> None:
-        self._stopped.wait()
+    def run(self) -> bool:
+        """As a worker's."""
+        return self._stopped.wait(RUN_S)
 
     def report(self) -> Report:
         num_inflight = int(self._part.num_inflight())

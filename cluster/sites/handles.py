@@ -153,7 +153,7 @@ class RayProcess(Process):
 
     async def run(self) -> None:
         runs = [
-            asyncio.create_task(self._named(i, call(rank.actor.run)))
+            asyncio.create_task(self._named(i, _ended(rank.actor)))
             for i, rank in enumerate(self.ranks)
         ]
         try:
@@ -200,12 +200,20 @@ class RayProcess(Process):
             raise type(error)(f"{where}: {error}") from None
 
 
-class RouterProcess(RayProcess):
-    """A router, and the port of its node."""
+async def _ended(actor: Any) -> None:
+    """Returns when the process was stopped."""
+    while not await call(actor.run):
+        pass
 
-    def __init__(self, rank: Rank, port: SharedPort) -> None:
+
+class RouterProcess(RayProcess):
+    """A router, and the port of its node. member: it listens there already."""
+
+    def __init__(self, rank: Rank, port: SharedPort, member: Member | None = None) -> None:
         super().__init__([rank])
         self._port = port
+        if member is not None:
+            port.entered(self, member)
 
     async def start(self) -> Member:
         await call(self.actor.load)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from cluster.sites.ray_private import RAY, free_resources
 from worker.errors import Placement
@@ -62,12 +62,13 @@ def place(
     timeout_s: float,
     *,
     can_grow: bool,
+    reserve: Callable[[list[dict[str, float]], str, str], PlacementGroup],
     waiting: Callable[[str], None],
 ) -> dict[str, Group]:
     """Reserve a group for every ask, or for none. Blocks for up to `timeout_s`.
 
     can_grow: nodes may still join. If not, asks that the nodes can never hold fail at once.
-    waiting: called now and then with what is still waited for.
+    reserve: as `Estate.reserve`. waiting: called now and then with what is still waited for.
 
     Raises Placement if something does not fit; the message says what and why.
     """
@@ -78,7 +79,7 @@ def place(
     # The largest first: else small ones take a bit of each node that one of those needs whole.
     missing = sorted(asks, key=lambda ask: -ask.num)
     groups = {
-        ask.name: placement_group([dict(ask.bundle)] * ask.num, strategy(ask, nodes), ask.name)
+        ask.name: reserve([dict(ask.bundle)] * ask.num, strategy(ask, nodes), ask.name)
         for ask in missing
     }
     try:

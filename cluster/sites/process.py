@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from worker.api import Change, Member, PeerId
+from worker.api import Change, Member, PeerId, Role
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,9 +30,22 @@ class Stage:
 class Membership:
     """What every process learns whenever a member comes or goes."""
 
-    version: int  # ascends
+    version: tuple[int, int]  # ascends; the first one is the number of the controller
     members: Sequence[Member]  # all of them
     changes: Sequence[Change]  # the last ones, the oldest first
+
+
+@dataclass(slots=True, frozen=True)
+class Record:
+    """What another monitor has to know of a name to go on with it. The monitor fills it."""
+
+    name: str
+    role: Role
+    incarnation: str = ""
+    restarts: int = 0
+    member: Member | None = None  # of a process that is ready
+    leaving: bool = False
+    drain_timeout_s: float | None = None  # of a name that is leaving
 
 
 class Process(Protocol):
@@ -89,8 +102,11 @@ class Site(Protocol):
         """
         ...
 
+    def remember(self, record: Record) -> None:
+        """Note what has become of a name."""
+
     async def release(self, name: str) -> None:
-        """Give back what was reserved for `name`."""
+        """Give back what was reserved for a name, and forget it."""
 
 
 class Links(Protocol):

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.util.placement_group import remove_placement_group
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
@@ -15,9 +15,10 @@ from ray.util.scheduling_strategies import (
 from cluster.config import Config
 from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
+from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
-from cluster.sites.process import Site
+from cluster.sites.process import Record, Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
 from worker.api import Role
@@ -41,16 +42,16 @@ class Home:
 class RaySite(Site):
     """Not thread-safe; lives in the controller's event loop."""
 
-    def __init__(self, config: Config, home: Home) -> None:
-        self.config = config
+    def __init__(self, legacy: Legacy, home: Home, orders: Orders) -> None:
+        self.config = legacy.config
         self.waiting = ""
         self.closing = False
         self._home = home
-        self._groups: dict[str, Group] = {}
-        self._roles: dict[str, Role] = {}  # by name
+        self._orders = orders
+        self._holdings = dict(legacy.holdings)
         self._ports: dict[str, SharedPort] = {}  # by id of the node
 
-    async def open(self) -> dict[str, Role]:
+    async def open(self) -> list[Record]:
         """Reserve room for all processes, and decide what depends on where they are; their names.
 
         Raises Placement if something does not fit, WorldError if it was set to `closing` meanwhile;
@@ -60,27 +61,43 @@ class RaySite(Site):
         num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
         local_gpus = num_gpus if self._home.local else None
         self.config = with_devices(self.config, has_gpus=num_gpus > 0, local_gpus=local_gpus)
-        self._roles = {
-            f"{role}-{i}": role for role, count in counts(self.config).items() for i in range(count)
-        }
-        self._groups = await self._place(list(self._roles))
+        for role, num in counts(self.config).items():
+            records = [Record(f"{role}-{i}", role) for i in range(num)]
+            self._holdings |= {record.name: Holding(record) for record in records}
+        await self._place(list(self._holdings))
         if self.closing:
-            for name in list(self._groups):
+            for name in list(self._holdings):
                 await self.release(name)
             raise WorldError("stopped before anything was started")
         self.config = with_transport(self.config, self._worker_nodes())
-        return self._roles
+        self._orders.tell("decide", self.config)
+        return [holding.record for holding in self._holdings.values()]
+
+    async def inherited(self) -> list[tuple[Record, RayProcess | None]]:
+        """What the controller before this one has left, with each process that was ready.
+
+        Those that were still starting are killed: how far they are, nobody knows.
+        """
+        starting = [h for h in self._holdings.values() if h.ranks and h.record.member is None]
+        await asyncio.gather(*(rank.kill() for holding in starting for rank in holding.ranks))
+        return [
+            (holding.record, self._process(holding) if holding.record.member else None)
+            for holding in self._holdings.values()
+        ]
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
-        await self._renew_group(name)
-        role, group = self._roles[name], self._groups[name]
+        group = await self._renewed_group(name)
+        role = self._holdings[name].record.role
         hosts = [LOCAL_HOST if self._home.local else node.address for node in group.nodes]
         config: Config | WorkerConfig = self.config
         if role == "prefill" or role == "decode":
             config = with_collective(self.config.worker(role), hosts)
         actors = [
-            self._actor_class(role, group, rank).remote(
-                Assignment(name, incarnation, self.config.cluster, host, rank), config
+            await self._orders.ask(
+                "create",
+                RouterActor if role == "router" else RankActor if rank else WorkerActor,
+                self._options(role, group, rank),
+                (Assignment(name, incarnation, self.config.cluster, host, rank), config),
             )
             for rank, host in enumerate(hosts)
         ]
@@ -89,51 +106,72 @@ class RaySite(Site):
                 asyncio.gather(*(call(actor.identify) for actor in actors)),
                 self.config.cluster.start_timeout_s,
             )
+            ranks = tuple(Rank(actor, who) for actor, who in zip(actors, processes, strict=True))
+            record = replace(self._holdings[name].record, incarnation=incarnation, member=None)
+            holding = Holding(record, group, ranks)
+            await self._hold(holding)
         except BaseException:
             for actor in actors:
                 RAY.kill(actor)
             raise
-        ranks = [Rank(actor, who) for actor, who in zip(actors, processes, strict=True)]
-        if role == "router":
-            port = SharedPort(self.config.cluster.port)
-            return RouterProcess(ranks[0], self._ports.setdefault(processes[0].node_id, port))
-        return RayProcess(ranks)
+        return self._process(holding)
+
+    def remember(self, record: Record) -> None:
+        self._holdings[record.name] = replace(self._holdings[record.name], record=record)
+        self._orders.tell("hold", record.name, self._holdings[record.name])
 
     async def release(self, name: str) -> None:
-        group = self._groups.pop(name, None)
+        holding = self._holdings.pop(name)
+        self._orders.tell("hold", name, None)
+        await self._give_back(holding.group)
+
+    async def _hold(self, holding: Holding) -> None:
+        """Returns once it is noted where a controller's death does not matter."""
+        self._holdings[holding.record.name] = holding
+        await self._orders.ask("hold", holding.record.name, holding)
+
+    async def _give_back(self, group: Group | None) -> None:
         if group is not None and group.pg is not None:
             await asyncio.to_thread(remove_placement_group, group.pg)
 
-    def _actor_class(self, role: Role, group: Group, rank: int) -> Any:
-        """As Ray makes actors of it: in the bundle of that rank, or beside `serve`."""
-        kind = RouterActor if role == "router" else RankActor if rank else WorkerActor
+    def _process(self, holding: Holding) -> RayProcess:
+        if holding.record.role != "router":
+            return RayProcess(holding.ranks)
+        (rank,) = holding.ranks
+        port = self._ports.setdefault(rank.process.node_id, SharedPort(self.config.cluster.port))
+        return RouterProcess(rank, port, holding.record.member)
+
+    def _options(self, role: Role, group: Group, rank: int) -> dict[str, Any]:
+        """Of the actor of a rank: it is in the bundle of that rank, or beside `serve`."""
         strategy: Any
         if group.pg is None:
             strategy = NodeAffinitySchedulingStrategy(self._home.node_id, soft=False)
         else:
             strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=rank)
         rest = bundle_of(self.config, role)
-        return RAY.remote(kind).options(
-            max_restarts=0,
-            max_concurrency=MAX_CONCURRENCY,
-            num_cpus=rest.pop("CPU", 0),
-            num_gpus=rest.pop("GPU", 0),
-            resources=rest,
-            scheduling_strategy=strategy,
-        )
+        return {
+            "max_restarts": 0,
+            "max_concurrency": MAX_CONCURRENCY,
+            "num_cpus": rest.pop("CPU", 0),
+            "num_gpus": rest.pop("GPU", 0),
+            "resources": rest,
+            "scheduling_strategy": strategy,
+        }
 
-    async def _renew_group(self, name: str) -> None:
-        group = self._groups.get(name)  # None: there was no room when it was placed anew
+    async def _renewed_group(self, name: str) -> Group:
+        holding = self._holdings[name]
+        group = holding.group
         if group is not None:
             if group.pg is None:
-                return
+                return group
             alive = {node.node_id for node in await asyncio.to_thread(live_nodes)}
             gone = {node.address for node in group.nodes if node.node_id not in alive}
             if not gone:
-                return
+                return group
             log.warning("%s: node %s is gone, placing it anew", name, ", ".join(gone))
-            await self.release(name)
-        self._groups |= await self._place([name])
+            await self._hold(replace(holding, group=None, ranks=()))
+            await self._give_back(group)
+        await self._place([name])
         transport = self.config.transport
         local = transport.name if transport.name == "shm" else transport.kind
         if local in ("shm", "nvlink") and len(self._worker_nodes()) > 1:
@@ -144,24 +182,38 @@ class RaySite(Site):
                 name,
                 local,
             )
+        group = self._holdings[name].group
+        assert group is not None
+        return group
 
-    async def _place(self, names: Sequence[str]) -> dict[str, Group]:
+    async def _place(self, names: Sequence[str]) -> None:
+        """Find room for names; noted at once, as nothing is in it yet."""
+        loop = asyncio.get_running_loop()
+
+        def reserve(*group: Any) -> PlacementGroup:
+            asked = self._orders.ask("reserve", *group)
+            return asyncio.run_coroutine_threadsafe(asked, loop).result()
+
         asks = [self._ask(name) for name in names]
         home = Node(self._home.node_id, self._home.address, {}, {})
-        beside_serve = {ask.name: Group(None, (home,) * ask.num) for ask in asks if not ask.bundle}
+        found = {ask.name: Group(None, (home,) * ask.num) for ask in asks if not ask.bundle}
         try:
-            return beside_serve | await asyncio.to_thread(
+            found |= await asyncio.to_thread(
                 place,
                 [ask for ask in asks if ask.bundle],
                 self.config.cluster.placement_timeout_s,
                 can_grow=not self._home.local,
+                reserve=reserve,
                 waiting=self._wait,
             )
         finally:
             self.waiting = ""
+        for name, group in found.items():
+            self._holdings[name] = replace(self._holdings[name], group=group)
+            self._orders.tell("hold", name, self._holdings[name])
 
     def _ask(self, name: str) -> Ask:
-        role = self._roles[name]
+        role = self._holdings[name].record.role
         bundle = bundle_of(self.config, role)
         if role == "prefill" or role == "decode":
             part = self.config.role(role)
@@ -176,5 +228,5 @@ class RaySite(Site):
 
     def _worker_nodes(self) -> set[str]:
         """Ids of the nodes that workers are on."""
-        groups = [group for name, group in self._groups.items() if self._roles[name] != "router"]
-        return {node.node_id for group in groups for node in group.nodes}
+        workers = [each for each in self._holdings.values() if each.record.role != "router"]
+        return {node.node_id for each in workers if each.group for node in each.group.nodes}

@@ -28,15 +28,16 @@ class SharedPort:
         """Let a router listen, alone if no other one does; raises what `listen` raises."""
         async with self._first:
             if not self._routers:
-                return self._entered(router, await listen(self._port, False))
+                return self.entered(router, await listen(self._port, False))
             self._routers.add(router)  # whoever comes while it is on its way is not the first
         try:
-            return self._entered(router, await listen(self._port, True))
+            return self.entered(router, await listen(self._port, True))
         except BaseException:
             self._routers.discard(router)
             raise
 
-    def _entered(self, router: object, member: Member) -> Member:
+    def entered(self, router: object, member: Member) -> Member:
+        """Note one that listens."""
         self._port = int(member.address.rpartition(":")[2])
         self._routers.add(router)
         return member

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from cluster.config import ClusterConfig
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica
-from cluster.sites.process import Links, Membership, Process, Report, Site, Stage
+from cluster.sites.process import Links, Membership, Process, Record, Report, Site, Stage
 from worker.api import Member, PeerId
 from worker.errors import PeerLost
 
@@ -80,6 +80,10 @@ class SiteDouble(Site):
     made: dict[str, list[ProcessDouble]] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)  # where it is not the usual one
     start_error: Exception | None = None
+    records: dict[str, Record] = field(default_factory=dict)
+
+    def remember(self, record: Record) -> None:
+        self.records[record.name] = record
 
     async def create(self, name: str, incarnation: str) -> ProcessDouble:
         usual = "tcp://routers" if role_of(name) == "router" else f"tcp://{name}"
@@ -91,6 +95,7 @@ class SiteDouble(Site):
 
     async def release(self, name: str) -> None:
         self.log.append(f"release {name}")
+        self.records.pop(name, None)
 
 
 @dataclass
@@ -118,6 +123,25 @@ class Monitored:
         cluster = cls(*names, http=http)
         await cluster.monitor.start()
         return cluster
+
+    def succeeded(self) -> None:
+        """This monitor dies; the next one goes on with what it has noted, and its processes."""
+        records = list(self.site.records.values())
+        living = {r.name: self.last(r.name) if r.member else None for r in records}
+        self._end_of(self.monitor)
+        replicas = [Replica.of(record, living[record.name]) for record in records]
+        self.links.peers.clear()
+        self.log.clear()
+        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, number=2)
+        self.monitor.adopt()
+
+    def _end_of(self, monitor: Monitor) -> None:
+        """A death: nothing that its tasks do as they end has an effect."""
+        monitor._site, monitor._links = SiteDouble(), LinksDouble()
+        for replica in monitor.replicas():
+            replica.process = replica.member = None
+        for task in monitor._tasks.values():
+            task.cancel()
 
     def last(self, name: str) -> ProcessDouble:
         return self.site.made[name][-1]

@@ -1,9 +1,11 @@
 """The monitor against doubles: no Ray, no sockets, real asyncio."""
 
 import asyncio
+import time
 
 import pytest
 
+from cluster.control.monitor import in_time
 from cluster.control.replicas import (
     NUM_CHANGES,
     Changes,
@@ -187,3 +189,64 @@ async def test_only_the_last_decode_worker_and_the_last_router_are_warned_of() -
     await monitor.drain(["decode-1"], None)
     assert "the last decode worker" in last_of_its_kind("decode-0", monitor.replicas())
     assert last_of_its_kind("nobody", monitor.replicas()) == ""
+
+
+@asynchronous
+async def test_the_next_monitor_starts_nobody_twice_and_tells_all_of_all_at_once() -> None:
+    names = ["decode-0", "decode-1", "router-0"]
+    cluster = await Monitored.started(*names)
+    first = cluster.last("decode-1")
+    cluster.succeeded()
+    await cluster.until(lambda: len(cluster.log) == 3)
+    assert cluster.log == [f"tell {name} {' '.join(names)}" for name in names]
+    assert {change[0] for change in first.changes} == set()
+    assert len(cluster.links.peers) == 3
+    assert [replica.state for replica in cluster.monitor.replicas()] == [State.READY] * 3
+    first.die()  # it is kept running as before
+    await cluster.until(lambda: cluster.last("decode-1") is not first)
+    await cluster.until(lambda: cluster.last("decode-0").members == names)
+    rows = {row.name: row.restarts for row in await cluster.monitor.status()}
+    assert rows == {"decode-0": 0, "decode-1": 1, "router-0": 0}
+
+
+@asynchronous
+async def test_the_next_monitor_replaces_who_has_died_or_was_starting() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1", "decode-2")
+    cluster.last("decode-1").die()
+    await cluster.until(lambda: cluster.site.records["decode-1"].member is None)
+    cluster.succeeded()
+    cluster.last("decode-0").die()
+    again = {"create decode-0", "create decode-1"}
+    await cluster.until(lambda: again <= set(cluster.log))
+    assert "create decode-2" not in cluster.log
+    await cluster.until(lambda: len(cluster.links.peers) == 3)
+
+
+@asynchronous
+async def test_the_next_monitor_knows_who_is_leaving() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    process = cluster.last("decode-0")
+    process.idle = False
+    draining = asyncio.create_task(cluster.monitor.drain(["decode-0"], 5.0))
+    await cluster.until(lambda: "drain decode-0" in cluster.log)
+    draining.cancel()
+    cluster.succeeded()
+    leaving = [replica for replica in cluster.monitor.replicas() if replica.leaving]
+    assert [(replica.name, replica.drain_timeout_s) for replica in leaving] == [("decode-0", 5.0)]
+    process.idle = True
+    assert await cluster.monitor.drain(["decode-0"], 5.0)
+    assert cluster.log[-1] == "release decode-0"
+    assert "create decode-0" not in cluster.log
+    assert list(cluster.site.records) == ["decode-1"]
+
+
+@asynchronous
+async def test_who_was_stopped_itself_does_not_judge_by_the_time_in_between() -> None:
+    answer = asyncio.get_running_loop().create_future()
+    asked = asyncio.create_task(in_time(answer, 0.5, "report"))
+    await asyncio.sleep(0)
+    asyncio.get_running_loop().call_later(1.05, answer.set_result, "alive")
+    time.sleep(1.0)  # noqa: ASYNC251 - no time of the event loop
+    assert await asked == "alive"
+    with pytest.raises(WorldError, match=r"did not report within 0\.05 s"):
+        await in_time(asyncio.Event().wait(), 0.05, "report")

@@ -50,8 +50,9 @@ class Actor:
         await self.alive(asyncio.Event().wait() if self.hangs else self.all_there.wait())
         return Member("decode-0", "decode", "x", "tcp://a") if self.rank == 0 else None
 
-    async def on_run(self) -> None:
+    async def on_run(self) -> bool:
         await self.alive(self.over.wait())
+        return True
 
     async def on_stage(self) -> None:
         await asyncio.Event().wait()
