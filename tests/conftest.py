@@ -6,9 +6,13 @@ ports and look at what is left of processes: by two processes where each is in n
 own (those with a Ray of their own, and those that share one), else by one.
 """
 
+import faulthandler
 import gc
+import logging
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -40,6 +44,7 @@ os.environ["SSL_CERT_DIR"] = str(Path(__file__).parent)
 for part in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, part, HANG_S)
 
+CRASHES = pytest.StashKey[Path]()  # a folder, in which each process says why it ends
 CLUSTER, OWN_RAY = "cluster", "own_ray"
 NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first
 # First those that look for what a Ray of their own has left, then those that share one.
@@ -91,6 +96,31 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("kvlane")
     if getattr(config.option, "numprocesses", None):
         part_processes(config)
+        config.stash[CRASHES] = Path(tempfile.mkdtemp(prefix="kvlane-crashes-"))
+        config.add_cleanup(lambda: shutil.rmtree(config.stash[CRASHES]))
+    if hasattr(config, "workerinput"):
+        note_crash(Path(config.workerinput["crashes"]) / config.workerinput["workerid"])
+
+
+def note_crash(path: Path) -> None:
+    """Write into a file why this process ends, where nobody else would tell."""
+    file = path.open("w")
+    faulthandler.enable(file)
+    handler = logging.StreamHandler(file)
+    handler.setLevel(logging.CRITICAL)  # an engine that fails ends its process
+    logging.getLogger("kvlane").addHandler(handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["crashes"] = str(node.config.stash[CRASHES])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any, sched: Any) -> None:
+    for path in sched.config.stash[CRASHES].iterdir():
+        if text := path.read_text():
+            report.longrepr += f"\n{path.name} has written:\n{text}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -130,7 +130,7 @@ async def undisturbed(http: aiohttp.ClientSession, url: str, asks: list[Ask]) ->
 async def processes(cluster: Cluster) -> dict[str, int]:
     """Pids of workers and routers, by name."""
     workers = {row["name"]: row["pid"] for row in await cluster.workers()}
-    return workers | await cluster.pids(["router"])
+    return workers | await cluster.pids("router")
 
 
 async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -53,22 +54,18 @@ class Cluster:
         async with self._http.get(f"{self._url}/dashboard/data") as response:
             return (await response.json())["workers"]
 
-    async def pids(self, roles: Sequence[str]) -> dict[str, int]:
-        """Of those of `roles` that are ready and may be hit: nobody is the last of its role."""
-        ready = [row for row in await self.workers() if row["state"] == "ready"]
-        living = Counter(row["role"] for row in ready)
-        found = {
-            row["name"]: row["pid"]
-            for row in ready
-            if row["role"] in roles and living[row["role"]] > 1
-        }
-        if "router" in roles:
-            port = int(self._url.rpartition(":")[2])
-            listening = {f"router of pid {pid}": pid for pid in listeners(port)}
-            found |= listening if len(listening) > 1 else {}
-        if "controller" in roles:  # there is one, and nobody's work is with it
-            found |= {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
-        return found
+    async def pids(self, role: str) -> dict[str, int]:
+        """Of those of a role that are ready and may be hit: nobody is the last of its role."""
+        if role == "controller":  # there is one, and no request is with it
+            return {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
+        if role == "router":
+            listening = listeners(int(self._url.rpartition(":")[2]))
+            found = {f"router of pid {pid}": pid for pid in listening}
+        else:
+            rows = await self.workers()
+            ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
+            found = {row["name"]: row["pid"] for row in ready}
+        return found if len(found) > 1 else {}
 
     async def metrics(self) -> dict[str, float]:
         """Sums over all processes, by name and, of pages and slots, state."""
@@ -113,13 +110,13 @@ class Faults:
         self._stopped: set[int] = set()
 
     async def run(self, every_s: float, began: float) -> None:
-        """One fault every so often."""
+        """One fault every so often, of one role after another."""
         waking: set[asyncio.Task[None]] = set()
         try:
-            while True:
+            for role in itertools.cycle(self._roles):
                 await asyncio.sleep(every_s)
                 with contextlib.suppress(aiohttp.ClientError, TimeoutError):
-                    pids = await self._cluster.pids(self._roles)
+                    pids = await self._cluster.pids(role)
                     pids = {name: pid for name, pid in pids.items() if pid not in self._stopped}
                     if pids:
                         name = self._rng.choice(sorted(pids))

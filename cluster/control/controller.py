@@ -8,14 +8,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cluster import logs
 from cluster.config import Config, differences
-from cluster.control.monitor import Monitor, in_time
+from cluster.control.monitor import Monitor
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, last_of_its_kind
+from cluster.control.tasks import Background, in_time
 from cluster.diagnose.running import ClusterExamination, WorkerAnswer
 from cluster.sites.estate import Done, Legacy, Order, Orders
 from cluster.sites.handles import Identity, RayProcess, call
@@ -59,7 +59,7 @@ class Controller:
         self._monitor: Monitor | None = None
         self._wire: Wire | None = None
         self._drained = False
-        self._draining: set[asyncio.Task[bool]] = set()  # what was begun before this controller
+        self._background = Background()
         self._placed = asyncio.Event()  # room is reserved, or there is none
         self._ready = asyncio.Event()
 
@@ -92,17 +92,13 @@ class Controller:
         self._ready.set()
         replicas = monitor.replicas()
         if self._legacy.ends:
-            self._go_on(self.drain(None, self._legacy.drain_timeout_s))
-        else:
-            for replica in replicas:
-                if replica.leaving:
-                    self._go_on(self.drain(replica.name, replica.drain_timeout_s))
+            drain = self.drain(None, self._legacy.drain_timeout_s)
+            self._background.spawn(drain, "drain of everything")
+        for replica in replicas:
+            if replica.leaving and not self._legacy.ends:
+                drain = self.drain(replica.name, replica.drain_timeout_s)
+                self._background.spawn(drain, f"drain of {replica.name}")
         return sum(replica.member is not None for replica in replicas)
-
-    def _go_on(self, drain: Coroutine[Any, Any, bool]) -> None:
-        task = asyncio.create_task(drain)
-        self._draining.add(task)
-        task.add_done_callback(self._draining.discard)
 
     def _monitored(self, found: Iterable[tuple[Record, Process | None]]) -> Monitor:
         """Who keeps these names, and a wire that pings for it."""
@@ -118,13 +114,8 @@ class Controller:
         monitor = Monitor(replicas, self._site, wire, self._config.cluster, self._legacy.number)
         self._wire, self._monitor = wire, monitor
         wire.start()
-        self._beat(loop, wire)
+        _beat(loop, wire)
         return monitor
-
-    def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
-        """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
-        wire.beat()
-        loop.call_later(BEAT_S, self._beat, loop, wire)
 
     def _replicas(self) -> list[Replica]:
         return [] if self._monitor is None else self._monitor.replicas()
@@ -140,13 +131,9 @@ class Controller:
             events=() if self._monitor is None else tuple(self._monitor.events[num_seen:]),
             starting={r.name: r.stage for r in self._replicas() if r.state is State.STARTING},
             waiting=self._site.waiting,
-            urls=self._urls(),
+            urls=_urls(self._replicas()),
             drained=self._drained,
         )
-
-    def _urls(self) -> tuple[str, ...]:
-        routers = [r.member for r in self._replicas() if r.role == "router" and r.member]
-        return tuple(dict.fromkeys(member.address for member in routers))
 
     async def status(self) -> list[ReplicaStatus]:
         """One row a name."""
@@ -169,7 +156,7 @@ class Controller:
                 f"{', '.join(paths)}; end it first: kvlane down"
             )
         await self._ready.wait()
-        return self._urls()
+        return _urls(self._replicas())
 
     async def warning(self, name: str) -> str:
         """As `last_of_its_kind`."""
@@ -208,6 +195,18 @@ class Controller:
         if self._wire is not None:
             await asyncio.to_thread(self._wire.close)
         return idle
+
+
+def _beat(loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
+    """Tell the wire that this loop runs; after ping.stall_s without a beat it stops pinging."""
+    wire.beat()
+    loop.call_later(BEAT_S, _beat, loop, wire)
+
+
+def _urls(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    """Of the routers that are ready."""
+    members = [r.member for r in replicas if r.role == "router" and r.member]
+    return tuple(dict.fromkeys(member.address for member in members))
 
 
 async def _examined(replica: Replica) -> WorkerAnswer:

@@ -71,13 +71,14 @@ class Replica:
 
     @classmethod
     def of(cls, record: Record, process: Process | None) -> "Replica":
-        """Of a name that another monitor has left. process: its member, where it has one."""
+        """Of a name that another monitor has left. process: ready or starting; None: none."""
         made = cls(
             record.name, record.role, State.STARTING, record.incarnation, record.restarts,
             record.leaving, record.drain_timeout_s,
         )  # fmt: skip
         if process is not None:
-            made.process, made.member, made.state = process, record.member, State.READY
+            made.process, made.member = process, record.member
+            made.state = State.READY if record.member is not None else State.STARTING
             made.given_up = asyncio.get_running_loop().create_future()
         return made
 
@@ -90,8 +91,8 @@ class Replica:
     def record(self) -> Record:
         """What another monitor has to know of it."""
         return Record(
-            self.name, self.role, self.incarnation, self.restarts, self.member,
-            self.leaving, self.drain_timeout_s,
+            self.name, self.role, self.incarnation, self.restarts, self.process is not None,
+            self.member, self.leaving, self.drain_timeout_s,
         )  # fmt: skip
 
     def begin(self, incarnation: str) -> None:

@@ -100,16 +100,28 @@ class WorkerActor(ProcessActor):
     def __init__(self, assignment: Assignment, config: WorkerConfig) -> None:
         super().__init__(assignment)
         self._config = config
+        self._starting = threading.Lock()
+        self._member: Member | None = None
+        self._rendezvous = ""
 
     def rendezvous(self) -> str:
         """Where its ranks shall meet: at a port of this node."""
-        return free_rendezvous(self._assignment.host)
+        with self._lock:
+            self._rendezvous = self._rendezvous or free_rendezvous(self._assignment.host)
+        return self._rendezvous
 
     def start(self, rendezvous: str = "") -> Member | None:
         """Load the weights and listen; may take minutes. The member; None of a rank above 0.
 
         rendezvous: where its ranks meet, all of which start at the same time; "": it is alone.
+        Where another controller takes over meanwhile it asks again, and gets the same result.
         """
+        with self._starting:
+            if self._part is None:
+                self._member = self._load(rendezvous)
+            return self._member
+
+    def _load(self, rendezvous: str) -> Member | None:
         me = self._assignment
         make: Callable[..., Any]
         with no_collections():  # torch: imported in this process only
@@ -122,8 +134,9 @@ class WorkerActor(ProcessActor):
 
                 make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
         place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
-        self._part = make(self._config, place)
-        member = cast("Member | None", self._part.start())
+        part = make(self._config, place)
+        member: Member | None = part.start()
+        self._part = part
         gc.collect()
         gc.freeze()  # what is loaded now stays, too
         return member

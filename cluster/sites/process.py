@@ -43,6 +43,7 @@ class Record:
     role: Role
     incarnation: str = ""
     restarts: int = 0
+    has_process: bool = False  # one that is ready or starts
     member: Member | None = None  # of a process that is ready
     leaving: bool = False
     drain_timeout_s: float | None = None  # of a name that is leaving

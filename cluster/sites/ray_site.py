@@ -74,16 +74,18 @@ class RaySite(Site):
         return [holding.record for holding in self._holdings.values()]
 
     async def inherited(self) -> list[tuple[Record, RayProcess | None]]:
-        """What the controller before this one has left, with each process that was ready.
+        """What the controller before this one has left: names, and their processes.
 
-        Those that were still starting are killed: how far they are, nobody knows.
+        A router that was starting is killed: whether it listens, nobody knows.
         """
-        starting = [h for h in self._holdings.values() if h.ranks and h.record.member is None]
-        await asyncio.gather(*(rank.kill() for holding in starting for rank in holding.ranks))
-        return [
-            (holding.record, self._process(holding) if holding.record.member else None)
-            for holding in self._holdings.values()
-        ]
+        found: list[tuple[Record, RayProcess | None]] = []
+        for name, holding in self._holdings.items():
+            if holding.ranks and holding.record.role == "router" and not holding.record.member:
+                await holding.ranks[0].kill()
+                holding = self._holdings[name] = replace(holding, ranks=())
+            process = self._process(holding) if holding.ranks else None
+            found.append((holding.record, process))
+        return found
 
     async def create(self, name: str, incarnation: str) -> RayProcess:
         group = await self._renewed_group(name)
@@ -107,7 +109,7 @@ class RaySite(Site):
                 self.config.cluster.start_timeout_s,
             )
             ranks = tuple(Rank(actor, who) for actor, who in zip(actors, processes, strict=True))
-            record = replace(self._holdings[name].record, incarnation=incarnation, member=None)
+            record = replace(self._holdings[name].record, incarnation=incarnation, has_process=True)
             holding = Holding(record, group, ranks)
             await self._hold(holding)
         except BaseException:
@@ -117,7 +119,9 @@ class RaySite(Site):
         return self._process(holding)
 
     def remember(self, record: Record) -> None:
-        self._holdings[record.name] = replace(self._holdings[record.name], record=record)
+        holding = self._holdings[record.name]
+        ranks = holding.ranks if record.has_process else ()
+        self._holdings[record.name] = replace(holding, record=record, ranks=ranks)
         self._orders.tell("hold", record.name, self._holdings[record.name])
 
     async def release(self, name: str) -> None:

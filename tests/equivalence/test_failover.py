@@ -15,12 +15,13 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.queue import Queue
 from tests.fault.router_doubles import Served, routed
 from tests.support.engines import running, value
-from tests.support.pairwise import whole
+from tests.support.pairwise import more, whole
 from tests.support.prompts import TINY
 from worker.api import TokenChunk
 from worker.draw.grammar import Grammars
 
 NUM_TOKENS = 24
+STRIDE = 1 if whole else 5  # from one token at which a request is lost to the next
 QUESTION: Any = [{"role": "user", "content": "What is 12 + 7?"}]
 TOOL: dict[str, Any] = {
     "type": "function",
@@ -45,7 +46,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "tool": {"tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": 3},
     "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 16},
 }
-SPECS: list[dict[str, Any]] = [{}, {"drafter": "ngram", "widths": [1, 4]}]
+# Drafter, and ranks of each decode worker.
+SERVED = [("none", 1), ("chain", 2), *more(("none", 2), ("chain", 1), ("dflash", 2), ("ngram", 1))]
 
 
 class Losing:
@@ -69,15 +71,16 @@ class Losing:
         monkeypatch.setattr(Dispatcher, "_on_chunk", heard)
 
 
-@pytest.fixture(scope="module", params=SPECS, ids=["plain", "ngram"])
+@pytest.fixture(scope="module", params=SERVED, ids=str)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    drafter, tp = request.param
     sections: dict[str, dict[str, Any]] = {
-        "model": {"path": str(TINY), "dtype": "float32", "max_model_len": 256},
+        "model": {"dtype": "float32", "max_model_len": 256},
         "engine": {"threads": 1, "max_num_reqs": 8, "num_pages": 200, "strict": True},
         "disaggregation": {"mode": "always"},
-        "spec": request.param,
+        "spec": {} if drafter == "none" else {"drafter": drafter, "widths": [1, 4]},
     }
-    with running(sections, num_decode=2) as cluster:
+    with running(sections, num_decode=2, decode_tp=tp) as cluster:
         members = cluster.members
         with routed(TINY, members) as (router, url):
             yield Served(None, url, router)  # type: ignore[arg-type]
@@ -106,9 +109,9 @@ def test_a_request_that_is_lost_at_any_token_goes_on_as_if_nothing_were(
     expected = told(served, kind)
     num = min(expected[1], NUM_TOKENS)
     assert num > 4
-    for losing.at in range(1, num, 1 if whole else 5):
+    for losing.at in range(1, num, STRIDE):
         assert told(served, kind) == expected, losing.at
-    assert len(losing.lost) >= (num - 2) // (1 if whole else 5)
+    assert len(losing.lost) >= (num - 2) // STRIDE
 
 
 def stop_string(served: Served) -> str:
@@ -125,7 +128,7 @@ def test_a_stop_string_that_spans_the_seam_is_found(
     losing = Losing(monkeypatch)
     stop = stop_string(served)
     expected = told(served, "seeded", stop=stop)
-    for losing.at in range(1, expected[1]):
+    for losing.at in range(1, expected[1], STRIDE):
         assert told(served, "seeded", stop=stop) == expected, losing.at
 
 
@@ -174,6 +177,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, str]] = {
 
 
 @pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("served", SERVED[:1], indirect=True, ids=str)
 def test_a_mutant_is_red(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, old, new, kind = MUTANTS[name]
     kind, more = ("seeded", {"stop": stop_string(served)}) if kind == "stop" else (kind, {})

@@ -1,4 +1,4 @@
-"""A short form of benchmarks.chaos: workers are killed and stopped under load, nothing is lost."""
+"""A short form of benchmarks.chaos: workers and the controller are killed and stopped."""
 
 import asyncio
 
@@ -14,11 +14,12 @@ def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     serve = clusters.take(*USUAL)
     options = parse([
         "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "2.5", "--num", "1",
-        "--seed", "3",
+        "--seed", "3", "--roles", "controller,decode,prefill",
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url))
     assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
     assert figures["num_faults"] > 3
+    assert "controller" in figures["faults_by_kind"]
     assert figures["counters"]["kvlane_retries_total"] > 0
     serve.wait_idle()
     serve.interrupt()

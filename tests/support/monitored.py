@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.config import ClusterConfig
 from cluster.control.monitor import Monitor
@@ -21,6 +21,7 @@ class ProcessDouble(Process):
     address: str
     log: list[str]
     start_error: Exception | None = None
+    loaded: asyncio.Event | None = None  # what `start` waits for
     idle: bool = True
     dead: bool = False
     deaf: bool = False  # to `stop`
@@ -35,6 +36,8 @@ class ProcessDouble(Process):
     async def start(self) -> Member:
         if self.start_error is not None:
             raise self.start_error
+        if self.loaded is not None:
+            await self.loaded.wait()
         return Member(self.name, role_of(self.name), self.incarnation, self.address)
 
     async def stage(self) -> Stage:
@@ -80,6 +83,7 @@ class SiteDouble(Site):
     made: dict[str, list[ProcessDouble]] = field(default_factory=dict)
     addresses: dict[str, str] = field(default_factory=dict)  # where it is not the usual one
     start_error: Exception | None = None
+    loaded: asyncio.Event | None = None  # what further processes wait for
     records: dict[str, Record] = field(default_factory=dict)
 
     def remember(self, record: Record) -> None:
@@ -89,8 +93,11 @@ class SiteDouble(Site):
         usual = "tcp://routers" if role_of(name) == "router" else f"tcp://{name}"
         address = self.addresses.get(name, usual)
         process = ProcessDouble(name, incarnation, address, self.log, self.start_error)
+        process.loaded = self.loaded
         self.made.setdefault(name, []).append(process)
         self.log.append(f"create {name}")
+        before = self.records.get(name, Record(name, role_of(name)))
+        self.remember(replace(before, incarnation=incarnation, has_process=True))
         return process
 
     async def release(self, name: str) -> None:
@@ -127,9 +134,9 @@ class Monitored:
     def succeeded(self) -> None:
         """This monitor dies; the next one goes on with what it has noted, and its processes."""
         records = list(self.site.records.values())
-        living = {r.name: self.last(r.name) if r.member else None for r in records}
+        living = {r.name: self.last(r.name) for r in records if r.has_process}
         self._end_of(self.monitor)
-        replicas = [Replica.of(record, living[record.name]) for record in records]
+        replicas = [Replica.of(record, living.get(record.name)) for record in records]
         self.links.peers.clear()
         self.log.clear()
         self.monitor = Monitor(replicas, self.site, self.links, CONFIG, number=2)
@@ -137,7 +144,7 @@ class Monitored:
 
     def _end_of(self, monitor: Monitor) -> None:
         """A death: nothing that its tasks do as they end has an effect."""
-        monitor._site, monitor._links = SiteDouble(), LinksDouble()
+        monitor._keeper._site, monitor._keeper._links = SiteDouble(), LinksDouble()
         for replica in monitor.replicas():
             replica.process = replica.member = None
         for task in monitor._tasks.values():

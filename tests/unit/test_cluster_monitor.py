@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from cluster.control.monitor import in_time
 from cluster.control.replicas import (
     NUM_CHANGES,
     Changes,
@@ -14,6 +13,7 @@ from cluster.control.replicas import (
     backoff_s,
     last_of_its_kind,
 )
+from cluster.control.tasks import in_time
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored
 from worker.errors import PeerLost, UserError, WorldError
@@ -82,8 +82,8 @@ async def test_a_silent_process_is_treated_as_dead() -> None:
 @asynchronous
 async def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch) -> None:
     """It answers no pings; and a stopped one never dies by itself."""
-    monkeypatch.setattr("cluster.control.monitor.SILENT_S", 0.05)
-    monkeypatch.setattr("cluster.control.monitor.ASK_S", 0.01)
+    monkeypatch.setattr("cluster.control.keeper.SILENT_S", 0.05)
+    monkeypatch.setattr("cluster.control.keeper.ASK_S", 0.01)
     cluster = await Monitored.started("router-0", "router-1", http=True)
     cluster.last("router-0").frozen = True
     await cluster.until(lambda: len(cluster.site.made["router-0"]) == 2)
@@ -97,7 +97,7 @@ async def test_a_router_that_reports_nothing_is_treated_as_dead(monkeypatch) -> 
 
 @asynchronous
 async def test_a_death_that_a_report_finds_first_is_told_as_one(monkeypatch) -> None:
-    monkeypatch.setattr("cluster.control.monitor.ASK_S", 0.01)
+    monkeypatch.setattr("cluster.control.keeper.ASK_S", 0.01)
     cluster = await Monitored.started("router-0", http=True)
     cluster.last("router-0").dead_to_reports = True
     await cluster.until(lambda: len(cluster.site.made["router-0"]) == 2)
@@ -210,16 +210,19 @@ async def test_the_next_monitor_starts_nobody_twice_and_tells_all_of_all_at_once
 
 
 @asynchronous
-async def test_the_next_monitor_replaces_who_has_died_or_was_starting() -> None:
+async def test_the_next_monitor_replaces_who_has_died_and_waits_for_who_is_starting() -> None:
     cluster = await Monitored.started("decode-0", "decode-1", "decode-2")
+    cluster.site.loaded = asyncio.Event()
     cluster.last("decode-1").die()
-    await cluster.until(lambda: cluster.site.records["decode-1"].member is None)
+    await cluster.until(lambda: len(cluster.site.made["decode-1"]) == 2)
     cluster.succeeded()
     cluster.last("decode-0").die()
-    again = {"create decode-0", "create decode-1"}
-    await cluster.until(lambda: again <= set(cluster.log))
-    assert "create decode-2" not in cluster.log
+    await cluster.until(lambda: "create decode-0" in cluster.log)
+    cluster.site.loaded.set()
     await cluster.until(lambda: len(cluster.links.peers) == 3)
+    assert not {"create decode-1", "create decode-2"} & set(cluster.log)
+    rows = {row.name: row.restarts for row in await cluster.monitor.status()}
+    assert rows == {"decode-0": 1, "decode-1": 1, "decode-2": 0}
 
 
 @asynchronous

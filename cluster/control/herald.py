@@ -1,0 +1,39 @@
+"""Tells all processes who is a member, and what has happened."""
+
+import logging
+from collections.abc import Mapping
+
+from cluster.control.replicas import Changes, Replica
+from cluster.control.tasks import Background
+from cluster.sites.process import Membership
+
+log = logging.getLogger("kvlane.monitor")
+
+
+class Herald:
+    """Of one monitor. number: of the monitors that there have been; a later one is believed."""
+
+    def __init__(
+        self, replicas: Mapping[str, Replica], background: Background, number: int
+    ) -> None:
+        self._replicas, self._background = replicas, background
+        self._number, self._num_told = number, 0
+        self._changes = Changes()
+
+    def announce(self, replica: Replica, state: str, text: str) -> None:
+        """A change of one, to all."""
+        self._changes.add(replica, state, text)
+        self.tell()
+
+    def tell(self) -> None:
+        """Everybody of everybody."""
+        self._num_told += 1
+        version = self._number, self._num_told
+        # A draining one is a member: it still serves what it has begun.
+        members = [r.member for r in self._replicas.values() if r.member is not None]
+        membership = Membership(version, members, self._changes.listed())
+        log.debug("members %d.%d: %s", *version, " ".join(m.peer for m in members) or "none")
+        for receiver in self._replicas.values():
+            process = receiver.reachable
+            if process is not None and receiver.stopping is None:  # else it may be gone by then
+                self._background.spawn(process.update(membership), f"members for {receiver.name}")
