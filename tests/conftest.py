@@ -98,13 +98,14 @@ def pytest_configure(config: pytest.Config) -> None:
         part_processes(config)
         config.stash[CRASHES] = Path(tempfile.mkdtemp(prefix="kvlane-crashes-"))
         config.add_cleanup(lambda: shutil.rmtree(config.stash[CRASHES]))
-    if hasattr(config, "workerinput"):
-        note_crash(Path(config.workerinput["crashes"]) / config.workerinput["workerid"])
 
 
-def note_crash(path: Path) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Write into a file why this process ends, where nobody else would tell."""
-    file = path.open("w")
+    given = getattr(session.config, "workerinput", None)
+    if given is None:
+        return
+    file = (Path(given["crashes"]) / given["workerid"]).open("w")
     faulthandler.enable(file)
     handler = logging.StreamHandler(file)
     handler.setLevel(logging.CRITICAL)  # an engine that fails ends its process
