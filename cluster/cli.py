@@ -22,7 +22,7 @@ import yaml
 
 from cluster import logs
 from cluster.clients import commands as clients
-from cluster.config import Config, load, origins
+from cluster.config import Config, changed, load, origins
 from cluster.control.replicas import ReplicaStatus
 from cluster.search_path import leave_directory
 from cluster.serve.lifetime import NothingRuns, all_running, find_running
@@ -132,7 +132,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     def command(name: str, run: Run, help: str, address: str = ONE_SERVE) -> Any:
         added = commands.add_parser(name, help=help)
         added.set_defaults(command=run)
-        if run in (_serve, _config, _doctor):
+        if run in (_serve, _config, _doctor, _restart):
             _add_config(added)
         if address:
             added.add_argument("--address", metavar="HOST:PORT", help=address)
@@ -154,6 +154,10 @@ def parser_of_commands() -> argparse.ArgumentParser:
     drain = command("drain", _drain, "finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
     drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
+    about = "replace workers one after another, also with other settings (--set) or weights"
+    restart = command("restart", _restart, about)
+    restart.add_argument("name", nargs="?", help="one worker or router; default: all workers")
+    restart.add_argument("--timeout", type=float, metavar="S", help="hand requests over after S s")
     command("down", _down, "end what runs, if anything does")
     for parser_of_json in (status, doctor):
         parser_of_json.add_argument("--json", action="store_true", help="print JSON")
@@ -288,6 +292,22 @@ def _drain(args: argparse.Namespace) -> int:
         idle: bool = ask("drain", args.name, args.timeout)
     print(f"{args.name or 'the cluster'} is drained" + ("" if idle else CUT_OFF))
     return 0 if idle else 1
+
+
+def _restart(args: argparse.Namespace) -> int:
+    from cluster.diagnose.checks import check_model, fetched
+
+    with _connected(args) as ask:
+        running: Config = ask("configuration")
+        flags = {leaf: getattr(args, leaf) for _, leaf, *_ in FLAGS}
+        config = load_config(args) if args.config else changed(running, args.set, flags)
+        if config.model != running.model or config.spec != running.spec:
+            config = fetched(config, offline=False).anchored(Path.cwd())
+            check_model(config)
+        timeout_s = running.cluster.drain_timeout_s if args.timeout is None else args.timeout
+        ask("restart", args.name, config, timeout_s)
+    print(f"{args.name or 'every worker'} was restarted")
+    return 0
 
 
 def _down(args: argparse.Namespace) -> int:

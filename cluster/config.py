@@ -206,7 +206,15 @@ def load(
     Raises UserError for a file or a --set that cannot be read; for unknown keys and bad values, a
     line for each.
     """
-    tree = _read(path) if path else {}
+    return _built(_read(path) if path else {}, sets, flags)
+
+
+def changed(config: Config, sets: Sequence[str], flags: Mapping[str, Any] | None = None) -> Config:
+    """With other values of some leaves; arguments and errors as of `load`."""
+    return _built(config.shown(), sets, flags)
+
+
+def _built(tree: dict[str, Any], sets: Sequence[str], flags: Mapping[str, Any] | None) -> Config:
     given = {key: value for key, value in (flags or {}).items() if value is not None}
     for key, value in (*_assigned(sets), *given.items()):
         put(tree, key, value)

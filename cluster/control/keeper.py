@@ -42,6 +42,9 @@ class Keeper:
             ready_at, error = await self._live(replica)
             if replica.leaving:
                 return
+            if replica.renewing and ready_at:
+                continue
+            replica.failure = None if ready_at else error
             lived_s = time.monotonic() - ready_at if ready_at else 0.0
             if lived_s > self._config.max_restart_backoff_s:
                 deaths_in_a_row = 0
@@ -78,6 +81,7 @@ class Keeper:
         finally:
             self._leave(replica, error)
             await killed(replica)
+            replica.over.set()
         return ready_at, error
 
     async def _begin(self, replica: Replica) -> None:
@@ -109,11 +113,11 @@ class Keeper:
         """Take the replica out of the members and tell all processes at once."""
         member, replica.member, replica.state = replica.member, None, State.LOST
         if member is not None:
-            self._note(replica, "stopping" if replica.leaving else "lost")
+            self._note(replica, "stopping" if replica.is_stopped else "lost")
             self._site.remember(replica.record)
             self._links.disconnect(member.peer)
-            state = "stopping" if replica.leaving else State.LOST
-            self._herald.announce(replica, state, "" if replica.leaving else str(why))
+            state = "stopping" if replica.is_stopped else State.LOST
+            self._herald.announce(replica, state, "" if replica.is_stopped else str(why))
 
 
 async def started(replica: Replica, process: Process, timeout_s: float) -> Member:

@@ -6,6 +6,7 @@ really gone, because the next process uses the same devices and memory. Then it 
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
@@ -79,6 +80,34 @@ class Monitor:
         """All names, for reading."""
         return list(self._replicas.values())
 
+    def replica(self, name: str) -> Replica:
+        """Raises UserError if there is none of this name."""
+        if name not in self._replicas:
+            known = ", ".join(sorted(self._replicas)) or "none left"
+            raise UserError(f"no worker or router is called {name} (there are: {known})")
+        return self._replicas[name]
+
+    async def renew(self, name: str, timeout_s: float | None) -> None:
+        """Let a name finish for so long (None: no limit), then replace its process.
+
+        Returns when the next one is ready. Raises as `replica`, and WorldError or UserError where
+        that one fails: it is tried again all the same.
+        """
+        replica = self.replica(name)
+        replica.renewing, replica.drain_timeout_s, replica.failure = True, timeout_s, None
+        before = replica.incarnation
+        self._site.remember(replica.record)
+        await self._finish(replica, timeout_s)
+        await self._end(replica)
+        if replica.incarnation == before and not replica.given_up.done():
+            replica.give_up("it does not stop", is_dead=True)
+        while replica.incarnation == before or replica.state is not State.READY:
+            if replica.leaving:
+                raise WorldError(f"{name} is being drained")
+            if replica.failure is not None:
+                raise type(replica.failure)(f"{name}: {replica.failure}")
+            await asyncio.sleep(POLL_S)
+
     def lost(self, peer: PeerId, reason: str) -> None:
         """`peer` does not answer pings any more: treat it as dead."""
         for replica in self._replicas.values():
@@ -96,11 +125,7 @@ class Monitor:
 
         UserError for an unknown name.
         """
-        unknown = [name for name in names if name not in self._replicas]
-        if unknown:
-            known = ", ".join(sorted(self._replicas)) or "none left"
-            raise UserError(f"no worker or router is called {unknown[0]} (there are: {known})")
-        replicas = [self._replicas[name] for name in names]
+        replicas = [self.replica(name) for name in names]
         for replica in replicas:  # all of them, before the first asks which ones go on
             replica.leaving, replica.drain_timeout_s = True, timeout_s
             self._site.remember(replica.record)
@@ -145,15 +170,22 @@ class Monitor:
             return False
         return True  # it died; nothing is left to wait for
 
+    async def _end(self, replica: Replica) -> None:
+        """Ask its process to stop, and wait for that as long as it may take."""
+        if (process := replica.reachable) is None:
+            return
+        replica.stopping = self._background.spawn(process.stop(), f"stop of {replica.name}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(replica.over.wait(), self._config.stop_timeout_s)
+
     async def _remove(self, replica: Replica) -> None:
         """Ask the process to stop, kill it if it does not, and forget the replica."""
         task = self._tasks.pop(replica.name, None)
         if task is None:  # another call is removing it
             await replica.gone.wait()
             return
-        if (process := replica.reachable) is not None:
-            replica.stopping = self._background.spawn(process.stop(), f"stop of {replica.name}")
-            await asyncio.wait((task,), timeout=self._config.stop_timeout_s)
+        process = replica.reachable
+        await self._end(replica)
         task.cancel()
         await asyncio.wait((task,))
         await self._site.release(replica.name)

@@ -11,6 +11,7 @@ import msgspec
 
 from cluster.sites.process import Process, Record, Report, Stage
 from worker.api import Change, Member, Role
+from worker.errors import KvlaneError
 
 START = Stage()
 NUM_CHANGES = 100  # that routers learn of
@@ -61,11 +62,14 @@ class Replica:
     incarnation: str = ""
     restarts: int = 0
     leaving: bool = False  # it gets no further process
-    drain_timeout_s: float | None = None  # of one that is leaving
+    renewing: bool = False  # its process ends because another one is wanted
+    drain_timeout_s: float | None = None  # of one that is leaving or renewing
+    failure: KvlaneError | None = None  # why its last process did not become ready
     member: Member | None = None  # from ready until known to be dead, or stopped
     process: Process | None = None  # from its creation until it is gone for certain
     stage: Stage = START  # of the start of the process
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
+    over: asyncio.Event = field(default_factory=asyncio.Event)  # its process has ended
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
     given_up: asyncio.Future[str] = field(init=False)  # why it is
 
@@ -74,7 +78,7 @@ class Replica:
         """Of a name that another monitor has left. process: ready or starting; None: none."""
         made = cls(
             record.name, record.role, State.STARTING, record.incarnation, record.restarts,
-            record.leaving, record.drain_timeout_s,
+            record.leaving, record.renewing, record.drain_timeout_s,
         )  # fmt: skip
         if process is not None:
             made.process, made.member = process, record.member
@@ -88,17 +92,23 @@ class Replica:
         return self.process if self.member is not None else None
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether its process ends, or has, because somebody wants it to."""
+        return self.leaving or self.renewing
+
+    @property
     def record(self) -> Record:
         """What another monitor has to know of it."""
         return Record(
             self.name, self.role, self.incarnation, self.restarts, self.process is not None,
-            self.member, self.leaving, self.drain_timeout_s,
+            self.member, self.leaving, self.renewing, self.drain_timeout_s,
         )  # fmt: skip
 
     def begin(self, incarnation: str) -> None:
         """Start a new incarnation."""
         assert self.process is None, f"{self.name} is taken"
         self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
+        self.renewing, self.stopping, self.over = False, None, asyncio.Event()
         self.given_up = asyncio.get_running_loop().create_future()
 
     def give_up(self, reason: str, *, is_dead: bool = False) -> None:

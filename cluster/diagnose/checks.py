@@ -83,13 +83,8 @@ def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Con
     """
     findings = of_start(config, num_gpus, read_facts())
     refuse(findings)
-    named = download.is_name(config.model.path)
-    if named_drafter := download.is_name(config.spec.path):
-        config = download.fetch_drafter(config, offline=offline)
-    if named:
-        config = download.fetch(
-            config, offline=offline, check=lambda c: check_model(c, with_weights=False)
-        )
+    named, named_drafter = map(download.is_name, (config.model.path, config.spec.path))
+    config = fetched(config, offline=offline)
     # In a Ray cluster that we join, only the nodes of workers and routers need the model.
     if named or num_gpus is not None:
         check_model(config)
@@ -101,6 +96,17 @@ def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Con
         for f in findings
         if f.level is not Level.OK
     ]
+
+
+def fetched(config: Config, *, offline: bool) -> Config:
+    """With what has a name on the hub downloaded. Raises as `download.fetch`."""
+    if download.is_name(config.spec.path):
+        config = download.fetch_drafter(config, offline=offline)
+    if download.is_name(config.model.path):
+        config = download.fetch(
+            config, offline=offline, check=lambda c: check_model(c, with_weights=False)
+        )
+    return config
 
 
 def of_machine(config: Config, num_gpus: int, facts: Facts) -> list[Finding]:

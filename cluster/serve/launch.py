@@ -92,14 +92,14 @@ class ControllerGone(WorldError):
     """It is dead or does not answer."""
 
 
-def create_controller(config: Config, legacy: Legacy, *, local: bool) -> Any:
+def create_controller(legacy: Legacy, *, local: bool) -> Any:
     """A controller on this node. local: this process has started Ray."""
     node_id = RAY.get_runtime_context().get_node_id()
     here = NodeAffinitySchedulingStrategy(node_id, soft=False)
     made = RAY.remote(Controller).options(
         name=NAME, namespace=NAMESPACE, num_cpus=0, max_restarts=0, scheduling_strategy=here
     )
-    return made.remote(config, Home(node_id, RAY.util.get_node_ip_address(), local), legacy)
+    return made.remote(Home(node_id, RAY.util.get_node_ip_address(), local), legacy)
 
 
 def find_controller() -> Any | None:

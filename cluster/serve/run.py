@@ -54,9 +54,7 @@ class Serving:
     def create(self) -> None:
         """A controller, the first or the next one."""
         self.num_seen, self.done, self.identity = 0, [], None
-        self.controller = launch.create_controller(
-            self.config, self.estate.bequeath(), local=self.local
-        )
+        self.controller = launch.create_controller(self.estate.bequeath(), local=self.local)
 
     def start(self) -> tuple[str, ...]:
         """Show progress until everything is ready; the cluster's URLs."""

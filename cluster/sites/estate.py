@@ -32,7 +32,8 @@ class Holding:
 class Legacy:
     """What a controller begins with."""
 
-    config: Config  # with all that was decided when the cluster was placed
+    given: Config
+    config: Config  # that, with all that was decided when the cluster was placed
     holdings: Mapping[str, Holding]  # none: nothing has been placed
     number: int  # of the controller, from 1
     ends: bool = False  # all is to be drained, and `serve` ends
@@ -61,14 +62,14 @@ class Estate:
     """Lives in `serve`. Its methods return at once; the first five are called by orders."""
 
     def __init__(self, config: Config) -> None:
-        self._legacy = Legacy(config, {}, 0)
+        self._legacy = Legacy(config, config, {}, 0)
         self._holdings: dict[str, Holding] = {}
         self._actors: list[Any] = []  # made, and noted in no holding yet
         self._groups: list[PlacementGroup] = []
 
-    def decide(self, config: Config) -> None:
-        """Note the configuration with what depends on where everything is."""
-        self._legacy = replace(self._legacy, config=config)
+    def decide(self, given: Config, config: Config) -> None:
+        """Note the configuration, and what it has become by where everything is."""
+        self._legacy = replace(self._legacy, given=given, config=config)
 
     def end(self, drain_timeout_s: float | None) -> None:
         """Note that nothing is to be left."""

@@ -46,7 +46,8 @@ class Record:
     has_process: bool = False  # one that is ready or starts
     member: Member | None = None  # of a process that is ready
     leaving: bool = False
-    drain_timeout_s: float | None = None  # of a name that is leaving
+    renewing: bool = False
+    drain_timeout_s: float | None = None  # of a name that is leaving or renewing
 
 
 class Process(Protocol):

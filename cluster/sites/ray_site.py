@@ -43,6 +43,7 @@ class RaySite(Site):
     """Not thread-safe; lives in the controller's event loop."""
 
     def __init__(self, legacy: Legacy, home: Home, orders: Orders) -> None:
+        self.given = legacy.given
         self.config = legacy.config
         self.waiting = ""
         self.closing = False
@@ -57,10 +58,7 @@ class RaySite(Site):
         Raises Placement if something does not fit, WorldError if it was set to `closing` meanwhile;
         then nothing stays reserved.
         """
-        nodes = await asyncio.to_thread(live_nodes)
-        num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
-        local_gpus = num_gpus if self._home.local else None
-        self.config = with_devices(self.config, has_gpus=num_gpus > 0, local_gpus=local_gpus)
+        self.config = await self._with_devices(self.given)
         for role, num in counts(self.config).items():
             records = [Record(f"{role}-{i}", role) for i in range(num)]
             self._holdings |= {record.name: Holding(record) for record in records}
@@ -70,8 +68,21 @@ class RaySite(Site):
                 await self.release(name)
             raise WorldError("stopped before anything was started")
         self.config = with_transport(self.config, self._worker_nodes())
-        self._orders.tell("decide", self.config)
+        self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
+
+    async def change(self, given: Config) -> None:
+        """The configuration of processes from now on; where they are, and how KV goes, stays."""
+        config = await self._with_devices(given)
+        kept = {name: getattr(self.config, name) for name in ("transport", "routers")}
+        self.given, self.config = given, config.model_copy(update=kept)
+        self._orders.tell("decide", self.given, self.config)
+
+    async def _with_devices(self, config: Config) -> Config:
+        nodes = await asyncio.to_thread(live_nodes)
+        num_gpus = sum(node.total.get("GPU", 0) for node in nodes)
+        local_gpus = num_gpus if self._home.local else None
+        return with_devices(config, has_gpus=num_gpus > 0, local_gpus=local_gpus)
 
     async def inherited(self) -> list[tuple[Record, RayProcess | None]]:
         """What the controller before this one has left: names, and their processes.
@@ -98,7 +109,7 @@ class RaySite(Site):
             await self._orders.ask(
                 "create",
                 RouterActor if role == "router" else RankActor if rank else WorkerActor,
-                self._options(role, group, rank),
+                _options(self.config, self._home, role, group, rank),
                 (Assignment(name, incarnation, self.config.cluster, host, rank), config),
             )
             for rank, host in enumerate(hosts)
@@ -145,23 +156,6 @@ class RaySite(Site):
         port = self._ports.setdefault(rank.process.node_id, SharedPort(self.config.cluster.port))
         return RouterProcess(rank, port, holding.record.member)
 
-    def _options(self, role: Role, group: Group, rank: int) -> dict[str, Any]:
-        """Of the actor of a rank: it is in the bundle of that rank, or beside `serve`."""
-        strategy: Any
-        if group.pg is None:
-            strategy = NodeAffinitySchedulingStrategy(self._home.node_id, soft=False)
-        else:
-            strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=rank)
-        rest = bundle_of(self.config, role)
-        return {
-            "max_restarts": 0,
-            "max_concurrency": MAX_CONCURRENCY,
-            "num_cpus": rest.pop("CPU", 0),
-            "num_gpus": rest.pop("GPU", 0),
-            "resources": rest,
-            "scheduling_strategy": strategy,
-        }
-
     async def _renewed_group(self, name: str) -> Group:
         holding = self._holdings[name]
         group = holding.group
@@ -198,7 +192,7 @@ class RaySite(Site):
             asked = self._orders.ask("reserve", *group)
             return asyncio.run_coroutine_threadsafe(asked, loop).result()
 
-        asks = [self._ask(name) for name in names]
+        asks = [_ask(self.config, name, self._holdings[name].record.role) for name in names]
         home = Node(self._home.node_id, self._home.address, {}, {})
         found = {ask.name: Group(None, (home,) * ask.num) for ask in asks if not ask.bundle}
         try:
@@ -216,14 +210,6 @@ class RaySite(Site):
             self._holdings[name] = replace(self._holdings[name], group=group)
             self._orders.tell("hold", name, self._holdings[name])
 
-    def _ask(self, name: str) -> Ask:
-        role = self._holdings[name].record.role
-        bundle = bundle_of(self.config, role)
-        if role == "prefill" or role == "decode":
-            part = self.config.role(role)
-            return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
-        return Ask(name, bundle)
-
     def _wait(self, text: str) -> None:
         """Called now and then while groups are placed; an error gives them back."""
         if self.closing:
@@ -234,3 +220,29 @@ class RaySite(Site):
         """Ids of the nodes that workers are on."""
         workers = [each for each in self._holdings.values() if each.record.role != "router"]
         return {node.node_id for each in workers if each.group for node in each.group.nodes}
+
+
+def _options(config: Config, home: Home, role: Role, group: Group, rank: int) -> dict[str, Any]:
+    """Of the actor of a rank: it is in the bundle of that rank, or beside `serve`."""
+    strategy: Any
+    if group.pg is None:
+        strategy = NodeAffinitySchedulingStrategy(home.node_id, soft=False)
+    else:
+        strategy = PlacementGroupSchedulingStrategy(group.pg, placement_group_bundle_index=rank)
+    rest = bundle_of(config, role)
+    return {
+        "max_restarts": 0,
+        "max_concurrency": MAX_CONCURRENCY,
+        "num_cpus": rest.pop("CPU", 0),
+        "num_gpus": rest.pop("GPU", 0),
+        "resources": rest,
+        "scheduling_strategy": strategy,
+    }
+
+
+def _ask(config: Config, name: str, role: Role) -> Ask:
+    bundle = bundle_of(config, role)
+    if role == "prefill" or role == "decode":
+        part = config.role(role)
+        return Ask(name, bundle, part.tp, SPANS[part.engine.collective])
+    return Ask(name, bundle)

@@ -57,6 +57,7 @@ class Req:
     dispatch: int = 0  # how often it was sent to a worker
     route: Route | None = None  # the workers it was sent to; None while it waits
     num_cached_tokens: int = 0
+    digest: str = ""  # of the model that has drawn its output; no other may go on with it
     avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
     # Workers that were lost with it, and how many output tokens it had.
     lost_at: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
@@ -148,9 +149,10 @@ class Queue:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[Req] = Turns()
+        self._begun: list[Req] = []  # have output, and go before all others
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._begun)
 
     def add(self, req: Req, *, first: bool = False) -> None:
         """Queue `req`, or in front of all if it comes back from a worker; then `place`.
@@ -162,6 +164,10 @@ class Queue:
         now = req.queued_at = time.monotonic()
         if req.trace is not None:
             req.trace.enter("router_queue", now)
+        if req.tokens:
+            self._begun.append(req)
+            self.place()
+            return
         if req.waiting_since is not None and now - req.waiting_since >= self._queue_timeout_s:
             self._expired(req, 0.0)
             return
@@ -171,17 +177,17 @@ class Queue:
             return
         self._waiting.add(req, first=first)
         self.place()
-        if req.waiting_since is None and not req.tokens and (first or req.route is None):
+        if req.waiting_since is None and (first or req.route is None):
             req.waiting_since = now
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
     def place(self) -> None:
         """Send as many as workers may take now."""
-        while self._waiting:
+        while len(self):
             decode = self._members.open_decode(time.monotonic())
-            if not decode:
+            req, decode = self._next(decode)
+            if req is None:
                 return
-            req = self._waiting.pop()
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
@@ -191,11 +197,20 @@ class Queue:
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
         self._waiting.remove(req)
+        self._begun = [other for other in self._begun if other is not req]
         route, req.route = req.route, None
         if route is None:
             req.queued_s += time.monotonic() - req.queued_at
             return
         self._members.left(route.decode, gives_room=served)
+
+    def stranded(self) -> list[Req]:
+        """Those with output that nobody can go on with: all workers have another model."""
+        if not self._begun or not self._members.live("decode"):
+            return []
+        decode = [known.member for known in self._members.all() if known.member.role == "decode"]
+        digests = {member.digest for member in decode}
+        return [req for req in self._begun if req.digest not in digests]
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""
@@ -217,6 +232,15 @@ class Queue:
         if req.route is not None:
             self._wire.send(req.route.decode, Abort(req.req_id, req.dispatch))
 
+    def _next(self, decode: list[Known]) -> tuple[Req | None, list[Known]]:
+        """Who is sent now, and to which of the workers that are open; nobody: to none."""
+        for req in self._begun:
+            same = [known for known in decode if known.member.digest == req.digest]
+            if same:
+                self._begun.remove(req)
+                return req, same
+        return (self._waiting.pop(), decode) if decode and self._waiting else (None, [])
+
     def _late(self, req: Req, since: float) -> None:
         if not req.outcome and req.route is None and req.waiting_since == since:
             self._expired(req, 0.0)
@@ -228,6 +252,8 @@ class Queue:
         req.dispatch += 1
         req.route = route
         req.queued_s += now - req.queued_at
+        if not req.tokens and (known := self._members.get(route.decode)) is not None:
+            req.digest = known.member.digest
         first = route.candidates[0].peer if route.candidates else None
         self._members.sent(route.decode, first, len(req.prompt), now)
         trace = ""

@@ -110,6 +110,7 @@ class DecodeDouble:
         script: Script | None = None,
         stats: api.WorkerStats | None = None,
         role: api.Role = "decode",
+        digest: str = "",
     ) -> None:
         self.stats = stats or api.WorkerStats(max_num_reqs=8, num_free_pages=100, num_pages=100)
         self.incarnation = uuid.uuid4().hex[:8]
@@ -120,7 +121,9 @@ class DecodeDouble:
         self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
         self._dead = False
         address = self._wire.start("127.0.0.1")
-        self.member = Member(name, role, self.incarnation, address, metrics_address="127.0.0.1:9")
+        self.member = Member(
+            name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest
+        )
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

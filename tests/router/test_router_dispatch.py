@@ -270,6 +270,35 @@ def test_begun_stream_waits_for_a_worker_beyond_the_queue_timeout(
         other.die()
 
 
+def test_what_one_model_has_begun_no_other_goes_on_with(serve: Serve, ask: Ask, ids: Ids) -> None:
+    first = DecodeDouble("decode-0", digest="one")
+    _, url, router = serve(first)
+    begun = ask(url, stream=False)
+    first.chunk(*first.take(), ids[:2])
+    late = ask(url)
+    first.take()
+    wait_until(lambda: came(router) == 2)
+    other = DecodeDouble("decode-1", speak(ids), digest="two")
+    same = DecodeDouble("decode-2", digest="one", stats=FULL)
+    same.stats = replace(same.stats, num_running=9)  # it has no room yet
+    try:
+        router.update_members([other.member, same.member])
+        assert ended(late) == ("abcdefgh", "stop", None)
+        assert not begun.done()
+        same.stats = WorkerStats(max_num_reqs=8, num_free_pages=9)
+        peer, generate = same.take()
+        assert generate.tokens[-2:] == ids[:2]
+        same.chunk(peer, generate, ids[2:3], at=2)
+        same.stats = replace(same.stats, draining=True)
+        known = router.front.dispatcher._members.get(same.member.peer)
+        wait_until(lambda: came(router) == 3 and known.stats.draining)
+        router.update_members([other.member])
+        assert failed(begun)[:2] == (503, "no_worker")
+    finally:
+        other.die()
+        same.die()
+
+
 @pytest.mark.parametrize("num_tokens", [0, 2])
 def test_request_present_at_two_deaths_is_not_tried_a_third_time(
     serve: Serve, ask: Ask, ids: Ids, num_tokens: int

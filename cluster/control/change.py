@@ -1,0 +1,65 @@
+"""What of a configuration may change while the cluster serves, and who takes it when."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.config import Config, differences
+from cluster.control.replicas import Replica
+from worker.errors import UserError
+
+# Sections that workers alone read, and leaves of these that decide what stays as it is.
+CHANGEABLE = (
+    "model.",
+    "kv.",
+    "spec.",
+    "lease.",
+    "disaggregation.",
+    "prefill.engine.",
+    "decode.engine.",
+)
+FIXED = ("model.served_name", "engine.device", "engine.collective")
+# What a router reads of a model.
+READ_BY_ROUTERS = (
+    "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+
+
+def check_change(before: Config, after: Config) -> None:
+    """Raise UserError for what needs another placement, or other routers."""
+    for path in differences(before, after):
+        if not path.startswith(CHANGEABLE) or path.endswith(FIXED):
+            raise UserError(f"{path}: workers alone are restarted; this needs another serve", path)
+    for name in READ_BY_ROUTERS:
+        old, new = before.model.directory / name, after.model.directory / name
+        if _bytes(old) != _bytes(new):
+            raise UserError(
+                f"model.path: {new} is another one than {old}, which routers have read: this needs "
+                "another serve",
+                "model.path",
+            )
+
+
+def in_order(replicas: Sequence[Replica]) -> list[str]:
+    """Workers: those of another revision of the model find prefill workers of it for longest."""
+    prefill, decode = (
+        [r.name for r in replicas if r.role == role] for role in ("prefill", "decode")
+    )
+    return [*prefill[:-1], *decode, *prefill[-1:]]
+
+
+def is_last_of_its_model(replica: Replica, replicas: Sequence[Replica]) -> bool:
+    """Whether no other decode worker can go on with what this one has begun."""
+    mine = replica.member
+    others = [r.member for r in replicas if r is not replica and not r.is_stopped]
+    return (
+        mine is not None
+        and mine.role == "decode"
+        and not any(
+            other is not None and (other.role, other.digest) == (mine.role, mine.digest)
+            for other in others
+        )
+    )
+
+
+def _bytes(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None

@@ -1,0 +1,135 @@
+"""What the command line asks of a cluster that runs."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+
+from cluster.config import Config, differences
+from cluster.control.change import check_change, in_order, is_last_of_its_model
+from cluster.control.monitor import Monitor
+from cluster.control.replicas import Replica, ReplicaStatus, last_of_its_kind
+from cluster.control.tasks import in_time
+from cluster.diagnose.running import ClusterExamination, WorkerAnswer
+from cluster.sites.estate import Orders
+from cluster.sites.handles import RayProcess, call
+from cluster.sites.ray_site import RaySite
+from worker.errors import KvlaneError, UserError, WorldError
+
+log = logging.getLogger("kvlane.controller")
+
+EXAMINE_TIMEOUT_S = 120.0
+
+
+class Commands:
+    """Methods of the controller that `cli` calls, and the state that they have in common with it.
+
+    The controller sets `_monitor`, `_placed` and `_ready`.
+    """
+
+    def __init__(self, site: RaySite, orders: Orders) -> None:
+        self._site, self._orders = site, orders
+        self._monitor: Monitor | None = None
+        self._drained = False  # nothing is left to serve
+        self._placed = asyncio.Event()  # room is reserved, or there is none
+        self._ready = asyncio.Event()
+        self._restarting = asyncio.Lock()
+
+    def replicas(self) -> list[Replica]:
+        """All names, once they are placed."""
+        return [] if self._monitor is None else self._monitor.replicas()
+
+    async def status(self) -> list[ReplicaStatus]:
+        """One row a name."""
+        return [] if self._monitor is None else await self._monitor.status()
+
+    async def examine(self) -> ClusterExamination:
+        """What `doctor` judges. One worker after another: each measures its paths alone."""
+        workers = [replica for replica in self.replicas() if replica.role != "router"]
+        answers = [await _examined(worker) for worker in workers]
+        return ClusterExamination(self._site.given, self._site.config, tuple(answers))
+
+    async def join(self, config: Config) -> tuple[str, ...]:
+        """For a second `serve`: waits until this cluster is ready; URLs of its routers.
+
+        Raises UserError if it runs with another configuration.
+        """
+        if paths := differences(self._site.given, config):
+            raise UserError(
+                "kvlane runs on this Ray cluster already, with another value of "
+                f"{', '.join(paths)}; end it first: kvlane down"
+            )
+        await self._ready.wait()
+        return urls(self.replicas())
+
+    async def warning(self, name: str) -> str:
+        """As `last_of_its_kind`."""
+        return last_of_its_kind(name, self.replicas())
+
+    async def drain(self, name: str | None, timeout_s: float | None) -> bool:
+        """Drain one name, or everything, in which case `serve` ends too.
+
+        Returns whether all work was finished in time. Raises UserError for an unknown name.
+        """
+        if self._monitor is None:
+            raise UserError("the cluster is still being placed")
+        if name is not None:
+            if warning := last_of_its_kind(name, self.replicas()):
+                log.warning("%s", warning)
+            return await self._monitor.drain([name], timeout_s)
+        self._orders.tell("end", timeout_s)
+        idle = await self._monitor.stop(timeout_s)
+        self._drained = True
+        return idle
+
+    async def configuration(self) -> Config:
+        """What was given to `serve`, with what `restart` has changed."""
+        return self._site.given
+
+    async def restart(self, name: str | None, config: Config, timeout_s: float) -> None:
+        """Replace the process of one name, or of all workers one after another, under `config`.
+
+        Each hands over what it has not finished after timeout_s; but what nobody else can finish,
+        as the others have another model, it finishes. Raises UserError for what cannot change so,
+        and what a new process raises: then the configuration is the one before.
+        """
+        if self._monitor is None or self._restarting.locked():
+            raise UserError("the cluster is being placed or restarted")
+        async with self._restarting:
+            monitor, before = self._monitor, self._site.given
+            names = in_order(monitor.replicas()) if name is None else [monitor.replica(name).name]
+            check_change(before, config)
+            await self._site.change(config)
+            try:
+                for each in names:
+                    waits = is_last_of_its_model(monitor.replica(each), monitor.replicas())
+                    await monitor.renew(each, None if waits else timeout_s)
+            except KvlaneError:
+                await self._site.change(before)
+                raise
+
+    async def down(self) -> bool:
+        """End everything, and `serve` too, as Ctrl-C there does; whether no request was cut off."""
+        if self._monitor is None:  # it is being placed: `start` fails, and so does `serve`
+            self._site.closing = True
+            await self._placed.wait()
+            return True
+        return await self.drain(None, self._site.given.cluster.drain_timeout_s)
+
+
+def urls(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    """Of the routers that are ready."""
+    members = [r.member for r in replicas if r.role == "router" and r.member]
+    return tuple(dict.fromkeys(member.address for member in members))
+
+
+async def _examined(replica: Replica) -> WorkerAnswer:
+    process, asked_at = replica.reachable, time.time()
+    examination, error = None, "" if process else f"it is {replica.state}"
+    try:
+        if isinstance(process, RayProcess):
+            asked = call(process.actor.examine)
+            examination = await in_time(asked, EXAMINE_TIMEOUT_S, "answer the doctor")
+    except WorldError as e:
+        error = str(e)
+    return WorkerAnswer(replica.name, asked_at, time.time(), examination, error)
