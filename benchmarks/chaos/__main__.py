@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -68,22 +68,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return made.parse_args(arguments)
 
 
+class Ended(NamedTuple):
+    """A request that has its answer."""
+
+    what: str  # for people
+    number: int  # of what was asked
+    answer: Answer
+    is_whole: bool
+
+
 class Load:
     """Requests in flight, and how those that have ended went."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, right: dict[int, Answer], asks: list[Ask],
-        rng: random.Random,
-    ) -> None:  # fmt: skip
+        self, http: aiohttp.ClientSession, url: str, asks: list[Ask], rng: random.Random
+    ) -> None:
         self.num, self.kinds = 0, Counter[str]()
         self.waits: list[float] = []  # the longest of each whole stream
         self.failed: list[str] = []
-        self.wrong: list[str] = []
-        self._http, self._url, self._right = http, url, right
+        self._ended: list[Ended] = []
+        self._http, self._url = http, url
         self._asks, self._rng = asks, rng
 
+    def wrong(self, *right: dict[int, Answer]) -> list[str]:
+        """Answers that are of none of these."""
+        differ = [
+            (each, [difference(each.answer, of[each.number], whole=each.is_whole) for of in right])
+            for each in self._ended
+        ]
+        return [f"{each.what}: {' / '.join(found)}" for each, found in differ if all(found)]
+
     async def one(self) -> None:
-        """Ask one of the requests in some manner, and judge the answer."""
+        """Ask one of the requests in some manner."""
         number, manner = self._rng.randrange(len(self._asks)), draw_manner(self._rng)
         asked, began = self._asks[number], time.strftime("%H:%M:%S")
         answer = await ask(self._http, self._url, asked, **manner)
@@ -92,16 +108,17 @@ class Load:
         what = f"{began} to {time.strftime('%H:%M:%S')} {asked.kind} {number} {manner}"
         if answer.error:
             self.failed.append(f"{what}: {answer.error}")
-        elif wrong := difference(answer, self._right[number], whole="leave_after" not in manner):
-            self.wrong.append(f"{what}: {wrong}")
-        elif not manner:
+            return
+        self._ended.append(Ended(what, number, answer, "leave_after" not in manner))
+        if not manner:
             self.waits.append(answer.longest_s)
 
-    async def open_loop(self, rate: float, until: float) -> None:
-        """As they arrive; returns once all have ended."""
+    async def open_loop(self, rate: float, over: asyncio.Event) -> None:
+        """As they arrive until it is over; returns once all have ended."""
         async with asyncio.TaskGroup() as group:
             at = time.monotonic()
-            while (at := at + self._rng.expovariate(rate)) < until:
+            while not over.is_set():
+                at += self._rng.expovariate(rate)
                 await asyncio.sleep(max(0.0, at - time.monotonic()))
                 group.create_task(self.one())
 
@@ -154,19 +171,20 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
                     await hitting
 
         rate = options.rate
-        first = Load(http, url, right, asks, rng)
+        first = Load(http, url, asks, rng)
         if rate is None:
             until = time.monotonic() + options.calibrate_s
             most = await disturbed(lambda: first.closed_loop(options.concurrency, until))
             rate = options.share * most
             print(f"{most:.2f} requests/s in a closed loop; at {rate:.2f} from now on", flush=True)
             await cluster.wait_idle(60)
-        load = Load(http, url, right, asks, rng)
+        load = Load(http, url, asks, rng)
         before, num_before = await cluster.metrics(), len(faults.sent)
         pids = await processes(cluster)
         begun = {pid: sizes(pid) for pid in pids.values()}
-        until = time.monotonic() + 60 * options.minutes
-        await disturbed(lambda: load.open_loop(rate, until))
+        over = asyncio.Event()
+        asyncio.get_running_loop().call_later(60 * options.minutes, over.set)
+        await disturbed(lambda: load.open_loop(rate, over))
         idle_s, left = await cluster.wait_idle(IDLE_S)
         after = await cluster.metrics()
         pids = await processes(cluster)
@@ -177,7 +195,7 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
         "rate": rate, "num": load.num, "kinds": dict(load.kinds),
-        "failed": first.failed + load.failed, "wrong": first.wrong + load.wrong,
+        "failed": first.failed + load.failed, "wrong": first.wrong(right) + load.wrong(right),
         "wait_s": {"p50": waits[49], "p99": waits[98], "most": max(load.waits, default=0.0)},
         "counters": {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED},
         "num_faults": len(sent), "faults_by_kind": told(sent),

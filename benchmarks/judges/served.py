@@ -71,12 +71,16 @@ def wait_ready(server: subprocess.Popen[bytes], output: Path) -> None:
 
 
 @contextlib.contextmanager
-def serving(arguments: list[str], port: int, *, keep: Path) -> Iterator[str]:
+def serving(
+    arguments: list[str], port: int, *, keep: Path, root: Path | None = None
+) -> Iterator[str]:
     """A cluster that is ready; its URL. Ended after the body, its output is copied to `keep`.
+
+    root: a folder for all its files, with a short path, which is removed; None: one of its own.
 
     Raises SystemExit, with its output, if it does not become ready.
     """
-    root = Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
+    root = root or Path(tempfile.mkdtemp(prefix="jd"))  # short: Ray's sockets lie below it
     output = root / "output"
     with output.open("wb") as log:
         server = subprocess.Popen(

@@ -132,7 +132,6 @@ class Dispatcher:
                     case Pong():
                         self._members.pong(peer, message.stats)
                         self._queue.place()
-                        self._end_stranded()
                     case Refused():
                         self._on_refused(peer, message)
                     case Lost():
@@ -161,7 +160,7 @@ class Dispatcher:
             self._on_lost(known.peer, "no longer a member")
         for member in added:
             self._wire.connect(member.peer, member.address)
-        self._end_stranded()
+        self._queue.place()
 
     def close(self) -> None:
         """End every request with an error; later ones end at once."""
@@ -288,14 +287,12 @@ class Dispatcher:
                 req.mailbox.nudge()
         self._queue.add(req, first=True)
 
-    def _end_stranded(self) -> None:
-        for req in self._queue.stranded():
-            self.give_up(req, ApiError("no_worker", "every worker has another model by now"))
-
     def _waited(self, req: Req, late_s: float) -> None:
         """The queue timeout has passed, or will: no decode worker has room, or there is none."""
         code, message = "no_worker", "no decode worker is alive"
-        if self._members.live("decode"):
+        if req.tokens:
+            message = "every decode worker has another model by now"
+        elif self._members.live("decode"):
             code, message = "busy", "no decode worker had room in time"
         if late_s:
             message = "no decode worker will have room in time"

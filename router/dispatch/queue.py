@@ -131,7 +131,7 @@ class Queue:
     Only this class changes where a request is: in the queue (its route is None) or at a worker.
     `expired` is called with a request that has waited for `queue_timeout_s` at a stretch, or that
     would, by how many of its client wait and the time between that client's last turns; and with by
-    how much longer.
+    how much longer. Also with one that has output, once all decode workers have another model.
     """
 
     def __init__(
@@ -182,17 +182,21 @@ class Queue:
             req.timers.append(self._loop.call_later(self._queue_timeout_s, self._late, req, now))
 
     def place(self) -> None:
-        """Send as many as workers may take now."""
+        """Send as many as workers may take now; those that nobody can go on with expire."""
         while len(self):
-            decode = self._members.open_decode(time.monotonic())
-            req, decode = self._next(decode)
+            req, decode = self._next(self._members.open_decode(time.monotonic()))
             if req is None:
-                return
+                break
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
             route = self._policy.choose(req.prompt, with_leader or preferred or decode, prefill)
             self._send(req, route, after)
+        if self._begun and self._members.live("decode"):
+            listed = [known.member for known in self._members.all()]
+            digests = {member.digest for member in listed if member.role == "decode"}
+            for req in [req for req in self._begun if req.digest not in digests]:
+                self._expired(req, 0.0)
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
@@ -203,14 +207,6 @@ class Queue:
             req.queued_s += time.monotonic() - req.queued_at
             return
         self._members.left(route.decode, gives_room=served)
-
-    def stranded(self) -> list[Req]:
-        """Those with output that nobody can go on with: all workers have another model."""
-        if not self._begun or not self._members.live("decode"):
-            return []
-        decode = [known.member for known in self._members.all() if known.member.role == "decode"]
-        digests = {member.digest for member in decode}
-        return [req for req in self._begun if req.digest not in digests]
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""

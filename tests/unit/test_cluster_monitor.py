@@ -253,3 +253,61 @@ async def test_who_was_stopped_itself_does_not_judge_by_the_time_in_between() ->
     assert await asked == "alive"
     with pytest.raises(WorldError, match=r"did not report within 0\.05 s"):
         await in_time(asyncio.Event().wait(), 0.05, "report")
+
+
+@asynchronous
+async def test_a_renewed_name_finishes_first_and_keeps_its_place() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    first = cluster.last("decode-0")
+    first.idle = False
+    renewing = asyncio.create_task(cluster.monitor.renew("decode-0", None))
+    await cluster.until(lambda: "drain decode-0" in cluster.log)
+    assert cluster.site.records["decode-0"].renewing
+    first.idle = True
+    await renewing
+    assert cluster.last("decode-0").incarnation != first.incarnation
+    steps = [line for line in cluster.log if line.split()[0] in ("drain", "stop", "kill", "create")]
+    assert steps[-4:] == ["drain decode-0", "stop decode-0", "kill decode-0", "create decode-0"]
+    rows = {row.name: (row.state, row.restarts) for row in await cluster.monitor.status()}
+    assert rows == {"decode-0": (State.READY, 0), "decode-1": (State.READY, 0)}
+    assert not cluster.site.records["decode-0"].renewing
+    stays = cluster.last("decode-1")
+    await cluster.until(lambda: stays.changes[-1][1] == "ready")
+    assert [change[1] for change in stays.changes[-3:]] == ["draining", "stopping", "ready"]
+
+
+@asynchronous
+async def test_a_renewal_hands_over_in_time_and_kills_who_does_not_stop() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    first = cluster.last("decode-0")
+    first.idle, first.deaf = False, True
+    await cluster.monitor.renew("decode-0", 0.05)
+    assert cluster.last("decode-0") is not first
+    assert cluster.log.index("stop decode-0") < cluster.log.index("kill decode-0")
+
+
+@asynchronous
+async def test_a_renewal_says_why_the_next_process_fails_which_is_tried_again() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    cluster.site.start_error = UserError("no such model")
+    with pytest.raises(UserError, match="decode-0: no such model"):
+        await cluster.monitor.renew("decode-0", None)
+    cluster.site.start_error = None
+    await cluster.until(lambda: len(cluster.links.peers) == 2)
+    with pytest.raises(UserError, match="no worker or router is called decode-7"):
+        await cluster.monitor.renew("decode-7", None)
+
+
+@asynchronous
+async def test_the_next_monitor_goes_on_with_a_renewal() -> None:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    first = cluster.last("decode-0")
+    first.idle = False
+    renewing = asyncio.create_task(cluster.monitor.renew("decode-0", None))
+    await cluster.until(lambda: "drain decode-0" in cluster.log)
+    renewing.cancel()
+    cluster.succeeded()
+    assert cluster.monitor.replica("decode-0").renewing
+    first.idle = True
+    await cluster.monitor.renew("decode-0", None)
+    assert cluster.last("decode-0").incarnation != first.incarnation

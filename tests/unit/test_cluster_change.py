@@ -1,0 +1,66 @@
+"""What may change while a cluster serves, and in which order."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.config import Config, changed
+from cluster.control.change import check_change, in_order, is_last_of_its_model
+from cluster.control.replicas import Replica, State
+from tests.support.prompts import TINY
+from worker.api import Member, Role
+from worker.errors import UserError
+
+
+def replica(name: str, digest: str = "") -> Replica:
+    role: Role = "prefill" if name.startswith("prefill") else "decode"
+    made = Replica(name, role, State.READY)
+    made.member = Member(name, role, "1", "tcp://x", digest=digest)
+    return made
+
+
+def test_settings_of_workers_may_change_and_the_rest_stays() -> None:
+    sets = ["decode.engine.max_num_reqs=7", "spec.drafter=ngram", "lease.final_resend_s=3"]
+    after = changed(Config(), sets)
+    check_change(Config(), after)
+    assert (after.decode.engine.max_num_reqs, after.spec.drafter) == (7, "ngram")
+    assert after.prefill == Config().prefill
+    assert changed(after, []) == after
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    ["cluster.port=1", "decode.replicas=3", "decode.tp=2", "router.max_inflight=9",
+     "transport.name=shm", "decode.engine.device=cpu", "model.served_name=other"],
+)  # fmt: skip
+def test_what_decides_on_places_or_routers_is_refused_by_name(leaf: str) -> None:
+    with pytest.raises(UserError, match=leaf.partition("=")[0]):
+        check_change(Config(), changed(Config(), [leaf]))
+
+
+def test_other_weights_may_come_but_no_other_tokenizer(tmp_path: Path) -> None:
+    copy = shutil.copytree(TINY, tmp_path / "other")
+    after = changed(Config(), [f"model.path={copy}"])
+    check_change(Config(), after)
+    with (copy / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    with pytest.raises(UserError, match=r"tokenizer\.json is another one"):
+        check_change(Config(), after)
+
+
+def test_decode_workers_of_the_old_model_find_a_prefill_worker_of_it_to_the_last() -> None:
+    names = ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+    order = in_order(list(map(replica, names)))
+    assert order == ["prefill-0", "decode-0", "decode-1", "prefill-1"]
+    assert in_order([replica("decode-0"), replica("prefill-0")]) == ["decode-0", "prefill-0"]
+
+
+def test_who_alone_has_a_model_is_known() -> None:
+    new, old, other = replica("decode-0", "b"), replica("decode-1", "a"), replica("decode-2", "a")
+    prefill = replica("prefill-0", "a")
+    assert is_last_of_its_model(new, [new, old, other, prefill])
+    assert not is_last_of_its_model(old, [new, old, other, prefill])
+    other.renewing = True
+    assert is_last_of_its_model(old, [new, old, other, prefill])
+    assert not is_last_of_its_model(prefill, [new, old, other, prefill])
