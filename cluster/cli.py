@@ -157,7 +157,12 @@ def parser_of_commands() -> argparse.ArgumentParser:
     about = "replace workers one after another, also with other settings (--set) or weights"
     restart = command("restart", _restart, about)
     restart.add_argument("name", nargs="?", help="one worker or router; default: all workers")
-    restart.add_argument("--timeout", type=float, metavar="S", help="hand requests over after S s")
+    role = command("role", _role, "make a worker a prefill or decode worker")
+    role.add_argument("name", help="the worker")
+    role.add_argument("role", choices=("prefill", "decode"))
+    for parser_of_change in (restart, role):
+        help_of_timeout = "hand requests over after S s; default: cluster.drain_timeout_s"
+        parser_of_change.add_argument("--timeout", type=float, metavar="S", help=help_of_timeout)
     command("down", _down, "end what runs, if anything does")
     for parser_of_json in (status, doctor):
         parser_of_json.add_argument("--json", action="store_true", help="print JSON")
@@ -304,10 +309,20 @@ def _restart(args: argparse.Namespace) -> int:
         if config.model != running.model or config.spec != running.spec:
             config = fetched(config, offline=False).anchored(Path.cwd())
             check_model(config)
-        timeout_s = running.cluster.drain_timeout_s if args.timeout is None else args.timeout
-        ask("restart", args.name, config, timeout_s)
+        ask("restart", args.name, config, _timeout_s(args, running))
     print(f"{args.name or 'every worker'} was restarted")
     return 0
+
+
+def _role(args: argparse.Namespace) -> int:
+    with _connected(args) as ask:
+        ask("turn", args.name, args.role, _timeout_s(args, ask("configuration")))
+    print(f"{args.name} is a {args.role} worker")
+    return 0
+
+
+def _timeout_s(args: argparse.Namespace, config: Config) -> float:
+    return config.cluster.drain_timeout_s if args.timeout is None else args.timeout
 
 
 def _down(args: argparse.Namespace) -> int:

@@ -1,14 +1,16 @@
-"""What an operator does under load: workers are restarted one after another, nothing is lost.
+"""What an operator does under load: workers are restarted and change roles, nothing is lost.
 
     python -m benchmarks.chaos.operate --out results
 
 Restarts all workers with another setting, then with other weights, then with the first ones again,
-while requests of all kinds arrive. Each answer has to be wholly of one model: the one that a
+while requests of all kinds arrive; then a decode worker becomes a prefill worker and turns back,
+again and again. Each answer has to be wholly of one model: the one that a
 cluster gives that nobody touches. Exits with 1 if a request failed or was wrong.
 """
 
 import argparse
 import asyncio
+import itertools
 import random
 import statistics
 import sys
@@ -40,6 +42,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--num", type=int, default=2, help="different requests of each kind")
     add("--pause-s", type=float, default=10, help="of load before, between and after restarts")
     add("--timeout-s", type=float, default=120, help="of a request")
+    add("--turns", type=int, default=20, help="of the role of a worker")
     add("--drain-s", type=float, default=5, help="after which a worker hands over what it has")
     add("--seed", type=int, default=0)
     add("--routers", type=int, default=2)
@@ -62,18 +65,18 @@ def other_weights(place: Path) -> Path:
     return place
 
 
-async def restarted(sets: Sequence[str], drain_s: float, root: Path) -> dict[str, Any]:
-    """Run `kvlane restart`; raises SystemExit if it fails."""
+async def told(root: Path, drain_s: float, *words: str) -> dict[str, Any]:
+    """Run a command of `kvlane`, and how long it took; raises SystemExit if it fails."""
     began = time.monotonic()
-    words = [word for each in sets for word in ("--set", each)]
-    command = "-m", "cluster", "restart", "--timeout", str(drain_s), *words
+    command = "-m", "cluster", *words, "--timeout", str(drain_s)
     running = await asyncio.create_subprocess_exec(
-        sys.executable, *command, env=environment(root), stderr=asyncio.subprocess.PIPE
-    )
+        sys.executable, *command, env=environment(root), stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
     _, error = await running.communicate()
     if running.returncode:
-        raise SystemExit(f"restart {sets}: {error.decode()}")
-    return {"sets": sets, "took_s": time.monotonic() - began}
+        raise SystemExit(f"{' '.join(words)}: {error.decode()}")
+    return {"command": " ".join(words), "took_s": time.monotonic() - began}
 
 
 async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str, Any]:
@@ -89,25 +92,25 @@ async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str
         over = asyncio.Event()
         loading = asyncio.create_task(load.open_loop(options.rate, over))
         done = []
-        for sets in (
-            ["decode.engine.max_num_reqs=24", "prefill.engine.max_num_reqs=24"],
-            [f"model.path={other}"],
-            [f"model.path={TINY}"],
-        ):
+        for leaf in ("decode.engine.max_num_reqs=24", f"model.path={other}", f"model.path={TINY}"):
             await asyncio.sleep(options.pause_s)
-            done.append(await restarted(sets, options.drain_s, root))
+            done.append(await told(root, options.drain_s, "restart", "--set", leaf))
+        turns = itertools.cycle(("prefill", "decode"))
+        for role in itertools.islice(turns, options.turns):
+            await asyncio.sleep(1)
+            done.append(await told(root, options.drain_s, "role", "decode-1", role))
         await asyncio.sleep(options.pause_s)
         over.set()
         await loading
         idle_s, left = await cluster.wait_idle(IDLE_S)
         metrics = await cluster.metrics()
-        await restarted([f"model.path={other}"], 0.0, root)
+        await told(root, 0.0, "restart", "--set", f"model.path={other}")
         of_other = await undisturbed(http, url, asks)
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
         "num": load.num, "kinds": dict(load.kinds), "failed": load.failed,
         "wrong": load.wrong(right, of_other), "of_first": load.num - len(load.wrong(right)),
-        "of_other": load.num - len(load.wrong(of_other)), "restarts": done,
+        "of_other": load.num - len(load.wrong(of_other)), "done": done,
         "wait_s": {"p50": waits[49], "p99": waits[98], "most": max(load.waits, default=0.0)},
         "resumed": metrics.get("kvlane_resumed_total", 0), "idle_s": idle_s, "left": left,
     }  # fmt: skip

@@ -1,10 +1,11 @@
 """What of a configuration may change while the cluster serves, and who takes it when."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from cluster.config import Config, differences
+from cluster.config import Config, WorkerRole, differences
 from cluster.control.replicas import Replica
+from cluster.resolve import ROLES, bundle_of
 from worker.errors import UserError
 
 # Sections that workers alone read, and leaves of these that decide what stays as it is.
@@ -37,6 +38,22 @@ def check_change(before: Config, after: Config) -> None:
                 "another serve",
                 "model.path",
             )
+
+
+def check_role(
+    config: Config, replica: Replica, role: WorkerRole, replicas: Iterable[Replica]
+) -> None:
+    """Raise UserError if a worker cannot turn to this role where it is. config: as placed."""
+    if replica.role not in ROLES or replica.role == role:
+        raise UserError(f"{replica.name} has the role {replica.role}")
+    others = (r for r in replicas if r is not replica and not r.is_stopped)
+    if all(other.role != replica.role for other in others):
+        raise UserError(f"{replica.name} is the last {replica.role} worker")
+    mine, wanted = config.role(replica.role), config.role(role)
+    if mine.tp != wanted.tp:
+        raise UserError(f"{role}.tp is {wanted.tp}, and {replica.name} has {mine.tp}", f"{role}.tp")
+    if bundle_of(config, replica.role) != bundle_of(config, role):
+        raise UserError(f"{role} workers reserve other resources than {replica.name} has")
 
 
 def in_order(replicas: Sequence[Replica]) -> list[str]:

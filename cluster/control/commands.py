@@ -5,8 +5,8 @@ import logging
 import time
 from collections.abc import Iterable
 
-from cluster.config import Config, differences
-from cluster.control.change import check_change, in_order, is_last_of_its_model
+from cluster.config import Config, WorkerRole, differences
+from cluster.control.change import check_change, check_role, in_order, is_last_of_its_model
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, ReplicaStatus, last_of_its_kind
 from cluster.control.tasks import in_time
@@ -107,6 +107,20 @@ class Commands:
             except KvlaneError:
                 await self._site.change(before)
                 raise
+
+    async def turn(self, name: str, role: WorkerRole, timeout_s: float) -> None:
+        """Make a worker one of the other role, where it is; it hands over as in `restart`.
+
+        Raises UserError where it cannot be, and what the new process raises: then it has the role
+        before.
+        """
+        if self._monitor is None or self._restarting.locked():
+            raise UserError("the cluster is being placed or restarted")
+        async with self._restarting:
+            replica = self._monitor.replica(name)
+            check_role(self._site.config, replica, role, self.replicas())
+            waits = is_last_of_its_model(replica, self.replicas())
+            await self._monitor.renew(name, None if waits else timeout_s, role)
 
     async def down(self) -> bool:
         """End everything, and `serve` too, as Ctrl-C there does; whether no request was cut off."""

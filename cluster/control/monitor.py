@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, WorkerRole
 from cluster.control.herald import Herald
 from cluster.control.keeper import Keeper
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, address_stays
@@ -87,17 +87,22 @@ class Monitor:
             raise UserError(f"no worker or router is called {name} (there are: {known})")
         return self._replicas[name]
 
-    async def renew(self, name: str, timeout_s: float | None) -> None:
+    async def renew(
+        self, name: str, timeout_s: float | None, role: WorkerRole | None = None
+    ) -> None:
         """Let a name finish for so long (None: no limit), then replace its process.
 
-        Returns when the next one is ready. Raises as `replica`, and WorldError or UserError where
-        that one fails: it is tried again all the same.
+        role: of the next one, if it is another. Returns when that is ready. Raises as `replica`,
+        and WorldError or UserError where that one fails: it is tried again, in the role before.
         """
         replica = self.replica(name)
+        role_before = replica.role
         replica.renewing, replica.drain_timeout_s, replica.failure = True, timeout_s, None
         before = replica.incarnation
         self._site.remember(replica.record)
         await self._finish(replica, timeout_s)
+        replica.role = role or role_before
+        self._site.remember(replica.record)
         await self._end(replica)
         if replica.incarnation == before and not replica.given_up.done():
             replica.give_up("it does not stop", is_dead=True)
@@ -105,6 +110,8 @@ class Monitor:
             if replica.leaving:
                 raise WorldError(f"{name} is being drained")
             if replica.failure is not None:
+                replica.role = role_before
+                self._site.remember(replica.record)
                 raise type(replica.failure)(f"{name}: {replica.failure}")
             await asyncio.sleep(POLL_S)
 

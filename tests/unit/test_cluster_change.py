@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config import Config, changed
-from cluster.control.change import check_change, in_order, is_last_of_its_model
+from cluster.control.change import check_change, check_role, in_order, is_last_of_its_model
 from cluster.control.replicas import Replica, State
+from cluster.resolve import with_devices
 from tests.support.prompts import TINY
 from worker.api import Member, Role
 from worker.errors import UserError
@@ -64,3 +65,23 @@ def test_who_alone_has_a_model_is_known() -> None:
     other.renewing = True
     assert is_last_of_its_model(old, [new, old, other, prefill])
     assert not is_last_of_its_model(prefill, [new, old, other, prefill])
+
+
+def test_a_worker_turns_unless_its_role_or_its_place_forbids_it() -> None:
+    config = with_devices(Config(), has_gpus=False)
+    one, other, prefill = map(replica, ("decode-0", "decode-1", "prefill-0"))
+    everybody = [one, other, prefill]
+    check_role(config, one, "prefill", everybody)
+    for turned, role, why in (
+        (prefill, "decode", "prefill-0 is the last prefill worker"),
+        (one, "decode", "decode-0 has the role decode"),
+    ):
+        with pytest.raises(UserError, match=why):
+            check_role(config, turned, role, everybody)
+    other.renewing = True
+    with pytest.raises(UserError, match="the last decode worker"):
+        check_role(config, one, "prefill", everybody)
+    other.renewing = False
+    for leaf, why in (("prefill.tp=2", "prefill.tp is 2"), ("prefill.num_cpus=2", "resources")):
+        with pytest.raises(UserError, match=why):
+            check_role(changed(config, [leaf]), one, "prefill", everybody)

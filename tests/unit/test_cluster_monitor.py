@@ -292,8 +292,13 @@ async def test_a_renewal_says_why_the_next_process_fails_which_is_tried_again() 
     cluster.site.start_error = UserError("no such model")
     with pytest.raises(UserError, match="decode-0: no such model"):
         await cluster.monitor.renew("decode-0", None)
+    with pytest.raises(UserError, match="decode-0: no such model"):
+        await cluster.monitor.renew("decode-0", None, "prefill")
+    assert cluster.monitor.replica("decode-0").role == "decode"
     cluster.site.start_error = None
     await cluster.until(lambda: len(cluster.links.peers) == 2)
+    await cluster.monitor.renew("decode-0", None, "prefill")
+    assert cluster.site.records["decode-0"].role == "prefill"
     with pytest.raises(UserError, match="no worker or router is called decode-7"):
         await cluster.monitor.renew("decode-7", None)
 
