@@ -6,6 +6,7 @@
 #   two_nodes.sh submit ARG…      ray job submit --working-dir . -- python -m cluster serve ARG…
 #   two_nodes.sh get URL          print what a URL answers on node A; fails if it does not
 #   two_nodes.sh crash            node B dies, with all its processes, as if its power was cut
+#   two_nodes.sh again            node B is started again
 #   two_nodes.sh cut | mend       unplug and plug the cable
 #   two_nodes.sh down             end everything; nothing is left
 #
@@ -54,6 +55,8 @@ wait_head() { # until it listens
     failed
 }
 
+second() { node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"; }
+
 wait_nodes() { # COUNT
     run python - "$1" <<'EOF' 2>/dev/null || failed
 import sys, time, ray
@@ -81,7 +84,7 @@ up() {
     node a $head --head --no-monitor --port=6379 --dashboard-host=0.0.0.0 --dashboard-port=8265 \
         --temp-dir="$dir/a"
     wait_head
-    node b 10.78.0.2 --address=$head:6379 --temp-dir="$dir/b"
+    second
     wait_nodes 2
     if python -c 'import aiohttp_cors' 2>/dev/null; then
         for i in $(seq 60); do
@@ -125,8 +128,9 @@ case ${1:-} in
     get) shift; get "$1" ;;
     submit) shift; submit "$@" ;;
     crash) crash b ;;
+    again) crash b; rm -rf "$dir/b"; second; wait_nodes 2 ;;
     cut) ip -n kvlb link set vb down ;;
     mend) ip -n kvlb link set vb up ;;
     down) down ;;
-    *) sed -n '2,20s/^# \{0,1\}//p' "$0"; exit 2 ;;
+    *) sed -n '2,21s/^# \{0,1\}//p' "$0"; exit 2 ;;
 esac
