@@ -142,6 +142,13 @@ class Members:
         """Members of a role that answer."""
         return [k for k in self._known.values() if k.live and k.member.role == role]
 
+    @property
+    def num_rows(self) -> int:
+        """This router's part of the rows of all decode workers."""
+        num_routers = sum(known.member.role == "router" for known in self._known.values())
+        rows = sum(known.stats.max_num_reqs for known in self.live("decode"))
+        return rows // max(1, num_routers)
+
     def open_decode(self, now: float) -> list[Known]:
         """Decode workers to which a request may be sent now."""
         return [

@@ -207,6 +207,7 @@ class Queue:
             req.queued_s += time.monotonic() - req.queued_at
             return
         self._members.left(route.decode, gives_room=served)
+        self._waiting.runs(req.client, -1)
 
     def pause(self, peer: PeerId, retry_after_s: float) -> None:
         """A worker has refused: send it nothing for a while, then `place` again."""
@@ -235,7 +236,9 @@ class Queue:
             if same:
                 self._begun.remove(req)
                 return req, same
-        return (self._waiting.pop(), decode) if decode and self._waiting else (None, [])
+        if not decode or not self._waiting:
+            return None, []
+        return self._waiting.pop(self._members.num_rows), decode
 
     def _late(self, req: Req, since: float) -> None:
         if not req.outcome and req.route is None and req.waiting_since == since:
@@ -252,6 +255,7 @@ class Queue:
             req.digest = known.member.digest
         first = route.candidates[0].peer if route.candidates else None
         self._members.sent(route.decode, first, len(req.prompt), now)
+        self._waiting.runs(req.client, +1)
         trace = ""
         if req.trace is not None:
             req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)

@@ -4,9 +4,14 @@ A client is an API key; without keys all are one. The client that was served lea
 was served is counted in tokens: those of a prompt when it is sent, those of an output as they come,
 at twice the weight (virtual token counters: Sheng et al., arXiv:2401.00588, section 4.1). Who was
 away is lifted to the least of those who wait: nobody saves up turns.
+
+Rows of requests that are long end in bunches, so a turn alone helps little: who asks for less than
+its share of all rows finds some free. Of the rows, as many stay free for each of the others as it
+has lately had at a time and one more, but no more than its share.
 """
 
 import heapq
+import math
 import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
@@ -15,6 +20,7 @@ from typing import Generic, Protocol, TypeVar
 OUTPUT_WEIGHT = 2  # of a token, against one of a prompt
 SLACK = 64  # entries of requests that have left, which a heap may hold
 NUM_TIMED = 64  # turns of a client, by which its waits are predicted
+LATELY_S = 10.0  # in which the rows that a client has had at a time count for e times less
 
 
 class Waiter(Protocol):
@@ -37,6 +43,19 @@ class _Client:
     heap: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
     turn_at: float = 0.0  # monotonic, of its last turn if more of its requests waited then, else 0
     between_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED))  # turns
+    running: int = 0  # its requests at workers
+    most: float = 0.0  # of these, lately
+    noted_at: float = 0.0  # monotonic
+
+    def lately(self, now: float) -> float:
+        """The most requests that it has had at workers, older times counting for less."""
+        return max(self.running, self.most * math.exp((self.noted_at - now) / LATELY_S))
+
+    def runs(self, change: int, now: float) -> None:
+        """One more, or one less, is at a worker."""
+        self.most, self.noted_at = self.lately(now), now
+        self.running += change
+        self.most = max(self.most, self.running)
 
 
 class Turns(Generic[W]):
@@ -68,20 +87,23 @@ class Turns(Generic[W]):
         self._live[waiter.req_id] = self._number, waiter
         client.num += 1
 
-    def pop(self) -> W:
-        """The next one; KeyError if there is none."""
+    def pop(self, num_rows: int) -> W | None:
+        """The next one, where workers have so many rows; None: nobody waits who may have one."""
         if self._again:
             return self._again.popitem(last=False)[1]
         if not self._waiting:
-            raise KeyError("nobody waits")
-        client = min(self._waiting.values(), key=lambda each: each.served)
+            return None
+        now = time.monotonic()
+        below = self._below(num_rows, now)
+        if not below:
+            return None
+        client = min(below, key=lambda each: each.served)
         self._last_served, waiter = client.served, None
         while waiter is None:  # entries of those that have left are passed over
             _, number, req_id = heapq.heappop(client.heap)
             known, found = self._live.get(req_id, (0, None))
             waiter = found if known == number else None
         self.remove(waiter)
-        now = time.monotonic()
         if client.turn_at:
             client.between_s.append(now - client.turn_at)
         client.turn_at = now if client.num else 0.0
@@ -105,6 +127,10 @@ class Turns(Generic[W]):
         """Count what a client was served."""
         self._client(client).served += tokens
 
+    def runs(self, client: str, change: int) -> None:
+        """One more of its requests is at a worker, or one less."""
+        self._client(client).runs(change, time.monotonic())
+
     def wait_s(self, client: str) -> float:
         """How long a request of this client would wait that comes now; 0: not known."""
         known = self._client(client)
@@ -113,6 +139,19 @@ class Turns(Generic[W]):
             return 0.0
         # Turns come in bunches. The longest time does not count: a worker was lost, say.
         return known.num * (sum(times) - max(times)) / (NUM_TIMED - 1)
+
+    def _below(self, num_rows: int, now: float) -> list[_Client]:
+        """Of those who wait: who may have one more row, as the others keep what they need."""
+        lately = {name: each.lately(now) for name, each in self._clients.items()}
+        active = {name: most for name, most in lately.items() if most > 1 / math.e}
+        share = num_rows / len(active.keys() | self._waiting.keys())
+        kept = {name: min(share, most + 1) for name, most in active.items()}
+        left = num_rows - sum(kept.values())
+        return [
+            each
+            for name, each in self._waiting.items()
+            if not kept.keys() - {name} or each.running < max(share, left + kept.get(name, 0.0), 1)
+        ]
 
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)

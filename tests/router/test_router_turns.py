@@ -16,8 +16,17 @@ class One:
     priority: int = 0
 
 
+NUM_ROWS = 1000
+
+
+def taken(turns: Turns[One], num_rows: int = NUM_ROWS) -> One:
+    one = turns.pop(num_rows)
+    assert one is not None
+    return one
+
+
 def ids(turns: Turns[One]) -> list[str]:
-    return [turns.pop().req_id for _ in range(len(turns))]
+    return [taken(turns).req_id for _ in range(len(turns))]
 
 
 def test_one_client_is_served_by_priority_then_in_order() -> None:
@@ -27,8 +36,7 @@ def test_one_client_is_served_by_priority_then_in_order() -> None:
     turns.add(One("again", priority=9), first=True)
     turns.add(One("again too"), first=True)
     assert ids(turns) == ["again too", "again", "2", "4", "0", "3", "1"]
-    with pytest.raises(KeyError):
-        turns.pop()
+    assert turns.pop(NUM_ROWS) is None
 
 
 def test_a_priority_is_among_the_requests_of_one_client() -> None:
@@ -38,7 +46,7 @@ def test_a_priority_is_among_the_requests_of_one_client() -> None:
     turns.add(One("b0", "b"))
     order = []
     while len(turns):
-        one = turns.pop()
+        one = taken(turns)
         order.append(one.req_id)
         turns.charge(one.client, 10)
     assert order[:2] == ["a0", "b0"]
@@ -53,7 +61,7 @@ def test_clients_that_wait_get_equal_shares_of_tokens(num_asked: int) -> None:
         for client, num in (("few", 1), ("many", num_asked * 10)):
             for i in range(num):
                 turns.add(One(f"{number}.{client}.{i}", client))
-        one = turns.pop()
+        one = taken(turns)
         tokens = rng.randint(1, 2 * lengths[one.client])
         turns.charge(one.client, OUTPUT_WEIGHT * tokens)
         served[one.client] += tokens
@@ -65,12 +73,12 @@ def test_who_was_away_saves_up_no_turns() -> None:
     for i in range(100):
         turns.add(One(f"a{i}", "a"))
     for _ in range(50):
-        turns.charge(turns.pop().client, 10)
+        turns.charge(taken(turns).client, 10)
     for i in range(20):
         turns.add(One(f"b{i}", "b"))
     order = []
     for _ in range(20):
-        one = turns.pop()
+        one = taken(turns)
         order.append(one.client)
         turns.charge(one.client, 10)
     assert Counter(order) == {"a": 10, "b": 10}
@@ -87,5 +95,54 @@ def test_who_has_left_gets_no_turn_and_takes_no_room() -> None:
         turns.remove(gone)
     assert len(turns) == 1
     assert len(turns._clients["a"].heap) <= SLACK + 3
-    assert turns.pop() is stays
+    assert turns.pop(NUM_ROWS) is stays
     assert not turns._waiting
+
+
+def test_who_asks_little_finds_rows_free_and_alone_nobody_is_bounded() -> None:
+    turns, num_rows = Turns[One](), 8
+    running = Counter[str]()
+
+    def fill() -> None:
+        while (one := turns.pop(num_rows)) is not None:
+            turns.runs(one.client, +1)
+            running[one.client] += 1
+
+    for i in range(40):
+        turns.add(One(f"a{i}", "a"))
+    fill()
+    assert running == {"a": 40}, "workers have bounds of their own"
+    turns.add(One("b0", "b"))
+    fill()
+    assert running["b"] == 1, "whose first request has to wait for a row at its worker"
+    for _ in range(40):
+        turns.runs("a", -1)
+    running["a"] = 0
+    for i in range(40):
+        turns.add(One(f"c{i}", "a"))
+    fill()
+    assert running["a"] == 6, "two are kept for b: what it has, and one more"
+    for i in range(9):
+        turns.add(One(f"b{i + 1}", "b"))
+    fill()
+    assert running["b"] >= 4, "its share"
+    turns.runs("b", -running.pop("b"))
+    for client in turns._clients.values():
+        client.noted_at -= 1000  # it is long ago
+    turns.remove(One("b8", "b"))
+    fill()
+    assert running["a"] == 40
+
+
+def test_rows_are_divided_where_all_ask_for_too_much() -> None:
+    turns, num_rows = Turns[One](), 9
+    for client in "abc":
+        turns.runs(client, +9)
+        turns.runs(client, -9)
+        for i in range(20):
+            turns.add(One(f"{client}{i}", client))
+    running = Counter[str]()
+    while (one := turns.pop(num_rows)) is not None:
+        turns.runs(one.client, +1)
+        running[one.client] += 1
+    assert running == {"a": 3, "b": 3, "c": 3}
