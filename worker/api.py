@@ -249,7 +249,8 @@ class Window(Message, frozen=True):
 class TokenChunk(OfRequest, frozen=True):
     """Tokens of one request; `position` is the index of tokens[0] in prompt + output.
 
-    The final chunk has a finish_reason and is sent again until it is acknowledged.
+    The final chunk has a finish_reason and is sent again until it is acknowledged. One with neither
+    tokens nor a reason says that the request gets a row.
     """
 
     position: int

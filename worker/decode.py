@@ -31,7 +31,7 @@ from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
 from worker.run.flight import Flight
 from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Req
+from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
@@ -107,6 +107,7 @@ class DecodeLoop:
         if flight.launch_due(num_arriving):
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
+                replies.flush(began_at, read_at=now)  # who has a row, should its step be our end
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
             self._reply(step.plan, runner.settle(step), time.monotonic())
@@ -191,7 +192,8 @@ class DecodeLoop:
                 self.requests.end(req, reason, error)
 
     def _gets_row(self, req: Req, now: float) -> None:
-        if not req.timeline.row_at:
+        self.requests.replies.begins(req)
+        if not req.timeline.row_at and req.phase is Phase.READY:
             self._engine.metrics.row_wait_seconds.observe(now - req.timeline.landed_at)
 
     def _preempted(self, req: Req) -> None:

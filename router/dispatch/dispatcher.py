@@ -177,12 +177,13 @@ class Dispatcher:
             if chunk.finish_reason is None:  # the worker still computes it
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
             return
+        req.has_row = True
         failed = chunk.finish_reason in FAILED
         first = req.position - chunk.position  # of its tokens, the first that is new
         if first < 0 and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
-            if req.is_suspected(len(req.tokens)):  # a bug may repeat itself
+            if req.is_suspected((len(req.tokens), True)):  # a bug may repeat itself
                 self.give_up(req, _suspected())
             else:
                 self._lose(req, "gap")
@@ -263,7 +264,7 @@ class Dispatcher:
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
-            req.lost_at[peer] = len(req.tokens)
+            req.lost_at[peer] = len(req.tokens), req.has_row
             self._lose(req, "worker_lost")
         if known is not None and not self._closed:  # the controller still lists it: ask again
             self._loop.call_later(RECONNECT_S, self._connect_again, known.member)

@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 # A request that was present at two deaths may have caused them, and is not sent again. It cannot
-# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw.
+# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw. Nor if
+# it had no row there; but a worker may die before it has told of one, so that counts a few times.
 INNOCENT_TOKENS = 32
+MAX_ABSENT = 3
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.8  # of the queue timeout: a prediction may be wrong by the rest
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
@@ -59,8 +61,10 @@ class Req:
     num_cached_tokens: int = 0
     digest: str = ""  # of the model that has drawn its output; no other may go on with it
     avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
-    # Workers that were lost with it, and how many output tokens it had.
-    lost_at: dict[PeerId, int] = field(default_factory=dict[PeerId, int])
+    has_row: bool = False  # its worker has told so, or sent tokens
+    num_absent: int = 0  # deaths of workers at which it had none
+    # Workers that were lost with it: how many output tokens it had, and `has_row`.
+    lost_at: dict[PeerId, tuple[int, bool]] = field(default_factory=dict[PeerId, tuple[int, bool]])
     suspect_at: int | None = None  # output tokens it had where a worker's process ended last
     queued_at: float = 0.0  # when it last came into the queue
     queued_s: float = 0.0  # all its time in the queue
@@ -80,18 +84,24 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
-    def had_at(self, peer: PeerId) -> int | None:
-        """How many output tokens it has or had at this worker; None: it was not there."""
+    def had_at(self, peer: PeerId) -> tuple[int, bool] | None:
+        """As `lost_at`, also of the worker where it is; None: it was not there."""
         lost_at = self.lost_at.pop(peer, None)
-        return len(self.tokens) if self.route and self.route.decode == peer else lost_at
+        if self.route is not None and self.route.decode == peer:
+            return len(self.tokens), self.has_row
+        return lost_at
 
-    def is_suspected(self, num_tokens: int | None) -> bool:
+    def is_suspected(self, had: tuple[int, bool] | None) -> bool:
         """Note that a worker died where this had so many output tokens; whether it caused two.
 
-        None: it was not there.
+        had: of `had_at`.
         """
-        if num_tokens is None:
+        if had is None:
             return False
+        num_tokens, has_row = had
+        if not has_row:
+            self.num_absent += 1
+            return self.num_absent > MAX_ABSENT
         before, self.suspect_at = self.suspect_at, num_tokens
         return before is not None and num_tokens - before < INNOCENT_TOKENS
 
@@ -249,7 +259,7 @@ class Queue:
         if not req.dispatch:
             self._waiting.charge(req.client, len(req.prompt))
         req.dispatch += 1
-        req.route = route
+        req.route, req.has_row = route, False
         req.queued_s += now - req.queued_at
         if not req.tokens and (known := self._members.get(route.decode)) is not None:
             req.digest = known.member.digest

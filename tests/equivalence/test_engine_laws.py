@@ -9,10 +9,10 @@ import random
 import pytest
 
 from tests.support import pairwise
-from tests.support.engines import Running, running, value
+from tests.support.engines import Client, Running, running, value
 from tests.support.laws import ended, sections
 from tests.support.prompts import problem_ids
-from worker.api import FinishReason, Sampling
+from worker.api import FinishReason, Sampling, TokenChunk
 
 NUM, NUM_TOKENS = (16, 48) if pairwise.whole else (4, 16)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0)
@@ -170,3 +170,22 @@ def test_abort_at_any_moment_gives_everything_back(mode: str) -> None:
                 client.abort(req_id)
         cluster.wait_idle()
         assert len(client.generate([problem_ids(1)[0]], GREEDY)[0].tokens) > 0
+
+
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_a_router_is_told_who_has_a_row(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step that it is in; who waits for a row is told of by nothing."""
+    told: list[tuple[str, bool]] = []  # of each chunk: whose, and whether it has tokens
+    take = Client._take
+
+    def noted(client: Client, peer: str, chunk: TokenChunk) -> None:
+        told.append((chunk.req_id, bool(chunk.tokens)))
+        take(client, peer, chunk)
+
+    monkeypatch.setattr(Client, "_take", noted)
+    with running(sections(mode, first_token="decode", max_num_reqs=1)) as cluster:
+        first, second = (cluster.client.submit(prompt, GREEDY) for prompt in problem_ids(2))
+        cluster.client.wait([first, second])
+    of_each = {each: [has for req_id, has in told if req_id == each] for each in (first, second)}
+    assert [has[:2] for has in of_each.values()] == [[False, True]] * 2
+    assert told.index((second, False)) > max(i for i, each in enumerate(told) if each[0] == first)

@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.dispatch.members import MIN_AHEAD
-from router.dispatch.queue import INNOCENT_TOKENS
+from router.dispatch.queue import INNOCENT_TOKENS, MAX_ABSENT
 from router.dispatch.turns import NUM_TIMED
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
@@ -319,6 +319,24 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
         assert (status, code) == (500, "internal_error")
         assert headers["x-should-retry"] == "false"
     assert left[0].taken.empty()
+
+
+@pytest.mark.parametrize("num_deaths", [MAX_ABSENT, MAX_ABSENT + 1])
+def test_who_had_no_row_is_not_suspected_so_soon(
+    serve: Serve, ask: Ask, ids: Ids, num_deaths: int
+) -> None:
+    doubles = [DecodeDouble(f"decode-{i}") for i in range(num_deaths + 1)]
+    _, url, router = serve(*doubles)
+    future, left = ask(url), list(doubles)
+    for _ in range(num_deaths):
+        victim, *left = holder_and_other(left)
+        victim.take()
+        router.update_members([double.member for double in left])
+    if num_deaths > MAX_ABSENT:
+        assert failed(future)[:2] == (500, "internal_error")
+    else:
+        speak(ids)(left[0], *left[0].take())
+        assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def test_workers_that_drain_hand_over_and_cast_no_suspicion(

@@ -65,6 +65,10 @@ class Replies:
         )  # fmt: skip
         self.add(req.router, chunk)
 
+    def begins(self, req: Req) -> None:
+        """Queue the news that `req` gets a row: whatever a step does from now on, it was there."""
+        self.add(req.router, TokenChunk(*req.key, len(req.tokens)))
+
     def error(self, req: Req, error: Error) -> None:
         """Queue the end of `req` without a token."""
         position, cached, reason = len(req.tokens), req.num_cached_tokens, FinishReason.ERROR

@@ -68,7 +68,7 @@ class DecodeScheduler:
         self.preempted: list[Req] = []
         self._engine = engine
         self.eos_ids = eos_ids
-        # Called as a request loses its row, and just before one whose KV is here gets one.
+        # Called as a request loses its row, and just before it gets one.
         self.on_preempt: Callable[[Req], None] = lambda req: None
         self.on_row: Callable[[Req, float], None] = lambda req, now: None
         self.widths = widths or WidthPolicy((1,))
@@ -217,6 +217,7 @@ class DecodeScheduler:
             if not req.row:
                 if not self._rows.can_take(req.sampling):
                     continue
+                self.on_row(req, now)
                 self._rows.enter(req, now, active=False)
             last = end == len(req.tokens)
             # As in `plan`, with the slot of the token to be drawn, for a drafter.
