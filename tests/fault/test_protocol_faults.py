@@ -16,6 +16,7 @@ import worker.loop
 from tests.support.books import check_book
 from tests.support.engines import Running, running, value
 from tests.support.laws import sections
+from tests.support.pairwise import more
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
@@ -26,6 +27,7 @@ from worker.config import PingConfig
 from worker.observe.metrics import RETRY_CAUSES
 from worker.prefill import PrefillLoop
 from worker.transfer.base import PullState, Run
+from worker.transfer.mooncake import MooncakePeer, MooncakePull
 from worker.transfer.shm import ShmPeer, ShmPull
 from worker.wire import Wire
 from worker.worker import Worker
@@ -99,16 +101,19 @@ class FaultyWire(Wire):
 
 
 class SlowPull(WrappedPull):
-    """Copies nothing before `delay_s` has passed, then all at once: the latest possible read."""
+    """Asks for nothing before `delay_s` has passed, then all at once: the latest possible read.
 
-    def __init__(self, inner: ShmPull, delay_s: float) -> None:
+    What mooncake has begun at once ends at once, and is told of later.
+    """
+
+    def __init__(self, inner: ShmPull | MooncakePull, delay_s: float) -> None:
         super().__init__(inner)
-        self._shm = inner
+        self._own = inner
         self._ready_at = time.monotonic() + delay_s
 
     def poll(self) -> PullState:
         waits = FAULTS.hold or time.monotonic() < self._ready_at
-        if waits and self._shm.state is RUNNING:
+        if waits and self._own.state is RUNNING:
             return RUNNING
         while super().poll() is RUNNING:
             pass
@@ -122,12 +127,12 @@ class SlowPull(WrappedPull):
 def patched() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker.loop, "Wire", FaultyWire)
-        pull = ShmPeer.pull
+        for peer in (ShmPeer, MooncakePeer):
 
-        def slow(self: ShmPeer, runs: Sequence[Run]) -> SlowPull:
-            return SlowPull(pull(self, runs), FAULTS.pull_s)
+            def slow(self: Any, runs: Sequence[Run], pull: Any = peer.pull) -> SlowPull:
+                return SlowPull(pull(self, runs), FAULTS.pull_s)
 
-        patch.setattr(ShmPeer, "pull", slow)
+            patch.setattr(peer, "pull", slow)
         turn = PrefillLoop.turn
 
         def gated(self: PrefillLoop, events: list) -> float:
@@ -153,9 +158,11 @@ def spoil_what_is_given_away(prefill: Worker) -> None:
     book.close = spoil  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module")
-def cluster(patched: None) -> Iterator[Running]:
-    config = sections("always", max_prefill_tokens=40, prefix_cache=False) | {"lease": LEASE}
+@pytest.fixture(scope="module", params=["shm", *more("mooncake")])
+def cluster(patched: None, request: pytest.FixtureRequest) -> Iterator[Running]:
+    config = sections("always", max_prefill_tokens=40, prefix_cache=False) | {
+        "lease": LEASE, "transport": {"name": request.param},
+    }  # fmt: skip
     with running(config, num_prefill=2) as made:
         for name, each in made.workers.items():
             if name.startswith("prefill"):
