@@ -365,9 +365,10 @@ class RankMessage(Message, frozen=True, tag="Between"):
 
 
 class Lost(Message, frozen=True):
-    """Never on the wire: `worker.wire` delivers it when a peer has stopped answering."""
+    """Never on the wire: `worker.wire` delivers it when a link is over."""
 
     reason: str
+    is_silent: bool = False  # the peer answers no pings; else it may live, and be connected anew
 
 
 AnyMessage = (

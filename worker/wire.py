@@ -258,7 +258,7 @@ class _Links:
             peer.heard_at += late_s  # while we did not run, nobody could be heard
             limit = silence if peer.heard else max(silence, CONNECT_GRACE_S)
             if now - peer.heard_at > limit:
-                self.lose(peer_id, f"silent for {now - peer.heard_at:.1f} s")
+                self.lose(peer_id, f"silent for {now - peer.heard_at:.1f} s", is_silent=True)
             elif peer.dealer is not None and not stalled:
                 self.send(peer_id, encode(Ping(self._me)))
 
@@ -331,11 +331,13 @@ class _Links:
         if peer is None and link > self._ended.get(sender, 0):
             self._peers[sender] = _Peer(None, link, 0.0, True)
 
-    def lose(self, peer_id: PeerId, reason: str, level: int = logging.WARNING) -> None:
+    def lose(
+        self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
+    ) -> None:
         """Close the link to a peer, and report it as lost."""
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
-        self._events.append((peer_id, Lost(reason)))
+        self._events.append((peer_id, Lost(reason, is_silent)))
 
 
 def _pack(sender: PeerId, addressee: PeerId, place: _Place, frame: bytes) -> bytes:

@@ -98,7 +98,7 @@ class Controller(Commands):
         def deliver(events: Sequence[WireEvent]) -> None:
             for peer, message in events:
                 if isinstance(message, Lost):
-                    loop.call_soon_threadsafe(monitor.lost, peer, message.reason)
+                    loop.call_soon_threadsafe(monitor.lost, peer, message)
 
         wire = Wire(f"controller/{secrets.token_hex(4)}", self._site.given.ping, deliver)
         replicas = [Replica.of(record, process) for record, process in found]

@@ -21,6 +21,7 @@ PINGED = "tcp://"  # scheme of the addresses that answer pings; a router's is ht
 # for so long. It loses all its streams, so a machine that is merely busy has to get by.
 SILENT_S = 20.0
 ASK_S = 2.0  # between two questions
+RELINK_S = 0.2  # after a link that is over
 
 
 class Keeper:
@@ -108,6 +109,13 @@ class Keeper:
             self._links.connect(replica.member.peer, replica.member.address)
         else:
             self._background.spawn(listen(replica), f"reports of {replica.name}")
+
+    async def ping_anew(self, replica: Replica) -> None:
+        """After a link to a member that was not silent."""
+        member = replica.member
+        await asyncio.sleep(RELINK_S)
+        if member is not None and replica.member is member:
+            self._links.connect(member.peer, member.address)
 
     def _leave(self, replica: Replica, why: KvlaneError) -> None:
         """Take the replica out of the members and tell all processes at once."""

@@ -17,7 +17,7 @@ from cluster.control.keeper import Keeper
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, address_stays
 from cluster.control.tasks import Background, in_time
 from cluster.sites.process import Links, Report, Site
-from worker.api import PeerId
+from worker.api import Lost, PeerId
 from worker.errors import UserError, WorldError
 
 log = logging.getLogger("kvlane.monitor")
@@ -30,7 +30,7 @@ class Monitor:
     """All replicas of one cluster, and the tasks that keep a process running for each.
 
     replicas: only this object changes them from now on.
-    links: their owner calls `lost` when a process does not answer pings.
+    links: their owner calls `lost` when a link to a process is over.
     number: of the monitors that there have been; what a later one says of members counts.
     """
 
@@ -115,11 +115,19 @@ class Monitor:
                 raise type(replica.failure)(f"{name}: {replica.failure}")
             await asyncio.sleep(POLL_S)
 
-    def lost(self, peer: PeerId, reason: str) -> None:
-        """`peer` does not answer pings any more: treat it as dead."""
+    def lost(self, peer: PeerId, lost: Lost) -> None:
+        """A link is over. Who is silent is treated as dead.
+
+        Who has closed it lives, and has given us up: it is pinged anew. Where it has ended, that is
+        known otherwise.
+        """
         for replica in self._replicas.values():
-            if replica.member is not None and replica.member.peer == peer:
-                replica.give_up(reason)
+            if replica.member is None or replica.member.peer != peer:
+                continue
+            if lost.is_silent:
+                replica.give_up(lost.reason)
+            else:
+                self._background.spawn(self._keeper.ping_anew(replica), f"pings of {replica.name}")
 
     async def status(self) -> list[ReplicaStatus]:
         """One row a name, with counters from those that answer quickly."""

@@ -16,6 +16,7 @@ from cluster.control.replicas import (
 from cluster.control.tasks import in_time
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import Monitored
+from worker.api import Lost
 from worker.errors import PeerLost, UserError, WorldError
 
 
@@ -72,11 +73,26 @@ async def test_a_silent_process_is_treated_as_dead() -> None:
     cluster = await Monitored.started("decode-0")
     peer = next(iter(cluster.links.peers))
     for lost in ("decode-0/of-another-time", peer, peer):
-        cluster.monitor.lost(lost, "silent")
+        cluster.monitor.lost(lost, Lost("silent", is_silent=True))
     await cluster.until(lambda: len(cluster.site.made["decode-0"]) == 2)
     assert "kill decode-0" in cluster.log
     texts = [event.text for event in cluster.monitor.events]
     assert "it does not answer (silent); again in 0.01 s" in texts
+
+
+@asynchronous
+async def test_who_has_closed_the_link_lives_and_is_pinged_anew(monkeypatch) -> None:
+    """So it is when the controller itself was stopped, and all have given it up."""
+    monkeypatch.setattr("cluster.control.keeper.RELINK_S", 0.01)
+    cluster = await Monitored.started("decode-0", "decode-1")
+    peers = set(cluster.links.peers)
+    cluster.log.clear()
+    for peer in peers:
+        cluster.links.disconnect(peer)
+        cluster.monitor.lost(peer, Lost("it has closed the link"))
+    await cluster.until(lambda: cluster.links.peers == peers)
+    assert cluster.log == []
+    assert {row.restarts for row in await cluster.monitor.status()} == {0}
 
 
 @asynchronous

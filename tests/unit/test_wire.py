@@ -205,7 +205,9 @@ def test_a_send_to_a_vanished_client_loses_it_at_once(end: Make, monkeypatch) ->
     while time.monotonic() < limit:
         worker.wire.send("c/1", MESSAGES[1])
         with suppress(queue.Empty):
-            assert isinstance(worker.next(0.05)[1], Lost)
+            lost = worker.next(0.05)[1]
+            assert isinstance(lost, Lost)
+            assert not lost.is_silent
             return
     pytest.fail("no Lost although nobody is there")
 
@@ -223,6 +225,7 @@ def test_a_worker_whose_loop_stalls_is_lost_and_one_that_beats_is_not(end: Make)
             with suppress(queue.Empty):
                 lost.append(client.next(0.05))
         assert [(peer, type(event)) for peer, event in lost] == [("wFalse/1", Lost)] * (not beats)
+        assert all(event.is_silent for _, event in lost)
 
 
 def test_a_client_whose_loop_stalls_is_lost_too(end: Make) -> None:
