@@ -28,6 +28,7 @@ from benchmarks.output import parser, shown, write
 BLOCK = 64  # tokens of a hash id
 NUM_GROUPS, GROUP_BLOCKS = 6, 3  # texts that conversations begin with
 FIRST, NEXT, ANSWER = 64, 48, 32  # tokens of a first turn beyond that text, of a later one, answer
+SESSIONS_PER_S = 4.0  # that begin
 COMPUTED = "kvlane_prompt_tokens_computed_total"
 POLICIES = ("least_loaded", "prefix_aware")
 TRAFFIC = {
@@ -48,6 +49,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--turns", type=int, default=5, help="of each")
     add("--num", type=int, default=300, help="single prompts")
     add("--rounds", type=int, default=2)
+    add("--traffic", default=",".join(TRAFFIC), help="kinds of it")
     add("--pages", type=int, default=260, help="of each worker's pool, 16 tokens each")
     add("--seconds", type=float, default=120, help="of overload")
     add("--queue-s", type=float, default=5, help="router.queue_timeout_s in overload")
@@ -61,10 +63,14 @@ def conversations(path: Path, sessions: int, turns: int) -> str:
     rng, rows = random.Random(0), list[dict[str, Any]]()
     for session in range(sessions):
         group = rng.randrange(NUM_GROUPS)
-        blocks = [GROUP_BLOCKS * group + i for i in range(GROUP_BLOCKS)]
-        first = {"input_length": GROUP_BLOCKS * BLOCK + FIRST, "hash_ids": blocks}
-        later = {"delay": 200, "input_length": NEXT, "hash_ids": list[int]()}
+        own = NUM_GROUPS * GROUP_BLOCKS + session * turns  # further ids are nobody else's
+        blocks = [*range(GROUP_BLOCKS * group, GROUP_BLOCKS * (group + 1)), own]
+        first = {
+            "timestamp": round(1000 * session / SESSIONS_PER_S),
+            "input_length": GROUP_BLOCKS * BLOCK + FIRST, "hash_ids": blocks,
+        }  # fmt: skip
         for turn in range(turns):
+            later = {"delay": 200, "input_length": NEXT, "hash_ids": [own + turn]}
             about = {"session_id": f"s{session}", "output_length": ANSWER}
             rows.append(about | (later if turn else first))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -101,8 +107,10 @@ def policies(options: argparse.Namespace) -> list[dict[str, Any]]:
     out: Path = options.out
     trace = conversations(out / "conversations.jsonl", options.sessions, options.turns)
     rows: list[dict[str, Any]] = []
-    for kind, source in TRAFFIC.items():
-        count = ["--num", str(options.num)] if source else ["--block-size", str(BLOCK)]
+    for kind in options.traffic.split(","):
+        source = TRAFFIC[kind]
+        single = ["--source", source, "--concurrency", "12", "--num", str(options.num)]
+        asked = single if source else ["--source", trace, "--block-size", str(BLOCK)]
         for number in range(options.rounds):
             for policy in POLICIES if number % 2 == 0 else reversed(POLICIES):
                 arguments = [
@@ -111,7 +119,6 @@ def policies(options: argparse.Namespace) -> list[dict[str, Any]]:
                     "--set", "decode.engine.max_num_reqs=8", "--set", f"router.policy={policy}",
                 ]  # fmt: skip
                 with serving(arguments, options.port, keep=out) as url:
-                    asked = ["--source", source or trace, "--concurrency", "12", *count]
                     done(load(out, "load", url, *asked))
                     computed = totals(url)[COMPUTED]
                 row = {"kind": kind, "policy": policy, "computed": computed}
