@@ -310,7 +310,8 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
     for at in (0, num_tokens):
         victim, *left = holder_and_other(left)
         victim.chunk(*victim.take(), ids[at : at + num_tokens], at=at)
-        wait_until(lambda at=at: came(router) == at + num_tokens)
+        (req,) = router.front.dispatcher._reqs.values()
+        wait_until(lambda at=at, req=req: req.has_row and came(router) == at + num_tokens)
         router.update_members([double.member for double in left])
     if num_tokens:
         assert ended(future) == ("abcd", None, "internal_error")
