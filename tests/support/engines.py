@@ -156,7 +156,8 @@ class Client:
             return  # a final chunk that was sent again
         if chunk.tokens:
             assert chunk.position == expected, "gap"
-        answer.first_at = answer.first_at or time.monotonic()
+        if chunk.tokens or chunk.finish_reason is not None:
+            answer.first_at = answer.first_at or time.monotonic()
         answer.take(chunk)
 
 
