@@ -46,6 +46,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "tool": {"tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": 3},
     "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 16},
 }
+FEW = ("choices", "grammar")  # for ways to serve beyond the first, without --whole
 # Drafter, and ranks of each decode worker.
 SERVED = [("none", 1), ("chain", 2), *more(("none", 2), ("chain", 1), ("dflash", 2), ("ngram", 1))]
 
@@ -101,7 +102,13 @@ def told(served: Served, kind: str, **more: Any) -> Any:
     return choices, usage["completion_tokens"], usage["prompt_tokens"]
 
 
-@pytest.mark.parametrize("kind", BODIES)
+@pytest.mark.parametrize(
+    ("served", "kind"),
+    [(SERVED[0], kind) for kind in BODIES]
+    + [(each, kind) for each in SERVED[1:] for kind in (BODIES if whole else FEW)],
+    indirect=["served"],
+    ids=str,
+)
 def test_a_request_that_is_lost_at_any_token_goes_on_as_if_nothing_were(
     served: Served, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +129,7 @@ def stop_string(served: Served) -> str:
     return stop
 
 
+@pytest.mark.parametrize("served", SERVED if whole else SERVED[:1], indirect=True, ids=str)
 def test_a_stop_string_that_spans_the_seam_is_found(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,6 +141,7 @@ def test_a_stop_string_that_spans_the_seam_is_found(
 
 
 @pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("served", SERVED[:1], indirect=True, ids=str)
 def test_a_client_that_asks_is_told_where_its_answer_goes_on(
     served: Served, asks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
