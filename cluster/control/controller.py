@@ -83,13 +83,18 @@ class Controller(Commands):
             drain = self.drain(None, self._legacy.drain_timeout_s)
             self._background.spawn(drain, "drain of everything")
         for replica in replicas:
-            if replica.renewing:
-                renewal = monitor.renew(replica.name, replica.drain_timeout_s)
-                self._background.spawn(renewal, f"restart of {replica.name}")
+            if replica.renewing and replica.reachable is not None:
+                self._background.spawn(self._go_on(replica), f"restart of {replica.name}")
             if replica.leaving and not self._legacy.ends:
                 drain = self.drain(replica.name, replica.drain_timeout_s)
                 self._background.spawn(drain, f"drain of {replica.name}")
         return sum(replica.member is not None for replica in replicas)
+
+    async def _go_on(self, replica: Replica) -> None:
+        """With a restart that another controller has begun; no other one begins meanwhile."""
+        async with self._restarting:
+            assert self._monitor is not None
+            await self._monitor.renew(replica.name, replica.drain_timeout_s)
 
     def _monitored(self, found: Iterable[tuple[Record, Process | None]]) -> Monitor:
         """Who keeps these names, and a wire that pings for it."""

@@ -101,6 +101,8 @@ class Monitor:
         before = replica.incarnation
         self._site.remember(replica.record)
         await self._finish(replica, timeout_s)
+        if replica.leaving:
+            raise WorldError(f"{name} is being drained")
         replica.role = role or role_before
         self._site.remember(replica.record)
         await self._end(replica)

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Awaitable, Coroutine
 from typing import TypeVar
 
-from worker.errors import WorldError
+from worker.errors import KvlaneError, WorldError
 
 log = logging.getLogger("kvlane.monitor")
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class Background:
         async def logged() -> None:
             try:
                 await work
-            except WorldError as error:
+            except KvlaneError as error:
                 log.info("%s: %s", name, error)
 
         task = asyncio.create_task(logged())

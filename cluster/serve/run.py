@@ -96,7 +96,11 @@ class Serving:
         deadline = time.monotonic() + limits.stop_limit_s
         try:
             while not launch.is_over(reference, 0.0) and time.monotonic() < deadline:
-                self._take(launch.wait_for(self._asked()))
+                asked = self._asked()
+                while not launch.is_over(asked, POLL_S) and time.monotonic() < deadline:
+                    pass
+                if launch.is_over(asked, 0.0):
+                    self._take(launch.wait_for(asked))
             if not launch.is_over(reference, 0.0):
                 self.screen.line("the controller does not answer; ending it")
             elif not launch.wait_for(reference):
@@ -130,7 +134,11 @@ class Serving:
             except (RayError, ValueError, WorldError) as failure:
                 delay_s = min(delay_s + 1.0, MAX_DELAY_S)
                 self.screen.line(f"no controller: {failure}; again in {delay_s:g} s")
-                time.sleep(delay_s)
+                until = time.monotonic() + delay_s
+                while time.monotonic() < until:
+                    time.sleep(POLL_S)
+                    if self.signals:
+                        raise Stopped from None
                 continue
             took_s = time.monotonic() - began_at
             self.screen.line(f"a new controller keeps the {num} processes, after {took_s:.1f} s")

@@ -17,6 +17,7 @@ from cluster.sites.handles import Rank
 from cluster.sites.placement import Group
 from cluster.sites.process import Record
 from cluster.sites.ray_private import RAY
+from worker.errors import KvlaneError, WorldError
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,10 @@ class Orders:
             result = self._waiting.get(each.number)
             if result is None or result.done():
                 continue
-            if each.error is not None:
+            if isinstance(each.error, KvlaneError):
                 result.set_exception(each.error)
+            elif each.error is not None:
+                result.set_exception(WorldError(f"{type(each.error).__name__}: {each.error}"))
             else:
                 result.set_result(each.result)
         try:

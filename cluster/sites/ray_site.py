@@ -115,12 +115,21 @@ class RaySite(Site):
             for rank, host in enumerate(hosts)
         ]
         try:
-            processes: list[Identity] = await asyncio.wait_for(
-                asyncio.gather(*(call(actor.identify) for actor in actors)),
-                self.config.cluster.start_timeout_s,
-            )
+            try:
+                processes: list[Identity] = await asyncio.wait_for(
+                    asyncio.gather(*(call(actor.identify) for actor in actors)),
+                    self.config.cluster.start_timeout_s,
+                )
+            except TimeoutError:
+                limit_s = self.config.cluster.start_timeout_s
+                raise WorldError(f"Ray started no process for it within {limit_s:g} s") from None
             ranks = tuple(Rank(actor, who) for actor, who in zip(actors, processes, strict=True))
-            record = replace(self._holdings[name].record, incarnation=incarnation, has_process=True)
+            record = replace(
+                self._holdings[name].record,
+                incarnation=incarnation,
+                has_process=True,
+                renewing=False,
+            )
             holding = Holding(record, group, ranks)
             await self._hold(holding)
         except BaseException:
@@ -130,7 +139,9 @@ class RaySite(Site):
         return self._process(holding)
 
     def remember(self, record: Record) -> None:
-        holding = self._holdings[record.name]
+        holding = self._holdings.get(record.name)
+        if holding is None:  # it was released meanwhile
+            return
         ranks = holding.ranks if record.has_process else ()
         self._holdings[record.name] = replace(holding, record=record, ranks=ranks)
         self._orders.tell("hold", record.name, self._holdings[record.name])

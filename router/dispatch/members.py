@@ -144,10 +144,12 @@ class Members:
 
     @property
     def num_rows(self) -> int:
-        """This router's part of the rows of all decode workers."""
+        """Of the rows of all decode workers: this router's part, or what others leave if more."""
+        decode = self.live("decode")
         num_routers = sum(known.member.role == "router" for known in self._known.values())
-        rows = sum(known.stats.max_num_reqs for known in self.live("decode"))
-        return rows // max(1, num_routers)
+        part = sum(known.stats.max_num_reqs for known in decode) // max(1, num_routers)
+        left = (known.stats.max_num_reqs - known.num_requests + known.num_sent for known in decode)
+        return max(part, sum(max(0, rows) for rows in left))
 
     def open_decode(self, now: float) -> list[Known]:
         """Decode workers to which a request may be sent now."""

@@ -205,8 +205,10 @@ class Queue:
         if self._begun and self._members.live("decode"):
             listed = [known.member for known in self._members.all()]
             digests = {member.digest for member in listed if member.role == "decode"}
-            for req in [req for req in self._begun if req.digest not in digests]:
-                self._expired(req, 0.0)
+            doomed = [req for req in self._begun if req.digest not in digests]
+            self._begun = [req for req in self._begun if req.digest in digests]
+            for req in doomed:  # not at once: to end a request is to `place` others
+                self._loop.call_soon(self._expired, req, 0.0)
 
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
