@@ -107,7 +107,6 @@ class DecodeLoop:
         if flight.launch_due(num_arriving):
             began_at = time.monotonic()
             if (plan := self.scheduler.plan(began_at)) is not None:
-                replies.flush(began_at, read_at=now)  # who has a row, should its step be our end
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
             self._reply(step.plan, runner.settle(step), time.monotonic())

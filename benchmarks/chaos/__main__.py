@@ -206,6 +206,18 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def ended(figures: dict[str, Any], options: argparse.Namespace, path: Path) -> int:
+    """Print and write figures; the exit code: 0 if nothing failed, was wrong or is left."""
+    for title in ("failed", "wrong"):
+        for line in figures[title][:20]:
+            print(f"{title}: {line}")
+    for name, value in figures.items():
+        if name not in ("faults", "sizes"):
+            print(f"{name}: {len(value) if name in ('failed', 'wrong') else value}")
+    write(options.json or path, {"options": shown(options), **figures})
+    return int(bool(figures["failed"] or figures["wrong"] or figures["left"]))
+
+
 def main() -> int:
     """0 if nothing failed, nothing was wrong and nothing is left."""
     options = parse()
@@ -218,17 +230,9 @@ def main() -> int:
     arguments += [word for each in options.set for word in ("--set", each)]
     with serving(arguments, options.port, keep=out) as url:
         figures = asyncio.run(soak(options, url))
-    for title in ("failed", "wrong"):
-        for line in figures[title][:20]:
-            print(f"{title}: {line}")
-    about = {name: value for name, value in figures.items() if name not in ("faults", "sizes")}
-    about |= {"failed": len(figures["failed"]), "wrong": len(figures["wrong"])}
     for name, pair in figures["sizes"].items():
         print(f"{name}, before and after: {pair}")
-    for name, value in about.items():
-        print(f"{name}: {value}")
-    write(options.json or out / "chaos.json", {"options": shown(options), **figures})
-    return int(bool(figures["failed"] or figures["wrong"] or figures["left"]))
+    return ended(figures, options, out / "chaos.json")
 
 
 if __name__ == "__main__":

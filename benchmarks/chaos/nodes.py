@@ -22,10 +22,10 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.chaos.__main__ import Load, undisturbed
+from benchmarks.chaos.__main__ import Load, ended, undisturbed
 from benchmarks.chaos.asks import make_asks
 from benchmarks.chaos.faults import Cluster
-from benchmarks.output import parser, shown, write
+from benchmarks.output import parser
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tests" / "e2e" / "two_nodes.sh"
 SERVE = (
@@ -112,7 +112,7 @@ async def measured(options: argparse.Namespace) -> dict[str, Any]:
         idle_s, left = await cluster.wait_idle(15)
         metrics = await cluster.metrics()
     return {
-        "num": load.num, "failed": load.failed, "wrong": load.wrong(right), "faults": done,
+        "num": load.num, "failed": load.failed, "wrong": load.wrong(right), "done": done,
         "resumed": metrics.get("kvlane_resumed_total", 0), "idle_s": idle_s, "left": left,
     }  # fmt: skip
 
@@ -149,13 +149,7 @@ def main() -> int:
     if not options.inside:
         return serving(options)
     figures = asyncio.run(measured(options))
-    for title in ("failed", "wrong"):
-        for line in figures[title][:20]:
-            print(f"{title}: {line}")
-    for name, value in figures.items():
-        print(f"{name}: {len(value) if name in ('failed', 'wrong') else value}")
-    write(options.json or options.out / "nodes.json", {"options": shown(options), **figures})
-    return int(bool(figures["failed"] or figures["wrong"] or figures["left"]))
+    return ended(figures, options, options.out / "nodes.json")
 
 
 if __name__ == "__main__":

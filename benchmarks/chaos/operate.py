@@ -24,11 +24,11 @@ from typing import Any
 import aiohttp
 from safetensors.torch import load_file, save_file
 
-from benchmarks.chaos.__main__ import Load, undisturbed
+from benchmarks.chaos.__main__ import Load, ended, undisturbed
 from benchmarks.chaos.asks import make_asks
 from benchmarks.chaos.faults import Cluster
 from benchmarks.judges.served import TINY, enter_namespace, environment, serving
-from benchmarks.output import parser, shown, write
+from benchmarks.output import parser
 
 IDLE_S = 15.0
 SCALE = 1.3  # of a weight of each layer: another model, which speaks as well
@@ -127,13 +127,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="op"))
     with serving(arguments, options.port, keep=options.out.resolve(), root=root) as url:
         figures = asyncio.run(operate(options, url, root))
-    for title in ("failed", "wrong"):
-        for line in figures[title][:20]:
-            print(f"{title}: {line}")
-    for name, value in figures.items():
-        print(f"{name}: {len(value) if name in ('failed', 'wrong') else value}")
-    write(options.json or options.out / "operate.json", {"options": shown(options), **figures})
-    return int(bool(figures["failed"] or figures["wrong"] or figures["left"]))
+    return ended(figures, options, options.out / "operate.json")
 
 
 if __name__ == "__main__":

@@ -27,18 +27,16 @@ import pytest
 from tests.fault.test_protocol_faults import (
     FAULTS,
     GREEDY,
-    LEASE,
     NUM,
     Texts,
+    faulty,
     lose,
     num_retries,
     patched,
-    spoil_what_is_given_away,
     undisturbed,
 )
 from tests.support.books import check_book
-from tests.support.engines import Running, running, value
-from tests.support.laws import sections
+from tests.support.engines import Running, value
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker import api
@@ -49,11 +47,7 @@ DEAD, LIVING = "decode-0", "decode-1"
 
 @pytest.fixture(scope="module")
 def cluster(patched: None) -> Iterator[Running]:
-    config = sections("always", max_prefill_tokens=40, prefix_cache=False) | {"lease": LEASE}
-    with running(config, num_prefill=2, num_decode=2) as made:
-        for name, each in made.workers.items():
-            if name.startswith("prefill"):
-                spoil_what_is_given_away(each)
+    with faulty("shm", num_decode=2) as made:
         yield made
 
 

@@ -8,6 +8,7 @@ bytes that were read after prefill gave their pages away are never used.
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -158,15 +159,22 @@ def spoil_what_is_given_away(prefill: Worker) -> None:
     book.close = spoil  # type: ignore[method-assign]
 
 
-@pytest.fixture(scope="module", params=["shm", *more("mooncake")])
-def cluster(patched: None, request: pytest.FixtureRequest) -> Iterator[Running]:
+@contextmanager
+def faulty(transport: str, num_decode: int) -> Iterator[Running]:
+    """Workers with short leases, of which what prefill gives away is spoilt at once."""
     config = sections("always", max_prefill_tokens=40, prefix_cache=False) | {
-        "lease": LEASE, "transport": {"name": request.param},
+        "lease": LEASE, "transport": {"name": transport},
     }  # fmt: skip
-    with running(config, num_prefill=2) as made:
+    with running(config, num_prefill=2, num_decode=num_decode) as made:
         for name, each in made.workers.items():
             if name.startswith("prefill"):
                 spoil_what_is_given_away(each)
+        yield made
+
+
+@pytest.fixture(scope="module", params=["shm", *more("mooncake")])
+def cluster(patched: None, request: pytest.FixtureRequest) -> Iterator[Running]:
+    with faulty(request.param, num_decode=1) as made:
         yield made
 
 

@@ -66,12 +66,12 @@ class Replies:
         self.add(req.router, chunk)
 
     def begins(self, req: Req) -> None:
-        """Queue the news that `req` gets a row, unless its first token has told so.
+        """Send the news that `req` gets a row, unless its first token has told so.
 
-        Whatever a step does from now on, it was there.
+        At once: the step that is launched next may be this process's end.
         """
         if not req.timeline.first_token_at:
-            self.add(req.router, TokenChunk(*req.key, len(req.tokens)))
+            self._send(req.router, Chunks((TokenChunk(*req.key, len(req.tokens)),)))
 
     def error(self, req: Req, error: Error) -> None:
         """Queue the end of `req` without a token."""
