@@ -14,6 +14,7 @@ STATUS = {
     "context_length_exceeded": 400,  # prompt (or prompt and max_tokens) beyond the model's length
     "invalid_api_key": 401,  # keys are configured and the request has none of them
     "model_not_found": 404,  # another model's name
+    "taken_over": 409,  # the same Idempotency-Key was sent again, and that one has the answer
     "request_timeout": 408,  # the request itself did not arrive in time
     "body_too_large": 413,
     "busy": 429,  # no room until the queue timeout; Retry-After
@@ -35,7 +36,7 @@ STATUS = {
 # Outcomes of a request that are no errors, or the client's; the alerts leave out the same.
 NO_FAULT = frozenset({
     "stop", "length", "abort", "invalid_value", "unsupported", "context_length_exceeded",
-    "invalid_api_key", "model_not_found", "body_too_large", "request_timeout",
+    "invalid_api_key", "model_not_found", "body_too_large", "request_timeout", "taken_over",
 })  # fmt: skip
 HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 

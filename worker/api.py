@@ -2,8 +2,8 @@
 
 A frame is one message in msgpack. Durations travel, never clock readings: hosts share no clock.
 
-    router  -> decode    Generate, Stop, Abort, Ack
-    decode  -> router    Chunks, Refused
+    router  -> decode    Generate, Claim, Stop, Abort, Ack
+    decode  -> router    Chunks, Claimed, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
     leader <-> rank      RankMessage, within a worker of several ranks
@@ -188,6 +188,23 @@ class Generate(OfRequest, frozen=True):
     # the prompt is in the prefix tree, so as to share its pages, or the first choice has ended.
     after: str = ""
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
+    key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
+
+
+class Claim(OfRequest, frozen=True):
+    """Router to decode: a client has come back for the request of this key.
+
+    Who has it answers `Claimed`, sends all its tokens again, and goes on with it under this id.
+    """
+
+    key: str
+    timeout_s: float
+
+
+class Claimed(OfRequest, frozen=True):
+    """Decode to router: whether the request of a Claim is here."""
+
+    found: bool
 
 
 class Stop(OfRequest, frozen=True):
@@ -201,6 +218,8 @@ class Stop(OfRequest, frozen=True):
 
 class Abort(OfRequest, frozen=True):
     """Router to decode: the client is gone; send no final chunk."""
+
+    keep: bool = False  # if it has a key: the client may come back for it
 
 
 class Ack(OfRequest, frozen=True):
@@ -372,7 +391,7 @@ class Lost(Message, frozen=True):
 
 
 AnyMessage = (
-    Generate | Stop | Abort | Ack | Refused | Chunks
+    Generate | Claim | Claimed | Stop | Abort | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
     | Ping | Pong | Bye | RankMessage
 )  # fmt: skip

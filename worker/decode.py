@@ -11,6 +11,7 @@ from functools import partial
 from worker.api import (
     Abort,
     Ack,
+    Claim,
     FinishReason,
     Generate,
     KVReady,
@@ -132,10 +133,12 @@ class DecodeLoop:
         match event:
             case Generate():
                 self.requests.admit(peer, event, now)
+            case Claim():
+                self.requests.claim(peer, event, now)
             case Stop():
                 self.requests.stop(event)
             case Abort():
-                self.requests.abort(event.req_id, event.dispatch)
+                self.requests.abort(event)
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():

@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos --minutes 20 --out results
     python -m benchmarks.chaos --minutes 2 --roles router --signals stop --stop-s 5 --out results
+    python -m benchmarks.chaos --minutes 2 --roles router,decode --signals kill --keys 1 --out results
     python -m benchmarks.chaos --minutes 2 --roles controller,decode --stop-s 60 --out results
     python -m benchmarks.chaos --minutes 20 --spec chain --out results
     python -m benchmarks.chaos --minutes 20 --set decode.tp=2 --out results
@@ -22,6 +23,7 @@ import random
 import statistics
 import sys
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -50,6 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--roles", default="prefill,decode", help="who is hit: prefill, decode, router, controller")
     add("--signals", default="kill,stop")
     add("--stop-s", type=float, default=5, help="for so long a process is stopped")
+    add("--keys", type=float, default=0, help="share of requests with an idempotency key")
     add("--rate", type=float, help="requests a second; default: --share of what is got through")
     add("--share", type=float, default=0.7)
     add("--calibrate-s", type=float, default=60, help="of a closed loop, to find that")
@@ -81,9 +84,15 @@ class Load:
     """Requests in flight, and how those that have ended went."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, url: str, asks: list[Ask], rng: random.Random
+        self,
+        http: aiohttp.ClientSession,
+        url: str,
+        asks: list[Ask],
+        rng: random.Random,
+        keys: float = 0.0,
     ) -> None:
-        self.num, self.kinds = 0, Counter[str]()
+        self.num, self.num_again, self.kinds = 0, 0, Counter[str]()
+        self._keys = keys  # share of the requests with an idempotency key
         self.waits: list[float] = []  # the longest of each whole stream
         self.failed: list[str] = []
         self._ended: list[Ended] = []
@@ -102,7 +111,9 @@ class Load:
         """Ask one of the requests in some manner."""
         number, manner = self._rng.randrange(len(self._asks)), draw_manner(self._rng)
         asked, began = self._asks[number], time.strftime("%H:%M:%S")
-        answer = await ask(self._http, self._url, asked, **manner)
+        key = uuid.uuid4().hex if self._rng.random() < self._keys else ""
+        answer = await ask(self._http, self._url, asked, **manner, key=key)
+        self.num_again += answer.num_asked - 1
         self.num += 1
         self.kinds[asked.kind] += 1
         what = f"{began} to {time.strftime('%H:%M:%S')} {asked.kind} {number} {manner}"
@@ -171,14 +182,14 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
                     await hitting
 
         rate = options.rate
-        first = Load(http, url, asks, rng)
+        first = Load(http, url, asks, rng, options.keys)
         if rate is None:
             until = time.monotonic() + options.calibrate_s
             most = await disturbed(lambda: first.closed_loop(options.concurrency, until))
             rate = options.share * most
             print(f"{most:.2f} requests/s in a closed loop; at {rate:.2f} from now on", flush=True)
             await cluster.wait_idle(60)
-        load = Load(http, url, asks, rng)
+        load = Load(http, url, asks, rng, options.keys)
         before, num_before = await cluster.metrics(), len(faults.sent)
         pids = await processes(cluster)
         begun = {pid: sizes(pid) for pid in pids.values()}
@@ -194,7 +205,7 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
     sent = faults.sent[num_before:]
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
-        "rate": rate, "num": load.num, "kinds": dict(load.kinds),
+        "rate": rate, "num": load.num, "num_asked_again": load.num_again, "kinds": dict(load.kinds),
         "failed": first.failed + load.failed, "wrong": first.wrong(right) + load.wrong(right),
         "wait_s": {"p50": waits[49], "p99": waits[98], "most": max(load.waits, default=0.0)},
         "counters": {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED},

@@ -19,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from router.config import RouterConfig
+from router.dispatch.claims import Claims
 from router.dispatch.mailbox import Delta, Mailbox, Scored
 from router.dispatch.members import Known, Members, drafting
 from router.dispatch.policy import Policy
@@ -30,6 +31,7 @@ from worker.api import (
     Abort,
     Ack,
     Chunks,
+    Claimed,
     Error,
     FinishReason,
     Lost,
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 RECONNECT_S = 0.2
-NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error"})
+NOT_RETRIED = frozenset({"invalid_value", "unsupported", "internal_error", "taken_over"})
 DETOKENIZER = contained("the detokenizer")
 FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 
@@ -76,6 +78,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
+        self._claims = Claims(wire, members, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # For each stream that has just got a token, the time of its token before. Streams of one
         # worker get tokens at the same time, so most of these times are equal.
@@ -111,12 +114,17 @@ class Dispatcher:
             return
         late = ApiError("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
-        self._queue.add(req)
+        if req.key:
+            self._claims.ask(req, timeout_s)
+        else:
+            self._queue.add(req)
 
     def give_up(self, req: Req, error: ApiError | None = None) -> None:
         """End a request that has not ended, with an error or because its client is gone."""
         if not req.outcome:
-            self._queue.abort(req)
+            # Its client may come back, to another router if this one stops.
+            keep = bool(req.key) and (error is None or error.code == "draining")
+            self._queue.abort(req, keep=keep)
             reason = FinishReason.ABORT if error is None else FinishReason.ERROR
             self._end(req, reason, error=error)
 
@@ -134,6 +142,8 @@ class Dispatcher:
                         self._queue.place()
                     case Refused():
                         self._on_refused(peer, message)
+                    case Claimed():
+                        self._claims.answered(peer, message)
                     case Lost():
                         self._on_lost(peer, message.reason)
                     case _:
@@ -172,10 +182,16 @@ class Dispatcher:
         if chunk.finish_reason is not None:
             self._wire.send(peer, Ack(chunk.req_id, chunk.dispatch))
         req = self._reqs.get(chunk.req_id)
-        if req is None or req.dispatch != chunk.dispatch or req.route is None:
+        if (
+            req is None
+            or req.dispatch != chunk.dispatch
+            or req.route is None
+            or req.route.decode != peer  # two may have had what was claimed
+        ):
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it
-                self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch))
+                # Its client may be gone, and come back; a dispatch that was overtaken is nobody's.
+                self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch, keep=req is None))
             return
         req.has_row = True
         failed = chunk.finish_reason in FAILED
@@ -260,6 +276,7 @@ class Dispatcher:
     def _on_lost(self, peer: PeerId, reason: str) -> None:
         known = self._members.get(peer)
         self._members.lost(peer)
+        self._claims.lost(peer)
         there = [r for r in self._reqs.values() if r.route and r.route.decode == peer]
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
@@ -313,6 +330,7 @@ class Dispatcher:
         del self._reqs[req.req_id]
         for timer in req.timers:
             timer.cancel()
+        self._claims.forget(req)
         self._queue.leave(req, served=True)
         spent, windows = req.spent, req.windows if req.sampling.return_trace else None
         req.mailbox.put(Delta(req.index, text, reason, error, scored, spent, windows))

@@ -60,6 +60,8 @@ class Req:
     route: Route | None = None  # the workers it was sent to; None while it waits
     num_cached_tokens: int = 0
     digest: str = ""  # of the model that has drawn its output; no other may go on with it
+    key: str = ""  # by which it can be claimed; "": it ends with its connection
+    was_claimed: bool = False  # a worker had it from before
     avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
     has_row: bool = False  # its worker has told so, or sent tokens
     num_absent: int = 0  # deaths of workers at which it had none
@@ -210,6 +212,11 @@ class Queue:
             for req in doomed:  # not at once: to end a request is to `place` others
                 self._loop.call_soon(self._expired, req, 0.0)
 
+    def claimed(self, req: Req, decode: PeerId) -> None:
+        """A worker had it already, and goes on with it."""
+        req.was_claimed = True
+        self._at(req, Route(decode, ()), time.monotonic())
+
     def leave(self, req: Req, *, served: bool) -> None:
         """Take `req` out of the queue or from its worker: it has ended, or was refused or lost."""
         self._waiting.remove(req)
@@ -236,10 +243,10 @@ class Queue:
         """So many output tokens more have come."""
         self._waiting.charge(req.client, OUTPUT_WEIGHT * num_tokens)
 
-    def abort(self, req: Req) -> None:
-        """Tell the worker that has `req`, if one has, to drop it."""
+    def abort(self, req: Req, *, keep: bool = False) -> None:
+        """Tell the worker that has `req`, if one has, to drop it, or to keep what has a key."""
         if req.route is not None:
-            self._wire.send(req.route.decode, Abort(req.req_id, req.dispatch))
+            self._wire.send(req.route.decode, Abort(req.req_id, req.dispatch, keep))
 
     def _next(self, decode: list[Known]) -> tuple[Req | None, list[Known]]:
         """Who is sent now, and to which of the workers that are open; nobody: to none."""
@@ -261,13 +268,8 @@ class Queue:
         if not req.dispatch:
             self._waiting.charge(req.client, len(req.prompt))
         req.dispatch += 1
-        req.route, req.has_row = route, False
         req.queued_s += now - req.queued_at
-        if not req.tokens and (known := self._members.get(route.decode)) is not None:
-            req.digest = known.member.digest
-        first = route.candidates[0].peer if route.candidates else None
-        self._members.sent(route.decode, first, len(req.prompt), now)
-        self._waiting.runs(req.client, +1)
+        self._at(req, route, now)
         trace = ""
         if req.trace is not None:
             req.trace.enter("dispatch", now, {"kvlane.worker": route.decode}, asks=True)
@@ -282,9 +284,19 @@ class Queue:
             candidates=route.candidates,
             after=after,
             trace=trace,
+            key=req.key,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)
+
+    def _at(self, req: Req, route: Route, now: float) -> None:
+        """It is at these workers from now on."""
+        req.route, req.has_row = route, False
+        if not req.tokens and (known := self._members.get(route.decode)) is not None:
+            req.digest = known.member.digest
+        first = route.candidates[0].peer if route.candidates else None
+        self._members.sent(route.decode, first, len(req.prompt), now)
+        self._waiting.runs(req.client, +1)
 
 
 def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:

@@ -16,7 +16,7 @@ log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 BEARER = b"bearer "
-EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry")
+EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed")
 
 
 class ApiKeys:

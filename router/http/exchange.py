@@ -28,6 +28,7 @@ access_log = logging.getLogger("kvlane.access")
 
 REQUEST_ID, SERVER_TIMING = b"x-request-id", b"server-timing"
 FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of logs
+REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's: it was asked before
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 # Asked every few seconds by machines.
 PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboard/own")
@@ -74,7 +75,8 @@ class Exchange:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Those of every response."""
         timing = ", ".join(f"{name};dur={1e3 * s:.1f}" for name, s in self.stages.items())
-        return [(REQUEST_ID, self.request_id.encode()), (SERVER_TIMING, timing.encode())]
+        headers = [(REQUEST_ID, self.request_id.encode()), (SERVER_TIMING, timing.encode())]
+        return headers + [REPLAYED] * any(req.was_claimed for req in self.reqs)
 
     @property
     def stages(self) -> dict[str, float]:

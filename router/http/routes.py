@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from router.errors import ApiError
+from router.dispatch.claims import give_keys
+from router.errors import ApiError, invalid
 from router.http.access import ApiKeys, with_cors
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
@@ -31,6 +32,7 @@ from router.show.status import StatusRoutes, version
 from router.text.grammar import Validator
 from worker.errors import KvlaneError, LibraryError, UserError, contained
 
+MAX_KEY_CHARS = 255  # of an idempotency key
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
@@ -96,17 +98,27 @@ class Routes:
         return await asyncio.to_thread(run) if is_slow(raw) else run()
 
     async def _generate(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
-        front = self._front
+        front, exchange = self._front, Exchange.of(request.scope)
+        given = request.headers.get("idempotency-key", "")
+
+        def work(raw: bytes) -> Prepared:
+            prepared = prepare(raw)
+            if given:
+                give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
+            return prepared
+
         try:
             if front.draining:
                 raise ApiError("draining", "the router is draining", retry_after_s=1)
-            prepared = await self._run(request, prepare)
+            if len(given) > MAX_KEY_CHARS:
+                raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
+            prepared = await self._run(request, work)
             front.dispatcher.check_room(len(prepared.reqs))
         except KvlaneError as error:
             front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
-        return Answer(prepared, front, Exchange.of(request.scope))
+        return Answer(prepared, front, exchange)
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config

@@ -49,6 +49,7 @@ class Prepared:
     return_stages: bool = False
     return_resumes: bool = False
     priority: int = 0
+    is_seeded: bool = False  # the body has a seed
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
 
 

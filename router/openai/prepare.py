@@ -173,6 +173,7 @@ class Preparer:
             return_stages=body.return_stages,
             return_resumes=body.return_resumes,
             priority=body.priority,
+            is_seeded=body.seed is not None,
             grammar_param=job.grammar_param,
         )
 

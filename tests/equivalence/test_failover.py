@@ -185,18 +185,23 @@ MUTANTS: dict[str, tuple[Any, str, str, str, str]] = {
 }  # fmt: skip
 
 
+def change(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, old: str, new: str) -> None:
+    """Put `new` where `old` stands in the source of a function of `owner`."""
+    real = getattr(owner, method)
+    source = textwrap.dedent(inspect.getsource(real))
+    assert source.count(old) == 1
+    made: dict[str, Callable[..., Any]] = {}
+    exec(source.replace(old, new), vars(inspect.getmodule(real)), made)
+    monkeypatch.setattr(owner, method, made[method])
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 @pytest.mark.parametrize("served", SERVED[:1], indirect=True, ids=str)
 def test_a_mutant_is_red(served: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     owner, method, old, new, kind = MUTANTS[name]
     kind, more = ("seeded", {"stop": stop_string(served)}) if kind == "stop" else (kind, {})
     expected = told(served, kind, **more)
-    real = getattr(owner, method)
-    source = textwrap.dedent(inspect.getsource(real))
-    assert source.count(old) == 1
-    made: dict[str, Callable[..., Any]] = {}
-    exec(source.replace(old, new), vars(inspect.getmodule(owner)), made)
-    monkeypatch.setattr(owner, method, made[method])
+    change(monkeypatch, owner, method, old, new)
     losing = Losing(monkeypatch)
     differs = []
     for losing.at in range(1, expected[1]) if more else (6,):

@@ -27,7 +27,9 @@ MESSAGES: list[api.AnyMessage] = [
         30.0, (api.Candidate("p/1", 10, 0.001, 16), api.Candidate("p/2")),
     ),
     Stop("r1", 2, 17),
-    api.Abort("r1", 2),
+    api.Claim("r1", 2, "key", 30.0),
+    api.Claimed("r1", 2, True),
+    api.Abort("r1", 2, True),
     api.Ack("r1", 2),
     api.Refused("r1", 2, api.Error("busy", "no room: ü€\0"), 0.5),
     api.Chunks((

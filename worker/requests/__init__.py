@@ -1,1 +1,1 @@
-"""What a decode worker does with requests: admission, siblings, replies."""
+"""What a decode worker does with requests: admission, siblings, replies, claims."""

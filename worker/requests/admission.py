@@ -63,6 +63,7 @@ class Admission:
             message.candidates,
             is_sibling=bool(message.after),
             timeline=Timeline(now, spans),
+            claim_key=message.key,
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)

@@ -1,7 +1,7 @@
 """Replies: frames of token chunks to routers; final chunks again until they are acknowledged."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -63,22 +63,35 @@ class Replies:
             req.req_id, req.dispatch, position, tokens, reason, error, req.num_cached_tokens,
             logprobs, stages, window,
         )  # fmt: skip
-        self.add(req.router, chunk)
+        self._add(req, chunk)
 
     def begins(self, req: Req) -> None:
         """Send the news that `req` gets a row, unless its first token has told so.
 
         At once: the step that is launched next may be this process's end.
         """
-        if not req.timeline.first_token_at:
+        if req.router and not req.timeline.first_token_at:
             self._send(req.router, Chunks((TokenChunk(*req.key, len(req.tokens)),)))
 
     def error(self, req: Req, error: Error) -> None:
         """Queue the end of `req` without a token."""
         position, cached, reason = len(req.tokens), req.num_cached_tokens, FinishReason.ERROR
-        self.add(req.router, TokenChunk(*req.key, position, (), reason, error, cached))
+        self._add(req, TokenChunk(*req.key, position, (), reason, error, cached))
 
-    def add(self, router: PeerId, chunk: TokenChunk) -> None:
+    def again(self, router: PeerId, key: tuple[str, int], chunks: Sequence[TokenChunk]) -> None:
+        """Queue what was sent before for another router, which has given it another id."""
+        req_id, dispatch = key
+        for chunk in chunks:
+            renamed = msgspec.structs.replace(chunk, req_id=req_id, dispatch=dispatch)
+            self._queue(router, renamed)
+
+    def _add(self, req: Req, chunk: TokenChunk) -> None:
+        if req.sent is not None:
+            req.sent.append(chunk)
+        if req.router:
+            self._queue(req.router, chunk)
+
+    def _queue(self, router: PeerId, chunk: TokenChunk) -> None:
         """Queue a chunk for the next frame."""
         self._queued.setdefault(router, []).append(chunk)
         if chunk.finish_reason is not None:

@@ -3,10 +3,21 @@
 import logging
 import time
 
-from worker.api import Error, FinishReason, Generate, PeerId, Refused, Stop
+from worker.api import (
+    Abort,
+    Claim,
+    Claimed,
+    Error,
+    FinishReason,
+    Generate,
+    PeerId,
+    Refused,
+    Stop,
+)
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
-from worker.requests.admission import Admission
+from worker.requests.admission import DEADLINE_GRACE_S, Admission
+from worker.requests.kept import Kept
 from worker.requests.replies import Key, Last, Replies
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
@@ -17,6 +28,9 @@ from worker.transfer.inbound import Inbound
 log = logging.getLogger("kvlane.decode")
 
 SWEEP_S = 0.25
+TAKEN_OVER = Error(
+    "taken_over", "the same Idempotency-Key was sent again: that one goes on with it"
+)
 ABORTED = Error(FinishReason.ABORT.value, "the router aborted the request")
 
 
@@ -33,6 +47,7 @@ class Requests:
         # hold no pages.
         self.siblings: dict[Key, tuple[Generate, float]] = {}
         self.replies = Replies(thread.send, config.lease.final_resend_s)
+        self.kept = Kept()
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
         self.sweep_at = 0.0
@@ -59,7 +74,27 @@ class Requests:
         if was_deferred:
             req.timeline.enter("sibling", received_at)
         self.reqs[key] = req
+        if req.claim_key:
+            self.kept.begin(req)
         self.admission.place(req)
+
+    def claim(self, router: PeerId, message: Claim, now: float) -> None:
+        """Hand a request with a key, or its complete answer, to whoever asks for it now."""
+        found, key = self.kept.find(message.key), (message.req_id, message.dispatch)
+        self._thread.send(router, Claimed(*key, found is not None))
+        if found is None:
+            return
+        req, chunks = found
+        self.replies.again(router, key, chunks)
+        if req is None:
+            return
+        if req.router:
+            self._thread.send(req.router, Refused(*req.key, TAKEN_OVER))
+        log.debug("req_id=%s goes on as %s at %s", req.req_id, message.req_id, router)
+        del self.reqs[req.key]
+        req.router, (req.req_id, req.dispatch) = router, key
+        req.deadline_at = now + message.timeout_s + DEADLINE_GRACE_S
+        self.reqs[key] = req
 
     def resume(self) -> None:
         """Admit requests that waited for a sibling's prompt, and preempted requests."""
@@ -93,7 +128,7 @@ class Requests:
         self.siblings = {key: each for key, each in self.siblings.items() if key[0] != peer}
         lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self.reqs.values() if each.router == peer]:
-            self.leave(req, FinishReason.ABORT, lost)
+            self._unwanted(req, lost)
 
     def stop(self, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
@@ -103,12 +138,12 @@ class Requests:
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
             self.leave(req, FinishReason.STOP)
 
-    def abort(self, req_id: str, dispatch: int) -> None:
+    def abort(self, message: Abort) -> None:
         """End a request that its router no longer wants."""
-        ended = req_id, dispatch
+        ended = message.req_id, message.dispatch
         self.siblings = {key: each for key, each in self.siblings.items() if key[1:] != ended}
         if (req := self.reqs.get(ended)) is not None:
-            self.leave(req, FinishReason.ABORT, ABORTED)
+            self._unwanted(req, ABORTED, keep=message.keep)
 
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
         """End `req` without a reply; at once, or once no pull writes to its pages.
@@ -116,6 +151,7 @@ class Requests:
         cut_off: the error that its trace records; None: it was not cut off.
         """
         _end_timeline(req, cut_off)
+        self.kept.end(req, reason, time.monotonic())
         if req.phase is Phase.FETCHING:
             req.deadline_at = float("inf")  # or the sweep would send an error while its pulls end
             self._inbound.cancel(req, reason)
@@ -125,6 +161,7 @@ class Requests:
     def end(self, req: Req, reason: FinishReason, error: Error | None = None) -> None:
         """Give back all that `req` holds; no pull into its pages may run."""
         _end_timeline(req, error)
+        self.kept.end(req, reason, time.monotonic())
         self._scheduler.finish(req)
         self.reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
@@ -133,10 +170,16 @@ class Requests:
     def sweep(self, now: float) -> None:
         """End requests that are past their deadline. Their routers should have aborted them."""
         self.sweep_at = now + SWEEP_S
+        self.kept.sweep(now)
         for req in [each for each in self.reqs.values() if now > each.deadline_at]:
             error = Error(DeadlinePassed.code, "the request's deadline has passed")
             self.replies.error(req, error)
             self.leave(req, FinishReason.ABORT, error)
+
+    def _unwanted(self, req: Req, cut_off: Error, *, keep: bool = True) -> None:
+        """End `req`, unless its client may come back for it."""
+        if not (keep and self.kept.orphan(req, time.monotonic())):
+            self.leave(req, FinishReason.ABORT, cut_off)
 
     def _waits(self, router: PeerId, message: Generate) -> bool:
         """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.

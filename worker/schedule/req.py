@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, FinishReason, PeerId, Sampling
+from worker.api import Candidate, FinishReason, PeerId, Sampling, TokenChunk
 from worker.cache.book import Hold
 from worker.observe.timeline import Timeline
 from worker.plan import tail_index
@@ -53,7 +53,7 @@ class Req:
 
     req_id: str
     dispatch: int
-    router: PeerId
+    router: PeerId  # "": nobody wants it for now
     tokens: list[int]  # prompt, then every token that has settled
     num_prompt_tokens: int
     sampling: Sampling
@@ -73,6 +73,8 @@ class Req:
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
     matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
+    claim_key: str = ""  # `Generate.key`
+    sent: list[TokenChunk] | None = None  # all of it, under whatever id, if it can be claimed
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)
 
