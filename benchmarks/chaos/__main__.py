@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos --minutes 20 --out results
     python -m benchmarks.chaos --minutes 2 --roles router --signals stop --stop-s 5 --out results
-    python -m benchmarks.chaos --minutes 2 --roles router,decode --signals kill --keys 1 --out results
+    python -m benchmarks.chaos --minutes 2 --roles router,decode --keys 1 --out results
     python -m benchmarks.chaos --minutes 2 --roles controller,decode --stop-s 60 --out results
     python -m benchmarks.chaos --minutes 20 --spec chain --out results
     python -m benchmarks.chaos --minutes 20 --set decode.tp=2 --out results
