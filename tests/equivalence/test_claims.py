@@ -25,7 +25,7 @@ from tests.support.engines import Running, running, value
 from tests.support.pairwise import whole
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import TINY
-from worker.requests.kept import Kept
+from worker.requests.kept import KeptAnswers
 from worker.wire import _Links
 
 NUM_TOKENS = 96
@@ -54,7 +54,7 @@ class Pair:
         )
 
     @property
-    def kept(self) -> list[Kept]:
+    def kept(self) -> list[KeptAnswers]:
         """Of the decode workers."""
         workers = self.cluster.workers
         return [each.loop.requests.kept for name, each in workers.items() if "decode" in name]
@@ -228,7 +228,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "choices share a key": (
         router.http.routes, "give_keys", "repr((req.index, req.prompt))", "repr(req.prompt)",
     ),
-    "computed anew": (Kept, "orphan", "return True", "return False"),
+    "computed anew": (KeptAnswers, "orphan", "return True", "return False"),
 }  # fmt: skip
 
 

@@ -16,7 +16,7 @@ MAX_BYTES = 64 << 20  # of answers that have ended; the oldest are forgotten fir
 COMPLETE = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 
 
-class Kept:
+class KeptAnswers:
     """All requests of one decode worker that can be claimed."""
 
     def __init__(self) -> None:

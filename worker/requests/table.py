@@ -17,7 +17,7 @@ from worker.api import (
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
 from worker.requests.admission import DEADLINE_GRACE_S, Admission
-from worker.requests.kept import Kept
+from worker.requests.kept import KeptAnswers
 from worker.requests.replies import Key, Last, Replies
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
@@ -47,7 +47,7 @@ class Requests:
         # hold no pages.
         self.siblings: dict[Key, tuple[Generate, float]] = {}
         self.replies = Replies(thread.send, config.lease.final_resend_s)
-        self.kept = Kept()
+        self.kept = KeptAnswers()
         self._engine, self._thread = engine, thread
         self._scheduler, self._inbound = scheduler, inbound
         self.sweep_at = 0.0
