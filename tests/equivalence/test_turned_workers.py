@@ -34,6 +34,7 @@ MODELS: dict[str, Sections] = {
     "chain": PLAIN | {"spec": {"drafter": "chain"}},
     "dflash": PLAIN | {"spec": {"drafter": "dflash"}},
     "hybrid": PLAIN | {"model": {"path": str(hybrid()), "load_format": "dummy"}},
+    "mooncake": PLAIN | {"transport": {"name": "mooncake", "connect_timeout_s": 60.0}},
     "auto": PLAIN | {"engine": {"threads": 1, "cpu_pool_bytes": 1 << 25}},
 }
 
