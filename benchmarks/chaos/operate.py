@@ -122,7 +122,7 @@ def turned_s(log: str) -> list[float]:
     """Seconds of each change of a role in its process, from the drain on, by the cluster's log."""
     drained: dict[str, float] = {}
     turning: set[str] = set()
-    found: list[float] = []
+    took_s: list[float] = []
     for at, name, what in EVENT.findall(log):
         if what == "draining":
             drained[name] = float(at)
@@ -130,8 +130,8 @@ def turned_s(log: str) -> list[float]:
             turning.add(name)
         elif name in turning:
             turning.remove(name)
-            found.append(round(float(at) - drained[name], 1))
-    return found
+            took_s.append(round(float(at) - drained[name], 1))
+    return took_s
 
 
 def main() -> int:
