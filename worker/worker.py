@@ -1,5 +1,6 @@
 """Worker: one engine, its thread and its role, as the control plane sees them."""
 
+import time
 from collections.abc import Sequence
 
 from worker.api import Lost, Member, RankMessage
@@ -8,6 +9,7 @@ from worker.errors import PeerLost
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.plan import Ended, Launched
 from worker.registry import resolve
+from worker.run.engine import Kept
 from worker.run.ranks import Ranks, from_rank, rank_addresses
 from worker.start.build import Place, build_engine
 
@@ -17,12 +19,19 @@ ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:Decod
 class Worker:
     """The worker of this process; if it has several ranks, its leader. For control-plane threads.
 
-    The constructor loads the model and raises as `build_engine`.
+    The constructor loads the model and raises as `build_engine`. kept: what the worker that this
+    process was before has left by `retire`.
     """
 
-    def __init__(self, config: WorkerConfig, place: Place, metrics_port: int = 0) -> None:
-        self._place, self._metrics_port = place, metrics_port
-        self.engine = build_engine(config, place)
+    def __init__(
+        self,
+        config: WorkerConfig,
+        place: Place,
+        metrics_port: int = 0,
+        kept: Kept | None = None,
+    ) -> None:
+        self._config, self._place, self._metrics_port = config, place, metrics_port
+        self.engine = build_engine(config, place, kept=kept)
         self._thread = EngineThread(place.peer, self.engine.config.ping)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
@@ -75,6 +84,22 @@ class Worker:
         self._thread.stop()
         self.loop.close()
         self.engine.close()
+
+    def retire(self) -> Kept:
+        """End the loop, but leave to a worker of another role what need not be loaded again.
+
+        That one begins with an empty prefix tree. Only for a worker of one rank.
+        """
+        engine = self.engine
+        assert engine.rank_group.size == 1
+        self._thread.stop()
+        now = time.monotonic()
+        # Decode workers may read the pages that they have leases of, which are extended no more.
+        leased = self.loop.counters().get("leases", 0)
+        read_until = now + engine.config.lease.prefill_window_s if leased else now
+        self.loop.close()
+        engine.retire()
+        return Kept(self._config, engine.weights, engine.pool, engine.transport, read_until)
 
     def _turn(self, events: list[Incoming]) -> float:
         """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""

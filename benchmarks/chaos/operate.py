@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from benchmarks.judges.served import TINY, enter_namespace, environment, serving
 from benchmarks.output import parser
 
 IDLE_S = 15.0
+EVENT = re.compile(r"\[ *([\d.]+) s\] (\S+): (draining|turning|ready)")  # a line of `serve`
 SCALE = 1.3  # of a weight of each layer: another model, which speaks as well
 
 
@@ -116,6 +118,22 @@ async def operate(options: argparse.Namespace, url: str, root: Path) -> dict[str
     }  # fmt: skip
 
 
+def turned_s(log: str) -> list[float]:
+    """Seconds of each change of a role in its process, from the drain on, by the cluster's log."""
+    drained: dict[str, float] = {}
+    turning: set[str] = set()
+    took_s: list[float] = []
+    for at, name, what in EVENT.findall(log):
+        if what == "draining":
+            drained[name] = float(at)
+        elif what == "turning":
+            turning.add(name)
+        elif name in turning:
+            turning.remove(name)
+            took_s.append(round(float(at) - drained[name], 1))
+    return took_s
+
+
 def main() -> int:
     """0 if nothing failed, nothing was wrong and nothing is left."""
     options = parse()
@@ -127,6 +145,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="op"))
     with serving(arguments, options.port, keep=options.out.resolve(), root=root) as url:
         figures = asyncio.run(operate(options, url, root))
+    figures["turned_s"] = turned_s((options.out / "cluster.log").read_text())
     return ended(figures, options, options.out / "operate.json")
 
 

@@ -71,36 +71,56 @@ class Keeper:
         """Run one incarnation to its end: when it became ready (0: never), and why it ended."""
         ready_at = 0.0
         error: KvlaneError = WorldError("it stopped")
+        stays = False  # its process, for another role
         try:
             if replica.member is None:  # else it was adopted
                 await self._begin(replica)
             ready_at = time.monotonic()
             assert replica.process is not None
             await until_over(replica, replica.process, self._config.stop_timeout_s)
+            has_retired = replica.stopping is not None and replica.stopping.done()
+            stays = replica.turning and has_retired and not replica.leaving
         except (WorldError, UserError) as e:
             error = e
         finally:
+            replica.turning = stays
             self._leave(replica, error)
-            await killed(replica)
+            if not stays:
+                await killed(replica)
             replica.over.set()
         return ready_at, error
 
     async def _begin(self, replica: Replica) -> None:
         """Make a new incarnation ready, or the one that another monitor has begun."""
         began_at = time.monotonic()
+        member = await self._turned(replica) if replica.turning else None
         if replica.process is None:
             replica.begin(secrets.token_hex(4))
             self._note(replica, "starting")
             replica.process = await self._site.create(replica.name, replica.incarnation)
         process = replica.process
-        self._note(replica, f"loading ({process.place})")
-        replica.member = await started(replica, process, self._config.start_timeout_s)
-        replica.state = State.READY
+        if member is None:
+            self._note(replica, f"loading ({process.place})")
+            member = await started(replica, process, self._config.start_timeout_s)
+        replica.member, replica.state = member, State.READY
         took = f"after {time.monotonic() - began_at:.1f} s"
         self._site.remember(replica.record)
         self.watch(replica)
         self._herald.announce(replica, State.READY, f"{took} ({process.place})")
         self._note(replica, f"ready {took}")
+
+    async def _turned(self, replica: Replica) -> Member | None:
+        """The process that has left its role in its next one; None: it could not, and is gone."""
+        assert replica.process is not None
+        replica.begin(secrets.token_hex(4))
+        self._note(replica, f"turning to {replica.role} ({replica.process.place})")
+        try:
+            await self._site.turn(replica.name, replica.incarnation)
+            return await started(replica, replica.process, self._config.start_timeout_s)
+        except (WorldError, UserError) as error:
+            self._note(replica, f"a new process follows, as it cannot turn: {error}")
+            await killed(replica)
+            return None
 
     def watch(self, replica: Replica) -> None:
         """Learn of a member that falls silent."""

@@ -92,8 +92,9 @@ class Monitor:
     ) -> None:
         """Let a name finish for so long (None: no limit), then replace its process.
 
-        role: of the next one, if it is another. Returns when that is ready. Raises as `replica`,
-        and WorldError or UserError where that one fails: it is tried again, in the role before.
+        role: of the next one, if it is another; a process of one rank takes it itself if it can.
+        Returns when that is ready. Raises as `replica`, and WorldError or UserError where a new
+        process fails: it is tried again, in the role before.
         """
         replica = self.replica(name)
         role_before = replica.role
@@ -104,6 +105,8 @@ class Monitor:
         if replica.leaving:
             raise WorldError(f"{name} is being drained")
         replica.role = role or role_before
+        process = replica.reachable
+        replica.turning = role is not None and process is not None and len(process.pids) == 1
         self._site.remember(replica.record)
         await self._end(replica)
         if replica.incarnation == before and not replica.given_up.done():
@@ -188,10 +191,11 @@ class Monitor:
         return True  # it died; nothing is left to wait for
 
     async def _end(self, replica: Replica) -> None:
-        """Ask its process to stop, and wait for that as long as it may take."""
+        """Ask its process to stop or retire, and wait for that as long as it may take."""
         if (process := replica.reachable) is None:
             return
-        replica.stopping = self._background.spawn(process.stop(), f"stop of {replica.name}")
+        stop = process.retire() if replica.turning else process.stop()
+        replica.stopping = self._background.spawn(stop, f"stop of {replica.name}")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(replica.over.wait(), self._config.stop_timeout_s)
 

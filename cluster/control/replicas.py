@@ -64,6 +64,7 @@ class Replica:
     leaving: bool = False  # it gets no further process
     renewing: bool = False  # its process ends because another one is wanted
     drain_timeout_s: float | None = None  # of one that is leaving or renewing
+    turning: bool = False  # its process leaves its role and takes another, with its model
     failure: KvlaneError | None = None  # why its last process did not become ready
     member: Member | None = None  # from ready until known to be dead, or stopped
     process: Process | None = None  # from its creation until it is gone for certain
@@ -106,9 +107,10 @@ class Replica:
 
     def begin(self, incarnation: str) -> None:
         """Start a new incarnation."""
-        assert self.process is None, f"{self.name} is taken"
+        assert self.process is None or self.turning, f"{self.name} is taken"
         self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
-        self.renewing, self.stopping, self.over = False, None, asyncio.Event()
+        self.renewing, self.turning = False, False
+        self.stopping, self.over = None, asyncio.Event()
         self.given_up = asyncio.get_running_loop().create_future()
 
     def give_up(self, reason: str, *, is_dead: bool = False) -> None:

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from cluster.sites.process import Membership, Report, Stage
 from cluster.sites.ray_private import RAY
 from worker.api import Member
 from worker.config import WorkerConfig
+from worker.errors import WorldError
 from worker.observe.tracing import tracer_of
 from worker.peers.rendezvous import free_rendezvous
 
@@ -103,6 +104,7 @@ class WorkerActor(ProcessActor):
         self._starting = threading.Lock()
         self._member: Member | None = None
         self._rendezvous = ""
+        self._kept: Any = None  # from `retire` until the worker of the next role has it
 
     def rendezvous(self) -> str:
         """Where its ranks shall meet: at a port of this node."""
@@ -119,6 +121,8 @@ class WorkerActor(ProcessActor):
         with self._starting:
             if self._part is None:
                 self._member = self._load(rendezvous)
+            elif self._kept is not None:
+                raise WorldError("it has left its role")
             return self._member
 
     def _load(self, rendezvous: str) -> Member | None:
@@ -133,13 +137,28 @@ class WorkerActor(ProcessActor):
                 from worker.worker import Place, Worker
 
                 make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
+                if self._kept is not None:
+                    make = partial(make, kept=self._kept)
         place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
         part = make(self._config, place)
         member: Member | None = part.start()
-        self._part = part
+        self._part, self._kept = part, None
         gc.collect()
         gc.freeze()  # what is loaded now stays, too
         return member
+
+    def retire(self) -> None:
+        with self._starting:
+            self._kept = self._part.retire()
+
+    def turn(self, incarnation: str, config: WorkerConfig) -> None:
+        """Be another incarnation from the next `start` on; `retire` comes before."""
+        with self._starting:
+            assert self._kept is not None, "it has no model to keep"
+            self._assignment = replace(self._assignment, incarnation=incarnation)
+            self._config, self._part = config, None
+            gc.unfreeze()  # what belonged to the role is freed
+            gc.collect()
 
     def run(self) -> bool:
         """Whether it has ended; it may go on after RUN_S."""

@@ -177,6 +177,9 @@ class RayProcess(Process):
     async def report(self) -> Report:
         return cast("Report", await call(self.actor.report))
 
+    async def retire(self) -> None:
+        await call(self.actor.retire)
+
     async def stop(self) -> None:
         """All ranks at once, as they leave their collective together."""
         self._is_stopping = True

@@ -87,6 +87,9 @@ class Process(Protocol):
         """Whether it is idle, and its counters."""
         ...
 
+    async def retire(self) -> None:
+        """As `stop`, but keep the model for `Site.turn`; for a worker of one process."""
+
     async def stop(self) -> None:
         """End its threads and sockets; `run` returns then."""
 
@@ -103,6 +106,12 @@ class Site(Protocol):
         Raises Placement if there is no room, PeerLost if it died while it started.
         """
         ...
+
+    async def turn(self, name: str, incarnation: str) -> None:
+        """Give a process that has retired the role that the name has now; `Process.start` follows.
+
+        That raises UserError, too, if the process cannot keep its model in this role.
+        """
 
     def remember(self, record: Record) -> None:
         """Note what has become of a name."""

@@ -138,6 +138,15 @@ class RaySite(Site):
             raise
         return self._process(holding)
 
+    async def turn(self, name: str, incarnation: str) -> None:
+        holding = self._holdings[name]
+        role, (rank,) = holding.record.role, holding.ranks
+        assert role == "prefill" or role == "decode"
+        record = replace(holding.record, incarnation=incarnation, renewing=False)
+        # Noted first: the next controller asks for this incarnation, or for a new process.
+        await self._hold(replace(holding, record=record))
+        await call(rank.actor.turn, incarnation, self.config.worker(role))
+
     def remember(self, record: Record) -> None:
         holding = self._holdings.get(record.name)
         if holding is None:  # it was released meanwhile
@@ -149,16 +158,12 @@ class RaySite(Site):
     async def release(self, name: str) -> None:
         holding = self._holdings.pop(name)
         self._orders.tell("hold", name, None)
-        await self._give_back(holding.group)
+        await _given_back(holding.group)
 
     async def _hold(self, holding: Holding) -> None:
         """Returns once it is noted where a controller's death does not matter."""
         self._holdings[holding.record.name] = holding
         await self._orders.ask("hold", holding.record.name, holding)
-
-    async def _give_back(self, group: Group | None) -> None:
-        if group is not None and group.pg is not None:
-            await asyncio.to_thread(remove_placement_group, group.pg)
 
     def _process(self, holding: Holding) -> RayProcess:
         if holding.record.role != "router":
@@ -179,7 +184,7 @@ class RaySite(Site):
                 return group
             log.warning("%s: node %s is gone, placing it anew", name, ", ".join(gone))
             await self._hold(replace(holding, group=None, ranks=()))
-            await self._give_back(group)
+            await _given_back(group)
         await self._place([name])
         transport = self.config.transport
         local = transport.name if transport.name == "shm" else transport.kind
@@ -231,6 +236,11 @@ class RaySite(Site):
         """Ids of the nodes that workers are on."""
         workers = [each for each in self._holdings.values() if each.record.role != "router"]
         return {node.node_id for each in workers if each.group for node in each.group.nodes}
+
+
+async def _given_back(group: Group | None) -> None:
+    if group is not None and group.pg is not None:
+        await asyncio.to_thread(remove_placement_group, group.pg)
 
 
 def _options(config: Config, home: Home, role: Role, group: Group, rank: int) -> dict[str, Any]:

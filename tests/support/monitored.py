@@ -8,7 +8,7 @@ from cluster.config import ClusterConfig
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica
 from cluster.sites.process import Links, Membership, Process, Record, Report, Site, Stage
-from worker.api import Member, PeerId
+from worker.api import Member, PeerId, Role
 from worker.errors import PeerLost
 
 CONFIG = ClusterConfig(restart_backoff_s=0.01, max_restart_backoff_s=0.05, stop_timeout_s=0.3)
@@ -30,15 +30,16 @@ class ProcessDouble(Process):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     members: list[str] = field(default_factory=list)
     changes: list[tuple[str, str, str]] = field(default_factory=list)
+    pids: tuple[int, ...] = (1, 2)
+    role: Role | None = None  # None: as the name says
     place = "here"
-    pids = (1, 2)
 
     async def start(self) -> Member:
         if self.start_error is not None:
             raise self.start_error
         if self.loaded is not None:
             await self.loaded.wait()
-        return Member(self.name, role_of(self.name), self.incarnation, self.address)
+        return Member(self.name, self.role or role_of(self.name), self.incarnation, self.address)
 
     async def stage(self) -> Stage:
         return Stage("load", 0.5)
@@ -62,6 +63,11 @@ class ProcessDouble(Process):
         if self.dead_to_reports:
             raise PeerLost("its process died")
         return Report(self.idle, {"pages": 0})
+
+    async def retire(self) -> None:
+        self.log.append(f"retire {self.name}")
+        if not self.deaf:
+            self.over.set()
 
     async def stop(self) -> None:
         self.log.append(f"stop {self.name}")
@@ -99,6 +105,13 @@ class SiteDouble(Site):
         before = self.records.get(name, Record(name, role_of(name)))
         self.remember(replace(before, incarnation=incarnation, has_process=True))
         return process
+
+    async def turn(self, name: str, incarnation: str) -> None:
+        process, record = self.made[name][-1], self.records[name]
+        process.incarnation, process.role, process.over = incarnation, record.role, asyncio.Event()
+        process.start_error = self.start_error
+        self.log.append(f"turn {name}")
+        self.remember(replace(record, incarnation=incarnation, renewing=False))
 
     async def release(self, name: str) -> None:
         self.log.append(f"release {name}")
@@ -161,5 +174,5 @@ class Monitored:
         raise AssertionError(self.log)
 
 
-def role_of(name: str) -> str:
+def role_of(name: str) -> Role:
     return "router" if name.startswith("router") else "decode"

@@ -332,3 +332,99 @@ async def test_the_next_monitor_goes_on_with_a_renewal() -> None:
     first.idle = True
     await cluster.monitor.renew("decode-0", None)
     assert cluster.last("decode-0").incarnation != first.incarnation
+
+
+async def of_one_rank() -> Monitored:
+    cluster = await Monitored.started("decode-0", "decode-1")
+    cluster.last("decode-0").pids = (1,)
+    await asyncio.sleep(0.02)
+    cluster.log.clear()
+    return cluster
+
+
+def acts(cluster: Monitored) -> list[str]:
+    return [line for line in cluster.log if not line.startswith("tell")]
+
+
+@asynchronous
+async def test_a_worker_turns_in_its_process_as_a_new_incarnation() -> None:
+    cluster = await of_one_rank()
+    process, stays = cluster.last("decode-0"), cluster.last("decode-1")
+    for role in ("prefill", "decode"):
+        cluster.log.clear()
+        before = process.incarnation
+        await cluster.monitor.renew("decode-0", None, role)
+        assert acts(cluster) == ["drain decode-0", "retire decode-0", "turn decode-0"]
+        peers = {f"{each.name}/{each.incarnation}" for each in (process, stays)}
+        assert cluster.links.peers == peers
+        assert process.incarnation != before
+        replica, record = cluster.monitor.replica("decode-0"), cluster.site.records["decode-0"]
+        assert replica.member is not None
+        assert replica.member.role == replica.role == record.role == role
+        assert replica.incarnation == record.incarnation == process.incarnation
+        assert (replica.state, replica.restarts, replica.turning) == (State.READY, 0, False)
+        assert not record.renewing
+        await cluster.until(lambda: len(stays.members) == 2 and stays.changes[-1][1] == "ready")
+        assert [change[1] for change in stays.changes[-3:]] == ["draining", "stopping", "ready"]
+    process.die()  # it is kept running as before
+    await cluster.until(lambda: cluster.last("decode-0") is not process)
+
+
+@asynchronous
+async def test_what_cannot_turn_in_its_process_gets_a_new_one_in_the_other_role() -> None:
+    cluster = await of_one_rank()
+    first = cluster.last("decode-0")
+    turn = cluster.site.turn
+
+    async def refuse(name: str, incarnation: str) -> None:
+        await turn(name, incarnation)
+        first.start_error = UserError("engine.num_pages: not what it has loaded")
+
+    cluster.site.turn = refuse
+    await cluster.monitor.renew("decode-0", None, "prefill")
+    steps = ["drain", "retire", "turn", "kill", "create"]
+    assert acts(cluster) == [f"{step} decode-0" for step in steps]
+    replica = cluster.monitor.replica("decode-0")
+    assert (replica.role, replica.restarts, replica.state) == ("prefill", 0, State.READY)
+    assert cluster.last("decode-0").incarnation != first.incarnation
+
+
+@pytest.mark.parametrize("is_dead", [True, False])
+@asynchronous
+async def test_who_dies_or_hangs_as_it_retires_gets_a_new_process(is_dead: bool) -> None:
+    cluster = await of_one_rank()
+    first = cluster.last("decode-0")
+    first.deaf = True
+    turning = asyncio.create_task(cluster.monitor.renew("decode-0", None, "prefill"))
+    await cluster.until(lambda: "retire decode-0" in cluster.log)
+    if is_dead:
+        first.die()
+    await turning
+    assert acts(cluster)[-3:] == ["retire decode-0", "kill decode-0", "create decode-0"]
+    assert cluster.monitor.replica("decode-0").role == "prefill"
+
+
+@pytest.mark.parametrize("at", ["drain", "retire", "turn"])
+@asynchronous
+async def test_the_next_monitor_finds_a_turn_in_any_state(at: str) -> None:
+    """Where the process has its new role, it goes on; else the name gets a new one."""
+    cluster = await of_one_rank()
+    first = cluster.last("decode-0")
+    first.idle, first.loaded = at != "drain", asyncio.Event()
+    first.deaf = at == "retire"
+    turning = asyncio.create_task(cluster.monitor.renew("decode-0", None, "prefill"))
+    await cluster.until(lambda: f"{at} decode-0" in cluster.log)
+    turning.cancel()
+    first.over.set() if at == "retire" else None
+    cluster.succeeded()
+    first.idle = True
+    first.loaded.set()
+    replica = cluster.monitor.replica("decode-0")
+    if replica.renewing and replica.reachable is not None:  # as the controller does
+        await cluster.monitor.renew("decode-0", None)
+    await cluster.until(lambda: replica.state is State.READY and len(cluster.links.peers) == 2)
+    assert replica.role == cluster.site.records["decode-0"].role
+    assert replica.role == ("decode" if at == "drain" else "prefill")
+    assert (cluster.last("decode-0") is first) is (at == "turn")
+    assert replica.member is not None
+    assert replica.member.incarnation == replica.incarnation == cluster.last("decode-0").incarnation

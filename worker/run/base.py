@@ -11,6 +11,7 @@ from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
+from worker.drafts.drafter import DrafterModel
 from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
@@ -21,6 +22,14 @@ from worker.plan import PaddedShape as PaddedShape
 from worker.plan import Plan, Tail
 from worker.step.buffers import BatchBuffers
 from worker.step.state import SampledRows, StepState, Windows
+
+
+class Weights(NamedTuple):
+    """The models of a worker, the same in both roles. Filled by `worker.start.load`."""
+
+    model: Decoder
+    drafter: DrafterModel | None
+    digest: str  # of all that a page's bytes depend on; equal for any number of ranks
 
 
 @dataclass(slots=True, frozen=True)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -16,7 +16,7 @@ from worker.model.shape import ModelShape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
-from worker.run.base import BucketCheck
+from worker.run.base import BucketCheck, Weights
 from worker.run.flight import LayerGroups
 from worker.run.ranks import FromLeader
 from worker.run.runner import ModelRunner
@@ -25,6 +25,16 @@ from worker.transfer.sources import LocalRank
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
+
+
+class Kept(NamedTuple):
+    """What a worker leaves to one of the other role in its process. Filled by `Worker.retire`."""
+
+    config: WorkerConfig  # as it was given
+    weights: Weights
+    pool: KVPool
+    transport: KVTransport
+    read_until: float  # monotonic; peers may read its pages before
 
 
 @dataclass(slots=True)
@@ -36,6 +46,7 @@ class Engine:
     model_layout: ModelLayout
     layout: KVLayout  # of this rank
     identity: Identity
+    weights: Weights
     pool: KVPool
     book: PageBook
     runner: ModelRunner
@@ -104,13 +115,17 @@ class Engine:
             drafter="" if self.config.spec.drafter == "none" else self.config.spec.drafter,
         )
 
-    def close(self) -> None:
-        """Free everything; the transport before the pool, whose memory it has registered."""
+    def retire(self) -> None:
+        """Free what belongs to the role; `weights`, `pool` and `transport` are left."""
         self.runner.close()
-        self.transport.close()
-        self.pool.close()
-        self.runner.loaded.model.collective.close()
-        self.rank_group.close()
         self.metrics.close()
         if self.tracer is not None:
             self.tracer.close()
+
+    def close(self) -> None:
+        """Free everything; the transport before the pool, whose memory it has registered."""
+        self.retire()
+        self.transport.close()
+        self.pool.close()
+        self.weights.model.collective.close()
+        self.rank_group.close()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch
 from worker.api import PeerId
 from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout, StateRegion
+from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
@@ -23,12 +25,15 @@ from worker.peers.rank_group import RankGroup
 from worker.recurrent.delta_shape import BLOCK
 from worker.registry import resolve
 from worker.run.base import BucketCheck
-from worker.run.engine import Engine
+from worker.run.engine import Engine, Kept
 from worker.run.runner import ModelRunner
 from worker.start.load import Start, load
-from worker.transfer.base import TRANSPORTS
+from worker.transfer.base import TRANSPORTS, KVTransport
 
 log = logging.getLogger("kvlane.engine")
+# What model and pool depend on; a process keeps both in another role only where they are equal.
+SECTIONS = ("tp", "model", "kv", "spec", "transport")
+OF_ENGINE = ("device", "num_pages", "state_slots", "memory_fraction", "cpu_pool_bytes")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
 
 
@@ -48,24 +53,29 @@ class Place:
         return f"{self.name}/{self.incarnation}"
 
 
-def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
+def build_engine(
+    config: WorkerConfig, place: Place, rank: int = 0, kept: Kept | None = None
+) -> Engine:
     """Load the model and build everything around it; may take minutes.
 
     All ranks of a worker call it at once and get the same configuration, but for engine.threads.
+    kept: of the worker that this process was before; its model, pool and transport are used.
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
-            is too small.
+            is too small. Unsupported: what is kept is not what the configuration names.
         PeerLost: the other ranks did not come to the rendezvous.
     """
     name, host, leads = place.name, place.host, rank == 0  # only rank 0 has requests
+    if kept is not None:
+        config = _as_kept(config, kept)
+        time.sleep(max(0.0, kept.read_until - time.monotonic()))
     rank_group = RankGroup(rank, config.tp, place.rendezvous, place.peer)
     start = _begin(config, rank_group, place.progress)
     tracer = tracer_of(config.tracing, config.role, name) if leads else None
-    loaded = load(start)
+    loaded = load(start, kept)
     config, pool = loaded.config, loaded.graphs.loaded.pool
-    transport = resolve("transport", config.transport.name, TRANSPORTS)(host, config.transport.kind)
-    transport.register(pool.memory())
+    transport = _transport(config, host, pool) if kept is None else kept.transport
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
     book = PageBook(
         pool.num_pages,
@@ -86,7 +96,8 @@ def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
         shape=start.shape,
         model_layout=start.model_layout,
         layout=start.layout,
-        identity=start.model_layout.identity(config.model.name, loaded.digest),
+        identity=start.model_layout.identity(config.model.name, loaded.weights.digest),
+        weights=loaded.weights,
         pool=pool,
         book=book,
         runner=ModelRunner(loaded.graphs, meter, step_log, sums),
@@ -97,6 +108,30 @@ def build_engine(config: WorkerConfig, place: Place, rank: int = 0) -> Engine:
         tracer=tracer,
         rank_group=rank_group,
     )
+
+
+def _transport(config: WorkerConfig, host: str, pool: KVPool) -> KVTransport:
+    chosen = config.transport
+    transport: KVTransport = resolve("transport", chosen.name, TRANSPORTS)(host, chosen.kind)
+    transport.register(pool.memory())
+    return transport
+
+
+def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
+    """`config` with the size of the pool that is there; Unsupported if it names what is not."""
+    before = kept.config
+    paths = [path for path in SECTIONS if getattr(config, path) != getattr(before, path)]
+    engine, old = config.engine, before.engine
+    paths += [f"engine.{n}" for n in OF_ENGINE if getattr(engine, n) != getattr(old, n)]
+    shape, drafter = read_model_shape(config.model.directory), kept.weights.drafter
+    drafter_shape = None if drafter is None else drafter.shape
+    if (shape, read_drafter(config, shape)) != (kept.weights.model.shape, drafter_shape):
+        paths.append("model.path")
+    if paths:
+        raise Unsupported(f"{', '.join(paths)}: not what this process has loaded", paths[0])
+    pages, slots = kept.pool.num_pages, kept.pool.num_slots
+    sizes = {"num_pages": pages} | ({"state_slots": slots - 1} if slots else {})
+    return config.model_copy(update={"engine": engine.model_copy(update=sizes)})
 
 
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:

@@ -27,8 +27,9 @@ from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
 from worker.recurrent.delta_net import delta_states
 from worker.registry import resolve
-from worker.run.base import BucketCheck, LoadedModel
+from worker.run.base import BucketCheck, LoadedModel, Weights
 from worker.run.build import Graphs, build_graphs
+from worker.run.engine import Kept
 from worker.run.stream import on_step_stream
 from worker.start.digest import dummy_digest, models_digest
 from worker.start.memory import (
@@ -71,13 +72,13 @@ class Loaded:
     config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
     graphs: Graphs
     checks: Sequence[BucketCheck]
-    digest: str  # of all that a page's bytes depend on; equal for any number of ranks
+    weights: Weights
 
 
-def load(start: Start) -> Loaded:
+def load(start: Start, kept: Kept | None = None) -> Loaded:
     """Load everything that the configuration names, on all ranks at once; see `build_engine`.
 
-    Workers that share a GPU load one after the other.
+    Workers that share a GPU load one after the other. What is kept is neither read nor allocated.
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
@@ -87,13 +88,14 @@ def load(start: Start) -> Loaded:
         memory.wait_for_share()
         ended_at["waiting for the device"] = time.monotonic()
         with explain_shortage("loading the weights"):
-            weights, digest = _load_weights(start)
+            weights = _load_weights(start) if kept is None else kept.weights
+        models = weights.model, weights.drafter
         ended_at["weights"] = time.monotonic()
         config = with_max_num_reqs(config, layout, memory, rank_group.minimum)
         config = with_penalty_rows(config, all_requests=start.shape.penalizes)
         with explain_shortage("running the largest steps"):
-            reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *weights))
-            weights[0].tap((), 0)  # drop that run's taps
+            reserve_bytes = memory.peak_bytes(lambda: run_largest_steps(config, layout, *models))
+            weights.model.tap((), 0)  # drop that run's taps
         ended_at["largest steps"] = time.monotonic()
         slots = num_slots(config, layout)
         slot_bytes = 0 if layout.state is None else slots * layout.state.slot_bytes
@@ -101,20 +103,20 @@ def load(start: Start) -> Loaded:
         pages = rank_group.minimum(pages)
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
-            pool = KVPool(layout, pages, device, slots)
+            pool = KVPool(layout, pages, device, slots) if kept is None else kept.pool
             log.info("KV pool: %d pages, %d slots, %s", pages, slots, layout.describe())
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
-                graphs = build_graphs(_assemble(config, pool, *weights))
+                graphs = build_graphs(_assemble(config, pool, *models))
                 checks = graphs.capture(start.progress)
                 if config.engine.strict:
                     poison(pool)
                 ended_at["graphs and their checks"] = ended = time.monotonic()
-                weights[0].collective.check()
+                weights.model.collective.check()
     parts = pairwise(ended_at.items())
     took = ", ".join(f"{part} {end - begin:.1f}" for (_, begin), (part, end) in parts)
     log.info("%s worker loaded in %.1f s: %s", config.role, ended - began_at, took)
-    return Loaded(config, graphs, checks, digest)
+    return Loaded(config, graphs, checks, weights)
 
 
 def _collective(start: Start) -> Collective:
@@ -132,7 +134,7 @@ def _collective(start: Start) -> Collective:
     return collective
 
 
-def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], str]:
+def _load_weights(start: Start) -> Weights:
     """The models of a worker, and the digest of both."""
     config, device = start.config, torch.device(start.config.engine.device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -149,7 +151,7 @@ def _load_weights(start: Start) -> tuple[tuple[Decoder, DrafterModel | None], st
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
     noise = dummy_digest(seed, dtype, device) if load_format == "dummy" else ""
-    return (model, drafter), models_digest(models, start.rank_group, noise)
+    return Weights(model, drafter, models_digest(models, start.rank_group, noise))
 
 
 def _assemble(
