@@ -16,6 +16,7 @@ import heapq
 import math
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -42,6 +43,7 @@ W = TypeVar("W", bound=Waiter)
 class _Client:
     """One client, also while none of its requests wait."""
 
+    noted_at: float  # when `note` was called last
     num: int = 0  # its requests that wait, those that have come back left out
     heap: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
     turn_at: float = 0.0  # monotonic, of its last turn if more of its requests waited then, else 0
@@ -49,25 +51,25 @@ class _Client:
     running: int = 0  # its requests at workers
     most: float = 0.0  # of these, lately
     served: float = 0.0  # tokens, weighted, lately
-    noted_at: float = 0.0  # monotonic, of these two
 
-    def note(self, now: float, *, change: int = 0, tokens: float = 0.0) -> None:
-        """So many more are at a worker, and so much was served; what was before counts for less."""
+    def note(self, now: float, change: int = 0) -> None:
+        """So many more are at a worker now; what was before counts for less."""
         left = math.exp((self.noted_at - now) / LATELY_S)
         self.running += change
-        self.most = max(self.running, self.most * left)
-        self.served, self.noted_at = self.served * left + tokens, now
+        self.most, self.served = max(self.running, self.most * left), self.served * left
+        self.noted_at = now
 
 
 class Turns(Generic[W]):
     """Requests that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._again: OrderedDict[str, W] = OrderedDict()  # come back from a worker: before all
         self._live: dict[str, tuple[int, W]] = {}  # by req_id; the number is its heap entry's
         self._clients: dict[str, _Client] = {}
         self._waiting: dict[str, _Client] = {}  # those with requests that wait
-        self._last = _Client()  # who had the last turn
+        self._last = _Client(clock())  # who had the last turn
         self._number = 0
 
     def __len__(self) -> int:
@@ -81,7 +83,7 @@ class Turns(Generic[W]):
             return
         client, self._number = self._client(waiter.client), self._number + 1
         if not client.num:
-            now, others = time.monotonic(), list(self._waiting.values()) or [self._last]
+            now, others = self._clock(), list(self._waiting.values()) or [self._last]
             for each in (client, *others):
                 each.note(now)
             client.served = max(client.served, LIFT * min(each.served for each in others))
@@ -96,7 +98,7 @@ class Turns(Generic[W]):
             return self._again.popitem(last=False)[1]
         if not self._waiting:
             return None
-        now = time.monotonic()
+        now = self._clock()
         client = self._next(num_rows, now)
         if client is None:
             return None
@@ -126,12 +128,12 @@ class Turns(Generic[W]):
             heapq.heapify(client.heap)
 
     def charge(self, client: str, tokens: float) -> None:
-        """Count what a client was served."""
-        self._client(client).note(time.monotonic(), tokens=tokens)
+        """Count what a client was served, as of the last turn: quick, as it is done each chunk."""
+        self._client(client).served += tokens
 
     def runs(self, client: str, change: int) -> None:
         """One more of its requests is at a worker, or one less."""
-        self._client(client).note(time.monotonic(), change=change)
+        self._client(client).note(self._clock(), change)
 
     def wait_s(self, client: str) -> float:
         """How long a request of this client would wait that comes now; 0: not known."""
@@ -157,5 +159,5 @@ class Turns(Generic[W]):
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = _Client()
+            client = self._clients[name] = _Client(self._clock())
         return client
