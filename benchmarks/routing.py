@@ -167,7 +167,8 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
         def asking(name: str, key: str, *words: str) -> subprocess.Popen[bytes]:
             return load(out, name, url, *common, "--api-key-file", str(files[key]), *words)
 
-        done(asking("capacity", "much", "--concurrency", "16", "--duration", "15"))
+        closed = ["--concurrency", "16", "--duration", "15", "--num", "20000"]
+        done(asking("capacity", "much", *closed))
         most = summary(out, "capacity")["per_s"]
         seconds = ["--duration", str(options.seconds)]
         little = ["--rate", f"poisson:{0.3 * most}", *seconds]
