@@ -8,7 +8,8 @@ of which some begin with the same text, single prompts that begin alike, and pro
 nothing in common. Pools are small, as where many users share a worker.
 
 `overload`: two API keys. One asks for three times what the cluster gets through, the other for a
-tenth of that; then the other one alone.
+tenth of that; then the other one alone. `else_s` is what of end to end was no decode step: steps of
+all rows take longer than those of a few, whoever has the others. `told_s`: until a refusal came.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 
 from benchmarks.gpu_cluster import totals
 from benchmarks.judges.served import enter_namespace, serving
+from benchmarks.load.measure import spread
 from benchmarks.output import parser, shown, write
 
 BLOCK = 64  # tokens of a hash id
@@ -37,6 +39,7 @@ TRAFFIC = {
     "nothing in common": "synthetic:256,24",
 }
 KEYS = {"much": "aaaaaaaa", "little": "bbbbbbbb"}
+PROMPT_S = 0.1  # in which a refusal is told
 WARM_S = 8.0  # by which the one who asks much is ahead
 
 
@@ -96,6 +99,26 @@ def summary(out: Path, name: str) -> dict[str, Any]:
     return {"requests": seen["requests"], "per_s": seen["throughput"]["requests_per_s"]} | times
 
 
+def apart(out: Path, name: str) -> dict[str, Any]:
+    """Decode steps and all else of who was served, in seconds; how soon the others were told."""
+    outcomes = json.loads((out / f"{name}.json").read_text())["runs"][0]["outcomes"]
+    served = [each for each in outcomes if not each["error"] and len(each["chunk_s"]) > 2]
+    steps_s = [each["chunk_s"][-1] - each["chunk_s"][1] for each in served]
+    ends_s = [each["end_s"] - each["intended_s"] for each in served]
+    told_s = [each["end_s"] - each["sent_s"] for each in outcomes if each["error"] == "http_429"]
+    figures = {
+        "step_s": [s / (len(each["chunk_s"]) - 2) for s, each in zip(steps_s, served, strict=True)],
+        "router_queue_s": [each["stages"]["router_queue_s"] for each in served],
+        "else_s": [end_s - s for end_s, s in zip(ends_s, steps_s, strict=True)],
+        "told_s": told_s,
+    }
+    parts = {
+        kind: {part: spread(values)[part] for part in ("p50", "p99", "max")}
+        for kind, values in figures.items()
+    }
+    return parts | {"told_late": sum(s > PROMPT_S for s in told_s)}
+
+
 def done(loading: subprocess.Popen[bytes]) -> None:
     """Raises SystemExit where a load could not be measured."""
     if code := loading.wait():
@@ -144,7 +167,8 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
         def asking(name: str, key: str, *words: str) -> subprocess.Popen[bytes]:
             return load(out, name, url, *common, "--api-key-file", str(files[key]), *words)
 
-        done(asking("capacity", "much", "--concurrency", "16", "--duration", "15"))
+        closed = ["--concurrency", "16", "--duration", "15", "--num", "20000"]
+        done(asking("capacity", "much", *closed))
         most = summary(out, "capacity")["per_s"]
         seconds = ["--duration", str(options.seconds)]
         little = ["--rate", f"poisson:{0.3 * most}", *seconds]
@@ -155,7 +179,8 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
         done(asking("beside", "little", *little))
         done(much)
     rows = [
-        {"kind": name, **summary(out, name)} for name in ("capacity", "alone", "beside", "much")
+        {"kind": name, **summary(out, name), **apart(out, name)}
+        for name in ("capacity", "alone", "beside", "much")
     ]
     for row in rows:
         print(row, flush=True)

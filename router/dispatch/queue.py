@@ -35,7 +35,7 @@ log = logging.getLogger("kvlane.router")
 INNOCENT_TOKENS = 32
 MAX_ABSENT = 3
 MAX_JITTER = 0.5  # of retry_after_s
-SURE = 0.8  # of the queue timeout: a prediction may be wrong by the rest
+SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
 
 

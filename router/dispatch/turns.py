@@ -1,26 +1,31 @@
 """Whose turn it is: fairly between clients, and by priority among the requests of one.
 
-A client is an API key; without keys all are one. The client that was served least is next. What it
-was served is counted in tokens: those of a prompt when it is sent, those of an output as they come,
-at twice the weight (virtual token counters: Sheng et al., arXiv:2401.00588, section 4.1). Who was
-away is lifted to the least of those who wait: nobody saves up turns.
+A client is an API key; without keys all are one. The client that was served least lately is next.
+What it was served is counted in tokens: those of a prompt when it is sent, those of an output as
+they come, at twice the weight (virtual token counters: Sheng et al., arXiv:2401.00588, section
+4.1). Older tokens count for less: so who asks for less than its share has credit, and a burst of
+its requests goes before others'. The credit is bounded: who was away is lifted near to the least of
+those who wait.
 
-Rows of requests that are long end in bunches, so a turn alone helps little: who asks for less than
-its share of all rows finds some free. Of the rows, as many stay free for each of the others as it
-has lately had at a time and one more, but no more than its share.
+A turn alone helps little, as rows end in bunches: who asks for less than its share finds some free.
+Of the rows, as many stay free for each of those who do not wait as it has lately had at a time and
+one more, in all no more than a quarter.
 """
 
 import heapq
 import math
 import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 OUTPUT_WEIGHT = 2  # of a token, against one of a prompt
 SLACK = 64  # entries of requests that have left, which a heap may hold
-NUM_TIMED = 64  # turns of a client, by which its waits are predicted
-LATELY_S = 10.0  # in which the rows that a client has had at a time count for e times less
+NUM_TIMED, MIN_TIMED = 64, 16  # turns of a client, by which its waits are predicted
+LATELY_S = 10.0  # in which what a client was served, and has had at a time, counts for e times less
+LIFT = 0.8  # of the least of those who wait: a client that was away has the rest as credit
+KEPT = 0.25  # of the rows, at most, stay free
 
 
 class Waiter(Protocol):
@@ -38,35 +43,33 @@ W = TypeVar("W", bound=Waiter)
 class _Client:
     """One client, also while none of its requests wait."""
 
-    served: float = 0.0  # tokens, weighted
+    noted_at: float  # when `note` was called last
     num: int = 0  # its requests that wait, those that have come back left out
     heap: list[tuple[int, int, str]] = field(default_factory=list[tuple[int, int, str]])
     turn_at: float = 0.0  # monotonic, of its last turn if more of its requests waited then, else 0
     between_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED))  # turns
     running: int = 0  # its requests at workers
     most: float = 0.0  # of these, lately
-    noted_at: float = 0.0  # monotonic
+    served: float = 0.0  # tokens, weighted, lately
 
-    def lately(self, now: float) -> float:
-        """The most requests that it has had at workers, older times counting for less."""
-        return max(self.running, self.most * math.exp((self.noted_at - now) / LATELY_S))
-
-    def runs(self, change: int, now: float) -> None:
-        """One more, or one less, is at a worker."""
-        self.most, self.noted_at = self.lately(now), now
+    def note(self, now: float, change: int = 0) -> None:
+        """So many more are at a worker now; what was before counts for less."""
+        left = math.exp((self.noted_at - now) / LATELY_S)
         self.running += change
-        self.most = max(self.most, self.running)
+        self.most, self.served = max(self.running, self.most * left), self.served * left
+        self.noted_at = now
 
 
 class Turns(Generic[W]):
     """Requests that wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._again: OrderedDict[str, W] = OrderedDict()  # come back from a worker: before all
         self._live: dict[str, tuple[int, W]] = {}  # by req_id; the number is its heap entry's
         self._clients: dict[str, _Client] = {}
         self._waiting: dict[str, _Client] = {}  # those with requests that wait
-        self._last_served = 0.0  # of whoever had the last turn
+        self._last = _Client(clock())  # who had the last turn
         self._number = 0
 
     def __len__(self) -> int:
@@ -80,8 +83,10 @@ class Turns(Generic[W]):
             return
         client, self._number = self._client(waiter.client), self._number + 1
         if not client.num:
-            others = (each.served for each in self._waiting.values())
-            client.served = max(client.served, min(others, default=self._last_served))
+            now, others = self._clock(), list(self._waiting.values()) or [self._last]
+            for each in (client, *others):
+                each.note(now)
+            client.served = max(client.served, LIFT * min(each.served for each in others))
             self._waiting[waiter.client] = client
         heapq.heappush(client.heap, (waiter.priority, self._number, waiter.req_id))
         self._live[waiter.req_id] = self._number, waiter
@@ -93,12 +98,11 @@ class Turns(Generic[W]):
             return self._again.popitem(last=False)[1]
         if not self._waiting:
             return None
-        now = time.monotonic()
-        below = self._below(num_rows, now)
-        if not below:
+        now = self._clock()
+        client = self._next(num_rows, now)
+        if client is None:
             return None
-        client = min(below, key=lambda each: each.served)
-        self._last_served, waiter = client.served, None
+        self._last, waiter = client, None
         while waiter is None:  # entries of those that have left are passed over
             _, number, req_id = heapq.heappop(client.heap)
             known, found = self._live.get(req_id, (0, None))
@@ -124,37 +128,36 @@ class Turns(Generic[W]):
             heapq.heapify(client.heap)
 
     def charge(self, client: str, tokens: float) -> None:
-        """Count what a client was served."""
+        """Count what a client was served, as of the last turn: quick, as it is done each chunk."""
         self._client(client).served += tokens
 
     def runs(self, client: str, change: int) -> None:
         """One more of its requests is at a worker, or one less."""
-        self._client(client).runs(change, time.monotonic())
+        self._client(client).note(self._clock(), change)
 
     def wait_s(self, client: str) -> float:
         """How long a request of this client would wait that comes now; 0: not known."""
         known = self._client(client)
         times = known.between_s
-        if len(times) < NUM_TIMED or not known.turn_at:
+        if len(times) < MIN_TIMED or not known.turn_at:
             return 0.0
         # Turns come in bunches. The longest time does not count: a worker was lost, say.
-        return known.num * (sum(times) - max(times)) / (NUM_TIMED - 1)
+        return known.num * (sum(times) - max(times)) / (len(times) - 1)
 
-    def _below(self, num_rows: int, now: float) -> list[_Client]:
-        """Of those who wait: who may have one more row, as the others keep what they need."""
-        lately = {name: each.lately(now) for name, each in self._clients.items()}
-        active = {name: most for name, most in lately.items() if most > 1 / math.e}
-        share = num_rows / len(active.keys() | self._waiting.keys())
-        kept = {name: min(share, most + 1) for name, most in active.items()}
-        left = num_rows - sum(kept.values())
-        return [
-            each
-            for name, each in self._waiting.items()
-            if not kept.keys() - {name} or each.running < max(share, left + kept.get(name, 0.0), 1)
-        ]
+    def _next(self, num_rows: int, now: float) -> _Client | None:
+        """Who was served least of those who wait; None: the rows that are free are others'."""
+        for each in self._clients.values():
+            each.note(now)
+        client = min(self._waiting.values(), key=lambda each: each.served)
+        active = [each for each in self._clients.values() if each.num or each.most > 1 / math.e]
+        if len(active) == 1 or not client.running:
+            return client
+        free = num_rows - sum(each.running for each in active)
+        kept = sum(max(0.0, each.most + 1 - each.running) for each in active if not each.num)
+        return client if free > min(kept, KEPT * num_rows) else None
 
     def _client(self, name: str) -> _Client:
         client = self._clients.get(name)
         if client is None:
-            client = self._clients[name] = _Client()
+            client = self._clients[name] = _Client(self._clock())
         return client
