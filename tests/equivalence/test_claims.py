@@ -31,8 +31,10 @@ from worker.wire import _Links
 NUM_TOKENS = 96
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 WAYS = ["client gone", "router stops", "router killed", "router hangs", "ended", "resumed before"]
-CASES = [(way, kind) for way in WAYS for kind in (BODIES if whole else ["choices"])]
-CASES += [] if whole else [("client gone", "grammar"), ("router killed", "seeded")]
+CASES = [(way, kind) for way in WAYS for kind in BODIES]
+if not whole:
+    kinds = ["grammar", "greedy", "choices", "seeded", "choices", "seeded"]
+    CASES = [each for each in zip(WAYS, kinds, strict=True) if each[0] != "router stops"]
 
 
 @dataclass

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.engines import Client, Running, Sections, running, value, worker_config
 from tests.support.hybrids import hybrid
+from tests.support.pairwise import more
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from worker.api import Prefill, Sampling, Xfer
@@ -83,7 +84,9 @@ def turn(cluster: Running, role: str, sections: Sections, kept: Kept | None = No
     return worker
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model", ["chain", "hybrid", *more("plain", "ngram", "dflash", "mooncake", "auto")]
+)
 def test_a_turned_worker_answers_as_a_fresh_one_and_loads_nothing(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
