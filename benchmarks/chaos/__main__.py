@@ -203,12 +203,16 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
         name: (begun[pid], sizes(pid)) for name, pid in pids.items() if pid in begun
     }
     sent = faults.sent[num_before:]
+    counted = {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED}
+    # Each router counts them all; who is stopped for longer than the pings last is dead, too.
+    deaths = counted["kvlane_worker_deaths_total"] / options.routers
+    hit = sum(fault.name.startswith(("prefill", "decode")) for fault in sent)
     waits = statistics.quantiles(load.waits, n=100) if len(load.waits) > 1 else [0.0] * 99
     return {
         "rate": rate, "num": load.num, "num_asked_again": load.num_again, "kinds": dict(load.kinds),
         "failed": first.failed + load.failed, "wrong": first.wrong(right) + load.wrong(right),
         "wait_s": {"p50": waits[49], "p99": waits[98], "most": max(load.waits, default=0.0)},
-        "counters": {name: after.get(name, 0) - before.get(name, 0) for name in COUNTED},
+        "counters": counted, "deaths_beyond_faults": deaths - hit,
         "num_faults": len(sent), "faults_by_kind": told(sent),
         "faults": [fault._asdict() for fault in sent], "idle_s": idle_s, "left": left,
         "sizes": {

@@ -14,7 +14,7 @@ def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     serve = clusters.take(*USUAL)
     options = parse([
         "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "2.5", "--num", "1",
-        "--seed", "3", "--roles", "controller,decode,prefill",
+        "--seed", "3", "--roles", "controller,decode,prefill", "--keys", "0.5",
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url))
     assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
