@@ -1,7 +1,9 @@
 """What a worker counts of its steps, logs of them, and the port at which it is asked."""
 
 import socket
+import threading
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -10,12 +12,14 @@ import torch
 
 from tests.support.engines import running
 from tests.support.laws import sections
+from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import FinishReason
 from worker.errors import UserError
 from worker.observe.meter import StepMeter, WindowCounts
 from worker.observe.metrics import OUTCOMES, WorkerMetrics
+from worker.observe.page import MAX_CONNECTIONS
 from worker.observe.step_log import StepLine, StepLog
 from worker.plan import Chunk, Plan
 
@@ -176,3 +180,23 @@ def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"engine\.step_log: .*/file/decode-0.jsonl: "):
         StepLog(str(tmp_path / "file"), "decode-0", torch.device("cpu"))
+
+
+def test_half_requests_hold_few_threads_and_keep_nobody_out(metrics: WorkerMetrics) -> None:
+    """The oldest connection is closed for each beyond the most; so is whoever says nothing."""
+    host, _, port = metrics.serve("127.0.0.1").rpartition(":")
+    before = threading.active_count()
+    half = [socket.create_connection((host, int(port)), timeout=HANG_S) for _ in range(200)]
+    try:
+        for each in half:
+            with suppress(OSError):  # it was closed already
+                each.sendall(b"GET /metrics HTTP/1.1\r\nhost: a\r\n")
+        with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=HANG_S) as page:
+            assert b"kvlane_" in page.read()
+        until(lambda: threading.active_count() - before <= MAX_CONNECTIONS)
+        assert half[0].recv(1) == b"", "the oldest"
+    finally:
+        for each in half:
+            each.close()
+        metrics.close()
+    until(lambda: threading.active_count() < before)

@@ -4,13 +4,9 @@ Each worker serves its families on a port of its own (Member.metrics_address), a
 them; the router's /metrics/targets lists the ports of all. The router has a table like this.
 """
 
-import json
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from threading import Thread
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-from wsgiref.simple_server import WSGIServer
+from typing import Any, Literal, NamedTuple
 
 from prometheus_client import (
     CollectorRegistry,
@@ -19,14 +15,11 @@ from prometheus_client import (
     Histogram,
     Metric,
     disable_created_metrics,
-    start_http_server,
 )
 from prometheus_client.core import CounterMetricFamily
 
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout, UserError
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+from worker.observe.page import Page
 
 STEP_BUCKETS = (
     0.001, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5,
@@ -210,7 +203,7 @@ class WorkerMetrics(Families):
 
     def __init__(self, *, model: str, role: str, worker: str) -> None:
         super().__init__(model=model, role=role, worker=worker)
-        self._server: tuple[WSGIServer, Thread] | None = None
+        self._page: Page | None = None
         self.ranks.set(1)
         if role == "decode":
             self.count_from_zero(placed=PLACES, requests=OUTCOMES, fetch_retries=RETRY_CAUSES)
@@ -221,35 +214,12 @@ class WorkerMetrics(Families):
         stalled: why the worker is not live, "" if it is. Raises UserError if the port is taken.
         """
         try:
-            server, thread = start_http_server(port, host, self.registry)
+            self._page = Page(host, port, self.registry, stalled)
         except OSError as error:
             path = "cluster.worker_metrics_port"
             raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
-        metrics = server.get_app()
-        assert metrics is not None
-        server.set_app(with_live(metrics, stalled))
-        self._server = server, thread
-        return f"{host}:{server.server_port}"
+        return f"{host}:{self._page.port}"
 
     def close(self) -> None:
-        if self._server is not None:
-            server, thread = self._server
-            server.socket.shutdown(socket.SHUT_RDWR)  # or its thread looks up after half a second
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-
-def with_live(metrics: "WSGIApplication", stalled: Callable[[], str]) -> "WSGIApplication":
-    """`metrics`, and GET /live: 200 while `stalled` says "", else 503 and what it says."""
-
-    def app(environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
-        if environ["PATH_INFO"] != "/live":
-            return metrics(environ, start_response)
-        reason = stalled()
-        body = {"status": "not live", "reason": reason} if reason else {"status": "live"}
-        status = "503 Service Unavailable" if reason else "200 OK"
-        start_response(status, [("Content-Type", "application/json")])
-        return [json.dumps(body).encode()]
-
-    return app
+        if self._page is not None:
+            self._page.close()
