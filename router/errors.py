@@ -17,6 +17,7 @@ STATUS = {
     "taken_over": 409,  # the same Idempotency-Key was sent again, and that one has the answer
     "request_timeout": 408,  # the request itself did not arrive in time
     "body_too_large": 413,
+    "rate_limit_exceeded": 429,  # of its API key; Retry-After
     "busy": 429,  # no room until the queue timeout; Retry-After
     "internal_error": 500,  # our mistake, or a request that was there when two workers died
     "missing_library": 500,
@@ -37,6 +38,7 @@ STATUS = {
 NO_FAULT = frozenset({
     "stop", "length", "abort", "invalid_value", "unsupported", "context_length_exceeded",
     "invalid_api_key", "model_not_found", "body_too_large", "request_timeout", "taken_over",
+    "rate_limit_exceeded",
 })  # fmt: skip
 HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 

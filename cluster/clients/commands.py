@@ -67,7 +67,8 @@ def _address(args: argparse.Namespace) -> tuple[str, str]:
     except httpx.InvalidURL as error:
         raise UserError(f"--url {url}: {error}") from error
     try:
-        return url, b"".join(read_keys(args.api_key_file)[:1]).decode("ascii")
+        keys = [key.secret for key in read_keys(args.api_key_file)[:1]]
+        return url, b"".join(keys).decode("ascii")
     except UnicodeDecodeError as error:
         raise UserError(f"{args.api_key_file}: the first key is not ASCII") from error
 

@@ -50,7 +50,7 @@ class Req:
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
-    client: str = ""  # its API key's number; "": there are no keys
+    client: str = ""  # its API key's name; "": there are no keys
     priority: int = 0  # among the requests of its client; the least is first
     mailbox: Mailbox = field(init=False)
     arrived_at: float = 0.0  # monotonic

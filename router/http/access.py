@@ -1,6 +1,5 @@
 """Who may ask: API keys for generation and tokens, and CORS for pages of other origins."""
 
-import hmac
 import ipaddress
 import logging
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.errors import ApiError
+from router.http.allowance import Keys
 from router.http.exchange import Exchange
 
 log = logging.getLogger("kvlane.router")
@@ -20,9 +20,12 @@ EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Id
 
 
 class ApiKeys:
-    """Answers 401 to requests for guarded paths whose bearer token is none of `keys`."""
+    """Answers 401 to requests for guarded paths whose bearer token is none of `keys`.
 
-    def __init__(self, app: ASGIApp, keys: tuple[bytes, ...]) -> None:
+    Anthropic's clients send theirs as `x-api-key`.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
         self._app = app
         self._keys = keys
 
@@ -30,24 +33,28 @@ class ApiKeys:
         if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
             await self._app(scope, receive, send)
             return
-        if client := self._client(scope):
-            Exchange.of(scope).client = client
+        try:
+            Exchange.of(scope).client = self._client(scope)
+        except ApiError as error:
+            response = error.response
+        else:
             await self._app(scope, receive, send)
             return
-        message = "a valid API key is needed: Authorization: Bearer KEY"
-        response = ApiError("invalid_api_key", message).response
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 
     def _client(self, scope: Scope) -> str:
-        """The number of its key, from 1 on; "" if it has none."""
-        given: bytes = dict(scope["headers"]).get(b"authorization", b"")
-        if given[: len(BEARER)].lower() != BEARER:
-            return ""
-        token = given[len(BEARER) :].strip()
-        # Every key is compared, so that the time taken does not tell which one was close.
-        same = [hmac.compare_digest(token, key) for key in self._keys]
-        return str(1 + same.index(True)) if any(same) else ""
+        """The name of its key; raises an ApiError, 401, if it has none that is valid."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        given = headers.get(b"authorization", b"")
+        token = headers.get(b"x-api-key", b"")
+        if given[: len(BEARER)].lower() == BEARER:
+            token = given[len(BEARER) :]
+        key = self._keys.find(token.strip())
+        if key is None:
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError("invalid_api_key", message)
+        return key.name
 
 
 def origins(config: RouterConfig, host: str) -> Sequence[str]:

@@ -40,15 +40,17 @@ class _Gone(Exception):
 class Answer(Response):
     """Runs a prepared request; aborts what is left of it when the client goes.
 
-    The choices are added to `exchange`. When nothing of the request is left, `front` is told.
+    The choices are added to `exchange`. When nothing of the request is left, `closed` is called.
     """
 
-    def __init__(self, prepared: Prepared, front: Front, exchange: Exchange) -> None:
+    def __init__(
+        self, prepared: Prepared, front: Front, exchange: Exchange, closed: Callable[[], None]
+    ) -> None:
         self.background = None
         self.status_code = 200
         self._prepared = prepared
         self._front = front
-        self._exchange = exchange
+        self._exchange, self._closed = exchange, closed
         self._ping_s = front.served.config.sse_ping_s
         self._mailbox = Mailbox(self._write_now if prepared.streamed else None)
         self._reqs, exchange.n = exchange.reqs, prepared.num_kept
@@ -78,7 +80,7 @@ class Answer(Response):
             self._outlet.watch(None)
             self._mailbox.close()
             self._leave()
-            self._front.closed()
+            self._closed()
 
     def _submit(self) -> None:
         exchange = self._exchange

@@ -18,8 +18,8 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
 from router.http.access import origins
+from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
-from router.http.keys import read_keys
 from router.http.port import accept_all, listen
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
@@ -159,7 +159,7 @@ class RouterServer:
         self._members = Members()
         config, model = settings.router, settings.model
         self._policy = policy(config.policy)
-        self._api_keys = read_keys(config.api_key_file)
+        self._keys = Keys(config.api_key_file) if config.api_key_file else None
         text = Text(model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend)
         follows = config.generation_config == "auto"
         self._served = Served(
@@ -279,7 +279,6 @@ class RouterServer:
                 siblings=siblings,
                 shown=settings.shown,
                 cors_origins=origins(config, place.host),
-                api_keys=self._api_keys,
                 tracer=self._tracer,
             )
             self.loop = loop
@@ -296,7 +295,7 @@ class RouterServer:
         assert self.front is not None
         limits = self._settings.router
         config = uvicorn.Config(
-            application(self.front),
+            application(self.front, self._keys),
             http=type("Protocol", (LimitedProtocol,), {"limits": limits}),
             log_config=None,
             access_log=False,

@@ -52,7 +52,7 @@ class Exchange:
     status: int = CLIENT_GONE
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
     n: int = 1  # choices of each prompt that the client gets
-    client: str = ""  # the number of its API key; "": none is needed
+    client: str = ""  # the name of its API key; "": none is needed
     failure: str = ""  # how an answer ended that did not end well
     trace: "Trace | None" = None  # its present stage is the server's span
     trace_id: str = ""  # for exemplars: of our trace, or of the client's if we make none
@@ -100,6 +100,8 @@ class Exchange:
         if firsts:
             parts.append(f"first_token_ms={1e3 * (min(firsts) - self.arrived_at):.1f}")
         parts.append(f"total_ms={1e3 * (time.monotonic() - self.arrived_at):.1f}")
+        if self.client:
+            parts.append(f"client={self.client}")
         if self.failure:
             parts.append(f"failure={self.failure}")
         access_log.log(level, "%s req_id=%s", " ".join(parts), self.request_id)

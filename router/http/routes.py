@@ -17,8 +17,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from router.dispatch.claims import give_keys
+from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
 from router.http.access import ApiKeys, with_cors
+from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
@@ -52,8 +54,8 @@ def is_slow(raw: bytes) -> bool:
 class Routes:
     """Generation, models and tokenization."""
 
-    def __init__(self, front: Front) -> None:
-        self._front, self._served = front, front.served
+    def __init__(self, front: Front, keys: Keys | None) -> None:
+        self._front, self._served, self._keys = front, front.served, keys
         text = front.served.text
         self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
 
@@ -114,11 +116,24 @@ class Routes:
                 raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
             prepared = await self._run(request, work)
             front.dispatcher.check_room(len(prepared.reqs))
+            if self._keys is not None:
+                self._keys.begin(exchange.client, counted(prepared.reqs)[0], self._num_routers)
         except KvlaneError as error:
             front.metrics.requests(error.code).inc()
             raise
         front.num_open += 1
-        return Answer(prepared, front, exchange)
+
+        def closed() -> None:
+            front.closed()
+            if self._keys is not None:
+                self._keys.end(exchange.client, counted(prepared.reqs)[1])
+
+        return Answer(prepared, front, exchange, closed)
+
+    @property
+    def _num_routers(self) -> int:
+        members = self._served.members.all()
+        return sum(known.member.role == "router" for known in members)
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config
@@ -175,12 +190,12 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def application(front: Front) -> ASGIApp:
-    """The ASGI application over `front`."""
-    routes, status, pages = Routes(front), StatusRoutes(front), Pages(front)
+def application(front: Front, keys: Keys | None = None) -> ASGIApp:
+    """The ASGI application over `front`. keys: a request needs one; None: none is needed."""
+    routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    shown = document(version(), front.served.model, keys=bool(front.api_keys))
+    shown = document(version(), front.served.model, keys=keys is not None)
     app.openapi = lambda: shown
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
@@ -208,7 +223,7 @@ def application(front: Front) -> ASGIApp:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = ApiKeys(app, front.api_keys) if front.api_keys else app
+    layers: ASGIApp = ApiKeys(app, keys) if keys is not None else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
     level = logging.INFO if front.served.config.access_log else logging.DEBUG
     return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

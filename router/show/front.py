@@ -24,7 +24,6 @@ class Front:
     siblings: Siblings
     shown: Mapping[str, object]  # the resolved configuration
     cors_origins: Sequence[str] = ()  # whose pages may read answers
-    api_keys: tuple[bytes, ...] = ()  # a request needs one of them; empty: none is needed
     tracer: "Tracer | None" = None
     draining: bool = False
     num_open: int = 0  # HTTP generation requests that have not ended

@@ -1,0 +1,123 @@
+"""What API keys may do: whose a key is, and how much of its limits is left.
+
+The file is read again when it has changed. Each router counts for itself, and allows its part of a
+limit.
+"""
+
+import hmac
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from router.errors import ApiError
+from router.http.keys import Key, read_keys
+from worker.errors import UserError
+
+log = logging.getLogger("kvlane.router")
+
+REREAD_S = 1.0  # between two looks at the file
+MINUTE_S = 60.0
+
+
+@dataclass(slots=True)
+class _Balance:
+    """What is left of a limit; it grows with time, up to a minute's worth."""
+
+    left: float = math.inf  # below 0: an answer's length is known at its end
+
+    def grow(self, per_minute: float, took_s: float) -> None:
+        grown = self.left + per_minute * took_s / MINUTE_S
+        self.left = min(max(1.0, per_minute), grown) if per_minute else math.inf
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a key has used."""
+
+    noted_at: float
+    requests: _Balance = field(default_factory=_Balance)
+    tokens: _Balance = field(default_factory=_Balance)
+    num_open: int = 0
+
+
+@dataclass(slots=True)
+class Keys:
+    """The keys of a file, and what they have used. Loop thread only."""
+
+    path: str
+    keys: tuple[Key, ...] = field(init=False)
+    _changed_at: int = field(init=False)  # of the file
+    _looked_at: float = 0.0
+    _uses: dict[str, _Use] = field(default_factory=dict[str, _Use])  # by name
+
+    def __post_init__(self) -> None:
+        """Read the file; raises as `read_keys`."""
+        self._changed_at = self._stamp()
+        self.keys = read_keys(self.path)
+
+    def find(self, token: bytes) -> Key | None:
+        """The key that a client has sent; raises an ApiError, 401, if it is over."""
+        self._look(time.monotonic())
+        # Every key is compared, so that the time taken does not tell which one was close.
+        same = [hmac.compare_digest(token, key.secret) for key in self.keys]
+        if not any(same):
+            return None
+        key = self.keys[same.index(True)]
+        if time.time() >= key.expires_at:
+            raise ApiError("invalid_api_key", "this API key has expired")
+        return key
+
+    def begin(self, name: str, num_tokens: int, num_routers: int) -> None:
+        """A request with so long a prompt may start; raises an ApiError, 429, if it may not."""
+        key = next((key for key in self.keys if key.name == name), None)
+        if key is None:
+            return  # it has left the file meanwhile
+        now, part = time.monotonic(), 1 / max(1, num_routers)
+        use = self._uses.setdefault(name, _Use(now))
+        took_s, use.noted_at = now - use.noted_at, now
+        if key.concurrency and use.num_open >= max(1, round(key.concurrency * part)):
+            raise _limited(f"{key.concurrency} requests at a time", 1.0)
+        for balance, limit, least, unit in (
+            (use.requests, key.requests_per_minute, 1.0, "requests"),
+            (use.tokens, key.tokens_per_minute, 0.0, "tokens"),
+        ):
+            balance.grow(limit * part, took_s)
+            if balance.left < least:
+                wait_s = (least - balance.left) * MINUTE_S / (limit * part)
+                raise _limited(f"{limit} {unit} a minute", wait_s)
+        use.requests.left -= 1
+        use.tokens.left -= num_tokens
+        use.num_open += 1
+
+    def end(self, name: str, num_tokens: int) -> None:
+        """A request that may start has ended, with so many tokens of output."""
+        if (use := self._uses.get(name)) is not None:
+            use.tokens.left -= num_tokens
+            use.num_open -= 1
+
+    def _look(self, now: float) -> None:
+        """Read the file again if it has changed; one that is unfit changes nothing."""
+        if now - self._looked_at < REREAD_S:
+            return
+        self._looked_at, stamp = now, self._stamp()
+        if stamp == self._changed_at:
+            return
+        self._changed_at = stamp
+        try:
+            self.keys = read_keys(self.path)
+            log.info("%s: %d API keys from now on", self.path, len(self.keys))
+        except UserError as error:
+            log.error("the API keys stay as they are: %s", error)
+
+    def _stamp(self) -> int:
+        try:
+            return Path(self.path).expanduser().stat().st_mtime_ns
+        except OSError:
+            return 0
+
+
+def _limited(limit: str, wait_s: float) -> ApiError:
+    message = f"this API key is limited to {limit}"
+    return ApiError("rate_limit_exceeded", message, retry_after_s=max(1.0, wait_s))

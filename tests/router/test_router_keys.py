@@ -1,0 +1,169 @@
+"""API keys: names, limits, expiry, a file that changes while requests run."""
+
+import os
+from pathlib import Path
+
+import httpx
+import pytest
+
+import router.http.allowance
+from router.errors import ApiError
+from router.http.allowance import Keys
+from router.http.keys import Key, read_keys
+from tests.fault.router_doubles import HELLO, Ask, DecodeDouble, Serve, speak, wait_until
+from tests.support.patience import HANG_S
+from worker.errors import UserError
+
+
+def written(path: Path, *lines: str) -> str:
+    """The file with these lines; its time differs from the one before."""
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    path.write_text("\n".join(lines))
+    os.utime(path, ns=(before + 10**9, before + 10**9))
+    return str(path)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+class Clock:
+    """Time as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(router.http.allowance.time, "monotonic", lambda: self.now)
+
+
+def refusal(keys: Keys, num_tokens: int = 0, num_routers: int = 1) -> tuple[str, float | None]:
+    """Code and seconds of the refusal of a request of `a`; ("", None): it may start."""
+    try:
+        keys.begin("a", num_tokens, num_routers)
+    except ApiError as error:
+        return error.message, error.retry_after_s
+    return "", None
+
+
+def test_a_line_says_what_its_key_may_do(file: Path) -> None:
+    written(
+        file, "one name=a requests_per_minute=6 tokens_per_minute=70 concurrency=8", "", " two ",
+        "three expires=1970-01-02",
+    )  # fmt: skip
+    one, two, three = read_keys(str(file))
+    assert one == Key(b"one", "a", 6, 70, 8)
+    assert (two.secret, two.requests_per_minute) == (b"two", 0)
+    assert two.name != three.name
+    assert b"two" not in two.name.encode()
+    assert three.expires_at == 86400
+
+
+@pytest.mark.parametrize(
+    "line", ["secret concurrency=0", "secret colour=red", "secret expires=soon", "secret name="]
+)
+def test_a_line_that_says_something_else_is_refused_without_its_key(file: Path, line: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_keys(written(file, "good", line))
+    assert caught.value.param == "router.api_key_file"
+    assert "line 2" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_two_keys_of_one_name_are_refused(file: Path) -> None:
+    with pytest.raises(UserError, match="the same name"):
+        read_keys(written(file, "one name=a", "two name=a"))
+
+
+def test_requests_a_minute(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, keys = Clock(monkeypatch), Keys(written(file, "k name=a requests_per_minute=3"))
+    assert [refusal(keys)[0] for _ in range(3)] == [""] * 3
+    assert refusal(keys) == ("this API key is limited to 3 requests a minute", 20.0)
+    clock.now += 20
+    assert refusal(keys)[0] == ""
+    assert refusal(keys)[0] != ""
+    clock.now += 3600  # nobody saves up more than a minute's
+    assert [bool(refusal(keys)[0]) for _ in range(4)] == [False, False, False, True]
+
+
+def test_tokens_a_minute_count_prompts_at_once_and_answers_at_their_end(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, keys = Clock(monkeypatch), Keys(written(file, "k name=a tokens_per_minute=60"))
+    assert refusal(keys, 50)[0] == ""
+    keys.end("a", 40)  # 30 too many
+    assert refusal(keys) == ("this API key is limited to 60 tokens a minute", 30.0)
+    clock.now += 31
+    assert refusal(keys, 5)[0] == ""
+
+
+def test_requests_at_a_time(file: Path) -> None:
+    keys = Keys(written(file, "k name=a concurrency=2", "other"))
+    assert [refusal(keys)[0], refusal(keys)[0]] == ["", ""]
+    assert refusal(keys)[0] == "this API key is limited to 2 requests at a time"
+    keys.end("a", 5)
+    assert refusal(keys)[0] == ""
+    keys.begin(keys.keys[1].name, 10**9, 1)  # it has no limit
+
+
+def test_each_router_allows_its_part(file: Path) -> None:
+    keys = Keys(written(file, "k name=a concurrency=4 requests_per_minute=60"))
+    assert [bool(refusal(keys, num_routers=2)[0]) for _ in range(3)] == [False, False, True]
+
+
+def test_a_file_that_changes_is_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As often as once a second; what is unfit changes nothing."""
+    clock, keys = Clock(monkeypatch), Keys(written(file, "old name=a"))
+    for lines, valid in (
+        (["old name=a", "new name=b"], {b"old", b"new"}),
+        (["new name=b"], {b"new"}),
+        (["new colour=red"], {b"new"}),
+        (["last"], {b"last"}),
+    ):
+        written(file, *lines)
+        clock.now += 2
+        found = {token for token in (b"old", b"new", b"last") if keys.find(token)}
+        assert found == valid, lines
+
+
+@pytest.mark.parametrize("header", ["x-api-key", "authorization"])
+def test_a_key_that_has_expired_is_told_so(serve: Serve, file: Path, header: str) -> None:
+    path = written(file, "gone expires=2020-01-01", "good name=me")
+    _, url, _ = serve(DecodeDouble(script=speak([5])), api_key_file=path)
+    scheme = "Bearer " if header == "authorization" else ""
+    answers = [
+        httpx.get(f"{url}/v1/models", headers={header: f"{scheme}{key}"})
+        for key in ("gone", "good", "other")
+    ]
+    assert [answer.status_code for answer in answers] == [401, 200, 401]
+    assert "expired" in answers[0].json()["error"]["message"]
+
+
+def test_a_key_changes_under_load_and_no_request_fails(
+    serve: Serve, ask: Ask, file: Path, ids: tuple[int, ...]
+) -> None:
+    """New beside old, clients take the new one, the old one goes; who has begun is served."""
+    path = written(file, "old name=a concurrency=1")
+    double, url, _ = serve(DecodeDouble(), api_key_file=path)
+
+    def allowed(key: str) -> bool:
+        headers = {"x-api-key": key}
+        return httpx.get(f"{url}/v1/models", headers=headers, timeout=HANG_S).status_code == 200
+
+    begun = ask(url, {"x-api-key": "old"})
+    taken = double.take()
+    limited = httpx.post(
+        f"{url}/v1/chat/completions", json={"messages": HELLO}, headers={"x-api-key": "old"}
+    )
+    assert limited.status_code == 429
+    assert limited.json()["error"]["code"] == "rate_limit_exceeded"
+    assert int(limited.headers["retry-after"]) >= 1
+    written(file, "old name=a", "new name=b")
+    wait_until(lambda: allowed("new"))
+    assert allowed("old")
+    written(file, "new name=b")
+    wait_until(lambda: not allowed("old"))
+    speak(ids)(double, *taken)
+    assert begun.result().status_code == 200
+    second = ask(url, {"x-api-key": "new"})
+    speak(ids)(double, *double.take())
+    assert second.result().status_code == 200
