@@ -34,7 +34,7 @@ class RouterConfig(Section):
     stop_timeout_s: float = Field(default=5.0, gt=0)
     """At shutdown, for clients that do not read."""
     api_key_file: str = ""
-    """Keys, one a line, with names and limits; read again when it changes. Empty: none is needed."""
+    """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
     cors_origins: Auto | tuple[Origin, ...] = "auto"
     """Pages of which origins (scheme://host:port, "*": any) a browser lets read answers.
 

@@ -82,7 +82,7 @@ class Claims:
         """A worker has told whether it has a request."""
         asked = self._asked.get(message.req_id)
         if asked is None and message.found:  # another one was faster, or this one too slow
-            self._wire.send(peer, Abort(message.req_id, message.dispatch))
+            self._wire.send(peer, Abort(message.req_id, message.dispatch, keep=True))
         elif asked is not None and message.found:
             self.forget(asked.req)
             log.info("req_id=%s goes on at %s", asked.req.req_id, peer)

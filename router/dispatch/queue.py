@@ -86,6 +86,11 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
+    @property
+    def was_sent(self) -> bool:
+        """Whether a worker was asked to compute it; of one with a key, dispatch 1 is a claim."""
+        return self.dispatch > bool(self.key)
+
     def had_at(self, peer: PeerId) -> tuple[int, bool] | None:
         """As `lost_at`, also of the worker where it is; None: it was not there."""
         lost_at = self.lost_at.pop(peer, None)
@@ -265,7 +270,7 @@ class Queue:
 
     def _send(self, req: Req, route: Route, after: str) -> None:
         now = time.monotonic()
-        if not req.dispatch:
+        if not req.was_sent:
             self._waiting.charge(req.client, len(req.prompt))
         req.dispatch += 1
         req.queued_s += now - req.queued_at
@@ -306,7 +311,7 @@ def _follow(req: Req, decode: Sequence[Known]) -> tuple[list[Known], str]:
     refusal or loss it no longer follows.
     """
     leader = req.leader
-    if leader is None or leader.route is None or req.dispatch > 0:
+    if leader is None or leader.route is None or req.was_sent:
         return [], ""
     at = [known for known in decode if known.peer == leader.route.decode]
     return at, leader.req_id if at else ""

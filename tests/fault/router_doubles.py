@@ -115,7 +115,8 @@ class DecodeDouble:
         self.stats = stats or api.WorkerStats(max_num_reqs=8, num_free_pages=100, num_pages=100)
         self.incarnation = uuid.uuid4().hex[:8]
         self.taken: queue.Queue[tuple[str, Generate]] = queue.Queue()
-        self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, in order
+        self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, Claim, in order
+        self.router = ""  # the last that has sent one of these
         self.script = script
         self._inbox: queue.Queue[tuple[str, Generate] | None] = queue.Queue()
         self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
@@ -171,6 +172,10 @@ class DecodeDouble:
         )
         self.send(peer, chunk)
 
+    def answer(self, message: api.Claimed) -> None:
+        """To the router that has asked last."""
+        self._wire.send(self.router, message)
+
     def send(self, peer: str, *chunks: api.TokenChunk) -> None:
         self._wire.send(peer, api.Chunks(chunks))
 
@@ -195,6 +200,7 @@ class DecodeDouble:
             if isinstance(message, Generate):
                 self._inbox.put((peer, message))
             else:
+                self.router = peer
                 self.others.put(message)
 
     def _run(self) -> None:

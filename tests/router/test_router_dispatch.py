@@ -12,6 +12,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+import router.dispatch.claims
 from router.dispatch.members import MIN_AHEAD
 from router.dispatch.queue import INNOCENT_TOKENS, MAX_ABSENT
 from router.dispatch.turns import NUM_TIMED
@@ -29,7 +30,7 @@ from tests.fault.router_doubles import (
     speak,
     wait_until,
 )
-from worker.api import Abort, Ack, FinishReason, Stages, Stop, WorkerStats
+from worker.api import Abort, Ack, Claim, Claimed, FinishReason, Stages, Stop, WorkerStats
 from worker.config import PingConfig
 
 LENGTH = FinishReason.LENGTH
@@ -451,3 +452,38 @@ def test_stop_names_the_position_and_what_follows_is_only_acknowledged(
     assert (stop.req_id, stop.at_position) == (generate.req_id, generate.num_prompt_tokens + 5)
     double.chunk(peer, generate, at=5, finish=LENGTH)
     assert double.expect(Ack).req_id == generate.req_id
+
+
+def test_what_nobody_claims_to_have_is_computed_like_any_other(
+    serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who answers no claim is not waited for for ever; who says later that it has it lets it be."""
+    monkeypatch.setattr(router.dispatch.claims, "CLAIM_S", 0.2)
+    double, url, _ = serve(DecodeDouble())
+    future = ask(url, {"idempotency-key": "k"}, n=2)
+    claims = [double.expect(Claim) for _ in range(2)]
+    assert claims[0].key != claims[1].key
+    taken = [double.take() for _ in range(2)]
+    assert [each.dispatch for _, each in taken] == [2, 2]
+    assert [each.key for _, each in taken] == [each.key for each in claims]
+    assert [each.after for _, each in taken] == ["", taken[0][1].req_id], "they share the prompt"
+    double.answer(Claimed(claims[0].req_id, 1, found=True))
+    late = double.expect(Abort)
+    assert (late.req_id, late.dispatch, late.keep) == (claims[0].req_id, 1, True)
+    for each in taken:
+        speak(ids)(double, *each)
+    assert "idempotent-replayed" not in future.result().headers
+
+
+def test_a_worker_that_is_lost_claims_nothing(
+    serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(router.dispatch.claims, "CLAIM_S", 60.0)
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    _, url, server = serve(*doubles)
+    future = ask(url, {"idempotency-key": "k"})
+    claim = doubles[1].expect(Claim)
+    server.update_members([doubles[1].member])
+    doubles[1].answer(Claimed(claim.req_id, claim.dispatch, found=False))
+    speak(ids)(doubles[1], *doubles[1].take())
+    assert ended(future) == ("abcdefgh", "stop", None)
