@@ -35,6 +35,13 @@ class RouterConfig(Section):
     """At shutdown, for clients that do not read."""
     api_key_file: str = ""
     """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
+    tls_cert_file: str = ""
+    """Certificate chain (PEM) of the API's port, with `tls_key_file`; read again when it changes.
+
+    Empty: plain HTTP. The port on which routers ask one another for metrics stays plain.
+    """
+    tls_key_file: str = ""
+    """Its private key, without a password."""
     cors_origins: Auto | tuple[Origin, ...] = "auto"
     """Pages of which origins (scheme://host:port, "*": any) a browser lets read answers.
 

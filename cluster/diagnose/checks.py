@@ -27,6 +27,7 @@ from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.dispatch.policy import POLICIES
 from router.http.keys import read_keys
 from router.http.port import listen
+from router.http.tls import certificate
 from router.openai.defaults import defaults_of
 from worker.config import SpecConfig, check_collective
 from worker.errors import UserError
@@ -61,7 +62,7 @@ def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding
     """
     if num_gpus is None:  # that cluster's nodes are not this machine
         settings = Settings(config, 0, config)
-        keys = _keys(settings) if _beside_serve(config) else ()
+        keys = [*_keys(settings), *_certificate(settings)] if _beside_serve(config) else []
         return [*map(refused, (*_names(settings), *keys)), *versions(facts)]
     settings = Settings.here(config, num_gpus)
     return [*map(refused, mistakes(settings)), *examine(settings.decided, facts)]
@@ -184,6 +185,14 @@ def _keys(settings: Settings) -> Iterator[UserError]:
         yield UserError(f"router.api_key_file: {error}", error.param)
 
 
+def _certificate(settings: Settings) -> Iterator[UserError]:
+    router = settings.config.router
+    try:
+        certificate(router.tls_cert_file, router.tls_key_file)
+    except UserError as error:
+        yield error
+
+
 def _port(settings: Settings) -> Iterator[UserError]:
     """Binds the routers' address for a moment, as the first of them does it."""
     host, port = settings.config.cluster.host, settings.config.cluster.port
@@ -272,7 +281,18 @@ def _tracing(settings: Settings) -> Iterator[UserError]:
         yield error
 
 
-CHECKS = (_names, _keys, _port, _cpus, _gpus, _collective, _torch, _attention, _tracing)
+CHECKS = (
+    _names,
+    _keys,
+    _certificate,
+    _port,
+    _cpus,
+    _gpus,
+    _collective,
+    _torch,
+    _attention,
+    _tracing,
+)
 
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:

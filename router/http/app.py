@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.port import accept_all, listen
 from router.http.routes import application
+from router.http.tls import certificate
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
 from router.openai.served import Served
@@ -48,14 +50,23 @@ CLOSE = (b"connection", b"close")
 class _Server(uvicorn.Server):
     """Sets `ready` when it accepts connections."""
 
-    def __init__(self, config: uvicorn.Config, ready: threading.Event) -> None:
+    def __init__(
+        self, config: uvicorn.Config, ready: threading.Event, tls: ssl.SSLContext | None
+    ) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._ready, self._tls = ready, tls
         self._listeners: list[socket.socket] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """The first port speaks TLS, if there is a certificate; others never do."""
         self._listeners = sockets or []
-        await super().startup(sockets)
+        first, own = self._listeners[:1], self._listeners[1:]
+        self.config.ssl = self._tls
+        await super().startup(first)
+        self.config.ssl = None
+        loop = asyncio.get_running_loop()
+        for listener in own:
+            self.servers.append(await loop.create_server(self._protocol(), sock=listener))
         self._ready.set()
 
     async def leave(self) -> None:
@@ -72,10 +83,17 @@ class _Server(uvicorn.Server):
         config.encoded_headers.append(CLOSE)  # uvicorn remakes default_headers from it each second
         waiting = list(accept_all(listener))
         self.servers[0].close()
-        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
-        protocol = partial(made, config=config, server_state=state, app_state=self.lifespan.state)
         for connection in waiting:
-            await loop.connect_accepted_socket(protocol, connection)
+            await loop.connect_accepted_socket(self._protocol(), connection, ssl=self._tls)
+
+    def _protocol(self) -> Callable[[], asyncio.Protocol]:
+        config, made = (
+            self.config,
+            cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class),
+        )
+        return partial(
+            made, config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 class _Arrivals:
@@ -131,14 +149,14 @@ class Place:
         host = (self.node or socket.gethostname()) if any_host else self.host
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def listeners(self, port: int, *, joins: bool) -> list[socket.socket]:
-        """The port's socket, and one of the router's own port if that is shared.
+    def listeners(self, port: int, *, joins: bool, tls: bool) -> list[socket.socket]:
+        """The port's socket, and one of the router's own port if that is shared or speaks TLS.
 
         Raises a UserError if the address cannot be bound.
         """
         try:
             first = listen(self.host, port, shared=self.shared, joins=joins)
-            return [first, listen(self.host, 0)] if self.shared else [first]
+            return [first, listen(self.host, 0)] if self.shared or tls else [first]
         except OSError as error:
             reason = (error.strerror or str(error)).partition(" (while")[0]
             message = f"cannot listen on {self.host}:{port}: {reason}"
@@ -159,6 +177,7 @@ class RouterServer:
         self._members = Members()
         config, model = settings.router, settings.model
         self._policy = policy(config.policy)
+        self._certificate = certificate(config.tls_cert_file, config.tls_key_file)
         self._keys = Keys(config.api_key_file) if config.api_key_file else None
         text = Text(model.directory, config.tokenizer_cache_mib << 20, config.tokenizer_backend)
         follows = config.generation_config == "auto"
@@ -188,13 +207,14 @@ class RouterServer:
         listen there, else nobody may. Raises a UserError if the address cannot be bound.
         """
         place = self._place
-        listeners = place.listeners(place.port if port is None else port, joins=joins)
+        tls = self._certificate is not None
+        listeners = place.listeners(place.port if port is None else port, joins=joins, tls=tls)
         addresses = [place.reachable_at(listener.getsockname()[1]) for listener in listeners]
         member = Member(
             name=place.name,
             role="router",
             incarnation=place.incarnation,
-            address=f"http://{addresses[0]}",
+            address=f"{'https' if tls else 'http'}://{addresses[0]}",
             metrics_address=addresses[-1],
             model=self._served.model,
             node=socket.gethostname(),
@@ -307,11 +327,14 @@ class RouterServer:
             timeout_keep_alive=max(1, round(limits.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
         )
-        self.server = _Server(config, self._ready)
+        tls = None if self._certificate is None else self._certificate.context
+        self.server = _Server(config, self._ready, tls)
         await self.server.serve(sockets=listeners)
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()
+        if self._certificate is not None:
+            self._certificate.look()
         loop.call_later(BEAT_S, self._beat, loop, wire)
 
     def _apply_members(self) -> None:
