@@ -116,7 +116,7 @@ def assert_logged(caplog: pytest.LogCaptureFixture, found: httpx.Response, secre
     assert secret not in found.text
 
 
-LIMITED = functools.partial(LLMatcher, limits=LLParserLimits(max_lexer_states=3))
+LIMITED = LLParserLimits(max_lexer_states=3)
 
 
 @pytest.mark.parametrize("field", ["guided_regex", "response_format", "tools"])
@@ -132,7 +132,7 @@ def test_a_grammar_that_grows_too_complex_names_its_field(usual: Served, field: 
             "tool_choice": "required",
         },
     }
-    with mock.patch("worker.draw.grammar.LLMatcher", LIMITED):
+    with mock.patch("worker.draw.grammar.GRAMMAR_LIMITS", LIMITED):
         [found] = beside_others(usual, [{**PROBLEM, "max_tokens": 50, **asked[field]}])
     assert error_of(found) == (400, "invalid_value", field)
     message = found.json()["error"]["message"]
@@ -145,6 +145,9 @@ class Raising:
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self._inner, self._name, self._calls = LLMatcher(*args, **kwargs), name, 0
+
+    def deep_copy(self) -> "Raising":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name == self._name:
@@ -164,8 +167,30 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
         mock.patch("worker.draw.grammar.LLMatcher", functools.partial(Raising, name)),
         mock.patch("worker.draw.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
     ):
-        found = beside_others(usual, [FORMED])
+        body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{name}"}  # not compiled yet
+        found = beside_others(usual, [body])
     assert [error_of(each) for each in found] == [(500, "internal_error", None)]
+
+
+def test_the_choices_of_a_request_share_one_compilation_off_the_engine(usual: Served) -> None:
+    threads: list[str] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> LLMatcher:
+        threads.append(threading.current_thread().name)
+        return LLMatcher(*args, **kwargs)
+
+    with mock.patch("worker.draw.grammar.LLMatcher", compiled):
+        for _ in range(2):
+            found = ask(
+                usual.url, {**PROBLEM, "n": 8, "temperature": 2, "guided_regex": "[a-z]{9}X"}
+            )
+            texts = [choice["message"]["content"] for choice in found.json()["choices"]]
+            assert all(len(text) == 10 and text.endswith("X") for text in texts)
+    assert len(texts) == 8
+    assert len(set(texts)) > 1
+    assert len(threads) == 1
+    assert threads[0].startswith("kvlane-grammar")
+    usual.cluster.wait_idle()
 
 
 @pytest.mark.parametrize(
