@@ -14,7 +14,7 @@ from typing import Any, cast
 from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import invalid, unsupported
-from router.text.bounded import Bounds, bounded
+from router.text.bounded import Bounds, TooLarge, bounded
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -42,6 +42,8 @@ def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = Fals
         closed = bounded(cast("dict[str, Any]", schema), bounds)
     except RecursionError:
         raise invalid(f"{param}: nested too deeply", param) from None
+    except TooLarge:
+        raise invalid(f"{param}: its references name too many properties", param) from None
     return {"json_schema": closed | {"x-guidance": options}}
 
 
