@@ -98,19 +98,42 @@ def test_few_grammars_are_kept_and_worn_ones_are_compiled_again(counted: Counted
     assert len(counted.threads) == len(texts) + 2
 
 
-def test_a_request_whose_mask_takes_too_long_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = made()
-    slow, usual = grammars.matcher(DIGITS, ()), grammars.matcher(DIGITS, ())
-    fill, clock_s = grammar.bitmask.fill_next_token_bitmask, [0.0]
+def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars, others = made(), LLMatcher.grammar_from_regex("[a-z]{3}")
+    slow, same, usual = (grammars.matcher(text, ()) for text in (DIGITS, DIGITS, others))
+    fill, clock_s, filled = grammar.bitmask.fill_next_token_bitmask, [0.0], list[LLMatcher]()
 
-    def filled(matcher: LLMatcher, lines: Any) -> None:
+    def timed_fill(matcher: LLMatcher, lines: Any) -> None:
+        filled.append(matcher)
         clock_s[0] += 9.0 if matcher is slow._matcher else 0.001
         fill(matcher, lines)
 
-    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", filled)
+    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", timed_fill)
     monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
-    words = grammars.masks([slow, None, usual]).words
+    words = grammars.masks([slow, same, None, usual]).words
     assert isinstance(slow.error, UserError)
+    assert same.error is slow.error
     assert usual.error is None
-    assert (words[1] == -1).all()
-    assert not (words[2] == -1).all()
+    assert filled == [slow._matcher, usual._matcher]
+    assert (words[1:3] == -1).all()
+    assert not (words[3] == -1).all()
+    with pytest.raises(UserError, match="too slow"):
+        grammars.matcher(DIGITS, ())
+
+
+def test_in_a_long_step_a_mask_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, clock_s = made(), [0.0]
+    matchers = [grammars.matcher(DIGITS, ()) for _ in range(9)]
+    fill = grammar.bitmask.fill_next_token_bitmask
+
+    def timed_fill(matcher: LLMatcher, lines: Any) -> None:
+        clock_s[0] += 0.4
+        fill(matcher, lines)
+
+    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", timed_fill)
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
+    grammars.masks(matchers)
+    assert [matcher.error is None for matcher in matchers] == [True] * 6 + [False] * 3
+    grammars.matcher(DIGITS, ())

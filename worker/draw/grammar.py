@@ -26,9 +26,10 @@ MAX_PROTOTYPES = 16  # grammars that are kept compiled, of up to some 100 MB eac
 # Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
 # prototype, the next request gets a new one.
 MAX_MASKS = 1 << 13
-# CPU time of one mask, of which the limits allow a fifth, and of one in a step whose masks have
-# taken MAX_STEP_S. A request that takes longer ends.
-MAX_MASK_S, MAX_LATE_MASK_S, MAX_STEP_S = 0.5, 0.02, 2.0
+# CPU time of a token and the mask behind it; usual ones take 5 ms at most. A request that takes
+# longer ends, with all others that have its grammar. In a step whose masks have taken MAX_STEP_S
+# already, one that takes MAX_LATE_MASK_S ends.
+MAX_MASK_S, MAX_LATE_MASK_S, MAX_STEP_S = 0.5, 0.05, 2.0
 
 
 class Prototype:
@@ -38,6 +39,7 @@ class Prototype:
         self.matcher = matcher
         self.num_masks = 0  # that its copies have made
         self.failed = False  # one of them has; they share what it has used up
+        self.too_slow: UserError | None = None  # one of them was; then all of them end
 
     @property
     def is_worn(self) -> bool:
@@ -53,6 +55,7 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, prototype: Prototype) -> None:
         self._matcher, self._prototype = matcher, prototype
+        self._spent_s = 0.0  # CPU time since the last mask
         self.stopped = False  # the grammar is complete: the token just consumed is the last
         # llguidance has given up on the grammar (too complex: a UserError), or failed.
         self.error: KvlaneError | None = None
@@ -75,7 +78,7 @@ class Matcher:
         Behind a draft that the grammar forbids all may follow, because the draft is not accepted.
         """
         lines = masks[index : index + 1 + len(drafts)].numpy()
-        began_s = time.thread_time()
+        self.error = self.error or self._prototype.too_slow
         if drafts:
             path = [(self._matcher, 0, list(drafts))]
             fill = bitmask.fill_next_token_bitmask_par_with_draft_tokens
@@ -83,14 +86,18 @@ class Matcher:
         else:
             self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, lines))
         self._prototype.num_masks += len(lines)
-        if time.thread_time() - began_s > max_mask_s * len(lines) and self.error is None:
+        if self._spent_s > max_mask_s * len(lines) and self.error is None:
             self.error = UserError("grammar: too slow to follow", GRAMMAR_PARAM)
+            if self._spent_s > MAX_MASK_S * len(lines):
+                self._prototype.too_slow = self.error
+        self._spent_s = 0.0
         if self.error is not None:
             lines[:] = -1
 
     def _run(self, step: Callable[[], object]) -> None:
         if self.stopped or self.error is not None:
             return
+        began_s = time.thread_time()
         try:
             with contained("llguidance"):
                 step()
@@ -98,6 +105,7 @@ class Matcher:
                 self.stopped = self._matcher.is_stopped()
         except KvlaneError as error:
             self.error, self._prototype.failed = error, True
+        self._spent_s += time.thread_time() - began_s
 
 
 @cache
@@ -155,6 +163,8 @@ class Grammars:
                 self._prototypes.pop(grammar, None)
             raise error.with_traceback(None)
         prototype = compiled.result()
+        if prototype.too_slow is not None:
+            raise prototype.too_slow.with_traceback(None)
         with contained("llguidance"):
             matcher = prototype.matcher.deep_copy()
             if output:
