@@ -230,6 +230,36 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(usual, method, c
     cluster.wait_idle()
 
 
+def test_a_request_whose_grammar_compiles_holds_nothing_up_and_may_be_given_up(
+    usual: Served,
+) -> None:
+    gate, worker = threading.Event(), usual.cluster.workers["decode-0"]
+
+    def compiled(*args: Any, **kwargs: Any) -> LLMatcher:
+        assert gate.wait(HANG_S)
+        return LLMatcher(*args, **kwargs)
+
+    def until_compiling(num: int) -> None:
+        while worker.counters()["compiling"] != num:
+            usual.cluster.client.pump(0.01)
+
+    body = {**PROBLEM, "n": 3, "guided_regex": "[0-9]{4}y"}
+    expected = text_of(ask(usual.url, FREE))
+    free = worker.engine.book.num_available
+    with mock.patch("worker.draw.grammar.LLMatcher", compiled), ThreadPoolExecutor(2) as pool:
+        stays = pool.submit(ask, usual.url, body)
+        until_compiling(3)
+        assert worker.counters()["requests"] == 0
+        assert worker.engine.book.num_available == free
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{usual.url}/v1/chat/completions", json=body, timeout=2)
+        until_compiling(3)
+        assert text_of(ask(usual.url, FREE)) == expected
+        gate.set()
+        assert len(stays.result().json()["choices"]) == 3
+    usual.cluster.wait_idle()
+
+
 # Its template raises, or runs on, as `chat_template_kwargs` say.
 RAISING = (
     "{% macro turn(m) %}{% for c in m.content %}{{ c }}{% endfor %}{% endmacro %}"

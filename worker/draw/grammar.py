@@ -22,6 +22,7 @@ from worker.config.limits import GRAMMAR_LIMITS
 from worker.errors import KvlaneError, Unsupported, UserError, contained
 from worker.forward.draws import Masks
 
+TOO_SLOW = "grammar: too slow to follow"
 MAX_PROTOTYPES = 16  # grammars that are kept compiled, of up to some 100 MB each
 # Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
 # prototype, the next request gets a new one.
@@ -87,7 +88,7 @@ class Matcher:
             self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, lines))
         self._prototype.num_masks += len(lines)
         if self._spent_s > max_mask_s * len(lines) and self.error is None:
-            self.error = UserError("grammar: too slow to follow", GRAMMAR_PARAM)
+            self.error = UserError(TOO_SLOW, GRAMMAR_PARAM)
             if self._spent_s > MAX_MASK_S * len(lines):
                 self._prototype.too_slow = self.error
         self._spent_s = 0.0
@@ -167,8 +168,11 @@ class Grammars:
             raise prototype.too_slow.with_traceback(None)
         with contained("llguidance"):
             matcher = prototype.matcher.deep_copy()
-            if output:
-                matcher.consume_tokens(list(output))
+            slow_at = time.thread_time() + MAX_STEP_S
+            for start in range(0, len(output), 8):
+                matcher.consume_tokens(list(output[start : start + 8]))
+                if time.thread_time() > slow_at:
+                    raise UserError(TOO_SLOW, GRAMMAR_PARAM)
             _check(matcher)
         return Matcher(matcher, prototype)
 
