@@ -15,6 +15,7 @@ from worker.draw.grammar import MAX_PROTOTYPES, Grammars
 from worker.errors import UserError
 
 DIGITS = LLMatcher.grammar_from_regex("[0-9]{3}x")
+WORD = LLMatcher.grammar_from_regex("[a-z]{3}")
 
 
 class Counted:
@@ -101,8 +102,8 @@ def test_few_grammars_are_kept_and_worn_ones_are_compiled_again(counted: Counted
 def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grammars, others = made(), LLMatcher.grammar_from_regex("[a-z]{3}")
-    slow, same, usual = (grammars.matcher(text, ()) for text in (DIGITS, DIGITS, others))
+    grammars = made()
+    slow, same, usual = (grammars.matcher(text, ()) for text in (DIGITS, DIGITS, WORD))
     fill, clock_s, filled = grammar.bitmask.fill_next_token_bitmask, [0.0], list[LLMatcher]()
 
     def timed_fill(matcher: LLMatcher, lines: Any) -> None:
@@ -125,7 +126,8 @@ def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
 
 def test_in_a_long_step_a_mask_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, clock_s = made(), [0.0]
-    matchers = [grammars.matcher(DIGITS, ()) for _ in range(9)]
+    texts = [LLMatcher.grammar_from_regex(f"a{{{i}}}b") for i in range(1, 10)]
+    matchers = [grammars.matcher(text, ()) for text in texts]
     fill = grammar.bitmask.fill_next_token_bitmask
 
     def timed_fill(matcher: LLMatcher, lines: Any) -> None:
@@ -136,4 +138,22 @@ def test_in_a_long_step_a_mask_has_less_time(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
     grammars.masks(matchers)
     assert [matcher.error is None for matcher in matchers] == [True] * 6 + [False] * 3
-    grammars.matcher(DIGITS, ())
+    grammars.matcher(texts[-1], ())
+
+
+def test_masks_that_are_slow_each_time_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, clock_s = made(), [0.0]
+    slow, usual = grammars.matcher(DIGITS, ()), grammars.matcher(WORD, ())
+    fill = grammar.bitmask.fill_next_token_bitmask
+
+    def timed_fill(matcher: LLMatcher, lines: Any) -> None:
+        clock_s[0] += 0.1 if matcher is slow._matcher else 0.015
+        fill(matcher, lines)
+
+    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", timed_fill)
+    monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
+    num_steps = next(i for i in range(99) if grammars.masks([slow, usual]) and slow.error)
+    assert 4 < num_steps < 10
+    for _ in range(99):
+        grammars.masks([usual])
+    assert usual.error is None

@@ -27,10 +27,10 @@ MAX_PROTOTYPES = 16  # grammars that are kept compiled, of up to some 100 MB eac
 # Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
 # prototype, the next request gets a new one.
 MAX_MASKS = 1 << 13
-# CPU time of a token and the mask behind it; usual ones take 5 ms at most. A request that takes
-# longer ends, with all others that have its grammar. In a step whose masks have taken MAX_STEP_S
-# already, one that takes MAX_LATE_MASK_S ends.
-MAX_MASK_S, MAX_LATE_MASK_S, MAX_STEP_S = 0.5, 0.05, 2.0
+# A token and the mask behind it take 5 ms of CPU time at most, as a rule. What is beyond USUAL_S
+# adds up to a grammar's debt. With more than MAX_DEBT_S all its requests end; in a step whose masks
+# have taken MAX_STEP_S already, one with more than MAX_LATE_DEBT_S ends.
+USUAL_S, MAX_DEBT_S, MAX_LATE_DEBT_S, MAX_STEP_S = 0.02, 0.5, 0.05, 2.0
 
 
 class Prototype:
@@ -40,7 +40,8 @@ class Prototype:
         self.matcher = matcher
         self.num_masks = 0  # that its copies have made
         self.failed = False  # one of them has; they share what it has used up
-        self.too_slow: UserError | None = None  # one of them was; then all of them end
+        self.debt_s = 0.0  # of their time
+        self.too_slow: UserError | None = None  # why all of them end
 
     @property
     def is_worn(self) -> bool:
@@ -56,7 +57,6 @@ class Matcher:
 
     def __init__(self, matcher: LLMatcher, prototype: Prototype) -> None:
         self._matcher, self._prototype = matcher, prototype
-        self._spent_s = 0.0  # CPU time since the last mask
         self.stopped = False  # the grammar is complete: the token just consumed is the last
         # llguidance has given up on the grammar (too complex: a UserError), or failed.
         self.error: KvlaneError | None = None
@@ -71,7 +71,7 @@ class Matcher:
         masks: Tensor,
         index: int,
         drafts: Sequence[int] = (),
-        max_mask_s: float = MAX_MASK_S,
+        max_debt_s: float = MAX_DEBT_S,
     ) -> None:
         """Fill masks[index] with the tokens that may follow, masks[index + j] behind drafts[: j].
 
@@ -79,19 +79,20 @@ class Matcher:
         Behind a draft that the grammar forbids all may follow, because the draft is not accepted.
         """
         lines = masks[index : index + 1 + len(drafts)].numpy()
-        self.error = self.error or self._prototype.too_slow
+        prototype = self._prototype
+        self.error = self.error or prototype.too_slow
         if drafts:
             path = [(self._matcher, 0, list(drafts))]
             fill = bitmask.fill_next_token_bitmask_par_with_draft_tokens
             self._run(lambda: fill(_executor(), path, lines))
         else:
             self._run(lambda: bitmask.fill_next_token_bitmask(self._matcher, lines))
-        self._prototype.num_masks += len(lines)
-        if self._spent_s > max_mask_s * len(lines) and self.error is None:
+        prototype.num_masks += len(lines)
+        prototype.debt_s = max(0.0, prototype.debt_s - USUAL_S * len(lines))
+        if prototype.debt_s > max_debt_s and self.error is None:
             self.error = UserError(TOO_SLOW, GRAMMAR_PARAM)
-            if self._spent_s > MAX_MASK_S * len(lines):
-                self._prototype.too_slow = self.error
-        self._spent_s = 0.0
+            if prototype.debt_s > MAX_DEBT_S:
+                prototype.too_slow = self.error
         if self.error is not None:
             lines[:] = -1
 
@@ -106,7 +107,7 @@ class Matcher:
                 self.stopped = self._matcher.is_stopped()
         except KvlaneError as error:
             self.error, self._prototype.failed = error, True
-        self._spent_s += time.thread_time() - began_s
+        self._prototype.debt_s += time.thread_time() - began_s
 
 
 @cache
@@ -233,6 +234,6 @@ class Grammars:
                 line[row * width : (row + 1) * width] = range(first, last + 1)
                 path = takewhile(lambda draft: draft >= 0, drafts[row] if drafts else ())
                 is_late = time.thread_time() > slow_at
-                most_s = MAX_LATE_MASK_S if is_late else MAX_MASK_S
+                most_s = MAX_LATE_DEBT_S if is_late else MAX_DEBT_S
                 matcher.fill(masks, first, tuple(path), most_s)
         return Masks(masks, torch.tensor(line))
