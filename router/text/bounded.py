@@ -22,9 +22,9 @@ ALLOWING = ("additionalProperties", "unevaluatedProperties")
 DEFINITIONS = ("#/$defs/", "#/definitions/")
 FORMAT_CHARS = 256  # the longest text of a format with a length of its own, a host name, fits
 OPEN = ".kvlane-open"  # ends the name of the copy of a definition that stays open
-# Schemas looked at and names written to close others: references may multiply both. The text of a
-# grammar has room for less (`MAX_GRAMMAR_CHARS`).
-MAX_WORK = 1 << 15
+# Schemas looked at and names written to close others: references may multiply both. 0.2 s; the text
+# of a grammar has room for a quarter of so many names.
+MAX_WORK = 1 << 17
 
 
 class TooLarge(ValueError):

@@ -204,4 +204,4 @@ def test_references_that_multiply_are_refused_before_their_work_is_done(
         schema_part(schema, "guided_json", BOUNDS)
     assert (caught.value.status, caught.value.param) == (400, "guided_json")
     assert num_counted < 2 * bounded.MAX_WORK
-    schema_part(hub(40), "guided_json", BOUNDS)
+    schema_part(hub(200), "guided_json", BOUNDS)
