@@ -82,6 +82,7 @@ class DecodeLoop:
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
         metrics.queued("sibling").set_function(lambda: len(requests.siblings))
+        metrics.queued("grammar").set_function(lambda: len(requests.compiling))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -91,6 +92,7 @@ class DecodeLoop:
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
             "siblings": len(self.requests.siblings),
+            "compiling": len(self.requests.compiling),
         }
 
     def turn(self, events: list[Incoming]) -> float:
@@ -102,7 +104,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.siblings or self.scheduler.preempted:
+        if self.requests.compiling or self.requests.siblings or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):

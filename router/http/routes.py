@@ -32,7 +32,7 @@ from router.show.front import Front
 from router.show.pages import Pages
 from router.show.status import StatusRoutes, version
 from router.text.grammar import Validator
-from worker.errors import KvlaneError, LibraryError, UserError, contained
+from worker.errors import Busy, KvlaneError, LibraryError, UserError, contained
 
 MAX_KEY_CHARS = 255  # of an idempotency key
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
@@ -173,7 +173,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case KvlaneError():
             if isinstance(error, LibraryError):
                 error.log(Exchange.of(request.scope).unique_id)
-            failure, headers = ApiError(error.code, str(error)), {}
+            after_s = error.retry_after_s if isinstance(error, Busy) else None
+            failure, headers = ApiError(error.code, str(error), retry_after_s=after_s), {}
         case HTTPException():
             code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
             failure = ApiError(code, str(error.detail), status=error.status_code)

@@ -22,6 +22,8 @@ from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
+# Of all choices of a request together, which workers get one by one.
+MAX_SUMS = {"prompt tokens": 1 << 23, "biases": 1 << 20, "characters of grammars": 1 << 25}
 
 
 class Think(Enum):
@@ -146,6 +148,7 @@ class Preparer:
     ) -> Prepared:
         served, reqs = self._served, list[Req]()
         text = served.text
+        _check_sums(body, prompts, job)
         skip = text.special_ids_but(job.markers) if body.skip_special_tokens else frozenset[int]()
         for prompt in prompts:
             max_tokens = allowed_tokens(len(prompt), body, served, job.param)
@@ -198,6 +201,18 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
         message += f" and {field} is {asked}"
     fits = room > 0  # then a shorter output would fit
     raise ApiError("context_length_exceeded", message, param=field if fits else param)
+
+
+def _check_sums(body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job) -> None:
+    num_choices = len(prompts) * body.num_samples
+    sums = (
+        (job.param, sum(map(len, prompts)) * body.num_samples),
+        ("logit_bias", len(body.logit_bias) * num_choices),
+        (job.grammar_param, len(job.grammar) * num_choices),
+    )
+    for (what, limit), (param, num) in zip(MAX_SUMS.items(), sums, strict=True):
+        if num > limit:
+            raise invalid(f"{param}: all choices have {num} {what}, at most {limit} may be", param)
 
 
 def _bounds(config: RouterConfig, context: int) -> Bounds:

@@ -24,6 +24,7 @@ from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperatur
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 16 << 10  # of all stop strings of a request
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -310,6 +311,8 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
             raise unsupported(f"{name} is not supported yet with this value", name)
     if any(not stop for stop in body.stop):
         raise invalid("stop strings must not be empty", "stop")
+    if sum(map(len, body.stop)) > MAX_STOP_CHARS:
+        raise invalid(f"stop: at most {MAX_STOP_CHARS} characters in all", "stop")
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream = true", "stream_options")
     return body

@@ -22,6 +22,13 @@ ALLOWING = ("additionalProperties", "unevaluatedProperties")
 DEFINITIONS = ("#/$defs/", "#/definitions/")
 FORMAT_CHARS = 256  # the longest text of a format with a length of its own, a host name, fits
 OPEN = ".kvlane-open"  # ends the name of the copy of a definition that stays open
+# Schemas looked at and names written to close others: references may multiply both. 0.2 s; the text
+# of a grammar has room for a quarter of so many names.
+MAX_WORK = 1 << 17
+
+
+class TooLarge(ValueError):
+    """A schema closed would be far larger than what was given."""
 
 
 class Bounds(NamedTuple):
@@ -42,7 +49,7 @@ class _Names:
 
 
 def bounded(schema: Schema, bounds: Bounds) -> Schema:
-    """A copy of `schema` that is closed and bounded; a RecursionError if it is too deep."""
+    """A copy of `schema` that is closed and bounded; RecursionError if too deep, or TooLarge."""
     copier, done = _Copy(schema, bounds), set[str]()
     copy = copier.copy(schema)
     while todo := [ref for ref in copier.opened if ref not in done]:
@@ -64,6 +71,7 @@ class _Copy:
     def __init__(self, root: Schema, bounds: Bounds) -> None:
         self._root = root
         self._bounds = bounds
+        self._work = 0
         self.opened: dict[str, tuple[str, str]] = {}  # definitions that are wanted open
 
     def copy(self, schema: Any, *, closed: bool = True, limited: bool = True) -> Any:
@@ -110,9 +118,12 @@ class _Copy:
         return num + any(key in given for key in NAMING)
 
     def _close(self, given: Schema, copy: Schema, *, split: bool) -> None:
+        if any(not isinstance(given.get(key, {}), dict) for key in NAMING):
+            return  # llguidance says what is wrong
         names = _Names()
         self._collect(given, names, set()) if split else self._add_own(given, names)
         is_object = split and (names.known or names.patterns)
+        self._count(len(names.known) + len(names.patterns) if split else 0)
         if names.free or not (is_object or any(key in given for key in NAMING)):
             return
         copy["properties"] = names.known | copy.get("properties", {})
@@ -124,6 +135,7 @@ class _Copy:
         """Add the names of `schema` and of all further schemas of the same value."""
         if not isinstance(schema, dict):
             return
+        self._count(1)
         given = cast("Schema", schema)
         self._add_own(given, names)
         for key in GROUPS:
@@ -141,6 +153,11 @@ class _Copy:
             return
         seen.add(ref)
         self._collect(self._root[definition[0]][definition[1]], names, seen)
+
+    def _count(self, num: int) -> None:
+        self._work += num
+        if self._work > MAX_WORK:
+            raise TooLarge
 
     def _add_own(self, given: Schema, names: _Names) -> None:
         names.free |= any(given.get(key, False) is not False for key in ALLOWING)

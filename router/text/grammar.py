@@ -7,14 +7,15 @@ meet is the client's error (400) and never a worker's.
 import json
 import re
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import invalid, unsupported
-from router.text.bounded import Bounds, bounded
+from router.text.bounded import Bounds, TooLarge, bounded
+from router.text.trial import Trials
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
@@ -42,6 +43,8 @@ def schema_part(schema: Any, param: str, bounds: Bounds, *, lenient: bool = Fals
         closed = bounded(cast("dict[str, Any]", schema), bounds)
     except RecursionError:
         raise invalid(f"{param}: nested too deeply", param) from None
+    except TooLarge:
+        raise invalid(f"{param}: its references name too many properties", param) from None
     return {"json_schema": closed | {"x-guidance": options}}
 
 
@@ -91,7 +94,7 @@ class Validator:
         self._path = directory / "tokenizer.json"
         self._vocab_size = vocab_size
         self._tokenizer = cache(self._load)
-        self._error = lru_cache(maxsize=256)(self._validate)
+        self._trials = Trials(self._path, vocab_size)
 
     def require(self, param: str) -> None:
         """Raise an ApiError, 400, if llguidance cannot use this model's tokenizer."""
@@ -105,20 +108,13 @@ class Validator:
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
         with contained("llguidance"):
-            error = self._error(grammar)
+            error = self._trials.error(grammar)
         if error:
             raise invalid(f"{param}: {error[:1000]}", param)
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""
         return self._tokenizer().is_special_token(token)
-
-    def _validate(self, grammar: str) -> str:
-        tokenizer = self._tokenizer()
-        if error := LLMatcher.validate_grammar(grammar, tokenizer):
-            return error
-        matcher = LLMatcher(tokenizer, grammar)
-        return matcher.get_error() if matcher.is_error() else ""
 
     def _load(self) -> LLTokenizer:
         text = self._path.read_text(encoding="utf-8")

@@ -4,7 +4,9 @@ Both take time in proportion to the new tokens, however long the answer already 
 """
 
 import codecs
+from array import array
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -119,19 +121,25 @@ class WindowDetokenizer(Detokenizer):
         return added
 
 
+@lru_cache(maxsize=256)  # the choices of a request share them
+def _fallbacks(stop: str) -> "array[int]":
+    """How much of `stop` each beginning of it ends with, but itself."""
+    fallback, matched = array("i", bytes(4 * len(stop))), 0
+    for i in range(1, len(stop)):
+        while matched and stop[i] != stop[matched]:
+            matched = fallback[matched - 1]
+        matched += stop[i] == stop[matched]
+        fallback[i] = matched
+    return fallback
+
+
 class _Automaton:
     """How much of one stop string the text so far ends with (Knuth, Morris and Pratt)."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._fallback = [0] * len(stop)
-        matched = 0
-        for i in range(1, len(stop)):
-            while matched and stop[i] != stop[matched]:
-                matched = self._fallback[matched - 1]
-            matched += stop[i] == stop[matched]
-            self._fallback[i] = matched
+        self._fallback = _fallbacks(stop)
 
     def feed(self, piece: str) -> int:
         """Index just past the first match's end in `piece`; -1 when none ends there."""

@@ -116,7 +116,7 @@ def assert_logged(caplog: pytest.LogCaptureFixture, found: httpx.Response, secre
     assert secret not in found.text
 
 
-LIMITED = functools.partial(LLMatcher, limits=LLParserLimits(max_lexer_states=3))
+LIMITED = LLParserLimits(max_lexer_states=3)
 
 
 @pytest.mark.parametrize("field", ["guided_regex", "response_format", "tools"])
@@ -132,7 +132,7 @@ def test_a_grammar_that_grows_too_complex_names_its_field(usual: Served, field: 
             "tool_choice": "required",
         },
     }
-    with mock.patch("worker.draw.grammar.LLMatcher", LIMITED):
+    with mock.patch("worker.draw.grammar.GRAMMAR_LIMITS", LIMITED):
         [found] = beside_others(usual, [{**PROBLEM, "max_tokens": 50, **asked[field]}])
     assert error_of(found) == (400, "invalid_value", field)
     message = found.json()["error"]["message"]
@@ -145,6 +145,9 @@ class Raising:
 
     def __init__(self, name: str, *args: Any, **kwargs: Any) -> None:
         self._inner, self._name, self._calls = LLMatcher(*args, **kwargs), name, 0
+
+    def deep_copy(self) -> "Raising":
+        return self
 
     def __getattr__(self, name: str) -> Any:
         if name == self._name:
@@ -164,8 +167,30 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
         mock.patch("worker.draw.grammar.LLMatcher", functools.partial(Raising, name)),
         mock.patch("worker.draw.grammar.bitmask.fill_next_token_bitmask", Raising.fill),
     ):
-        found = beside_others(usual, [FORMED])
+        body = {**FORMED, "guided_regex": f"[a-z ]{{10,30}}{name}"}  # not compiled yet
+        found = beside_others(usual, [body])
     assert [error_of(each) for each in found] == [(500, "internal_error", None)]
+
+
+def test_the_choices_of_a_request_share_one_compilation_off_the_engine(usual: Served) -> None:
+    threads: list[str] = []
+
+    def compiled(*args: Any, **kwargs: Any) -> LLMatcher:
+        threads.append(threading.current_thread().name)
+        return LLMatcher(*args, **kwargs)
+
+    with mock.patch("worker.draw.grammar.LLMatcher", compiled):
+        for _ in range(2):
+            found = ask(
+                usual.url, {**PROBLEM, "n": 8, "temperature": 2, "guided_regex": "[a-z]{9}X"}
+            )
+            texts = [choice["message"]["content"] for choice in found.json()["choices"]]
+            assert all(len(text) == 10 and text.endswith("X") for text in texts)
+    assert len(texts) == 8
+    assert len(set(texts)) > 1
+    assert len(threads) == 1
+    assert threads[0].startswith("kvlane-grammar")
+    usual.cluster.wait_idle()
 
 
 @pytest.mark.parametrize(
@@ -173,8 +198,7 @@ def test_a_matcher_that_panics_ends_its_request(usual: Served, name: str) -> Non
     [
         "worker.draw.grammar.LLMatcher",
         "worker.draw.grammar.bitmask.fill_next_token_bitmask",
-        "router.text.grammar.LLMatcher.validate_grammar",
-        "router.text.grammar.LLMatcher",
+        "router.text.trial._Process.ask",
     ],
 )
 @pytest.mark.parametrize("raised", [TypeError("eos_token"), Panic("unwrap")], ids=repr)
@@ -183,8 +207,7 @@ def test_whatever_llguidance_raises_ends_one_request(usual, target, raised, capl
     with mock.patch(target, side_effect=raised):
         [found] = beside_others(usual, [body])
     assert error_of(found) == (500, "internal_error", None)
-    is_class = target == "router.text.grammar.LLMatcher"  # then a value of its mock is what fails
-    assert_logged(caplog, found, "MagicMock" if is_class else str(raised))
+    assert_logged(caplog, found, str(raised))
     assert len(text_of(ask(usual[1], FORMED))) >= 10
 
 
@@ -205,6 +228,36 @@ def test_whatever_tokenizer_and_template_raise_ends_one_request(usual, method, c
         caplog.clear()
         assert text_of(ask(url, FREE)) == expected
     cluster.wait_idle()
+
+
+def test_a_request_whose_grammar_compiles_holds_nothing_up_and_may_be_given_up(
+    usual: Served,
+) -> None:
+    gate, worker = threading.Event(), usual.cluster.workers["decode-0"]
+
+    def compiled(*args: Any, **kwargs: Any) -> LLMatcher:
+        assert gate.wait(HANG_S)
+        return LLMatcher(*args, **kwargs)
+
+    def until_compiling(num: int) -> None:
+        while worker.counters()["compiling"] != num:
+            usual.cluster.client.pump(0.01)
+
+    body = {**PROBLEM, "n": 3, "guided_regex": "[0-9]{4}y"}
+    expected = text_of(ask(usual.url, FREE))
+    free = worker.engine.book.num_available
+    with mock.patch("worker.draw.grammar.LLMatcher", compiled), ThreadPoolExecutor(2) as pool:
+        stays = pool.submit(ask, usual.url, body)
+        until_compiling(3)
+        assert worker.counters()["requests"] == 0
+        assert worker.engine.book.num_available == free
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{usual.url}/v1/chat/completions", json=body, timeout=2)
+        until_compiling(3)
+        assert text_of(ask(usual.url, FREE)) == expected
+        gate.set()
+        assert len(stays.result().json()["choices"]) == 3
+    usual.cluster.wait_idle()
 
 
 # Its template raises, or runs on, as `chat_template_kwargs` say.

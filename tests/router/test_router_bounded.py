@@ -5,11 +5,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
 from router.errors import ApiError
-from router.text.bounded import Bounds
+from router.text import bounded
+from router.text.bounded import GROUPS, NAMED, SINGLE, Bounds
 from router.text.grammar import composed, schema_part
 from tests.fault.router_doubles import accepts as grammar_accepts
 from tests.support.prompts import TINY
@@ -142,3 +145,63 @@ def test_a_reference_that_is_no_text_is_left_to_llguidance(tokenizer: LLTokenize
     part = schema_part({"$ref": [1], "properties": {"a": BOOLEAN}}, "guided_json", BOUNDS)
     matcher = LLMatcher(tokenizer, composed([("form", part)], ["body: @form"]), log_level=0)
     assert matcher.is_error()
+
+
+WORDS = (
+    *NAMED, *SINGLE, *GROUPS, "if", "then", "else", "$ref", "type", "enum", "const", "required",
+    "maximum", "exclusiveMinimum", "minLength", "maxLength", "pattern", "format", "multipleOf", "a",
+)  # fmt: skip
+LEAVES = st.sampled_from(
+    [None, True, 0, -1, 10**400, 0.5, float("nan"), float("inf"), "", "a", "\ud800", "string",
+     "integer", "object", "#/$defs/a", "#/definitions/a", "#", ["a"], ["string", 3]],
+)  # fmt: skip
+ANY_JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(WORDS), inner),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(ANY_JSON, st.booleans())
+def test_any_json_is_a_schema_or_the_request_s_fault(schema: Any, as_text: bool) -> None:
+    given = json.dumps(schema) if as_text else schema
+    refusal = None
+    try:
+        part = schema_part(given, "guided_json", BOUNDS)
+        assert isinstance(LLMatcher.validate_grammar(composed([("form", part)], [])), str)
+    except ApiError as error:
+        refusal = error.status, error.param
+    assert refusal in (None, (400, "guided_json"))
+
+
+def hub(num: int) -> dict[str, Any]:
+    """Each of `num` definitions may be any of them."""
+    named = {f"d{i}": thing(**{f"p{i}": {}}) | {"$ref": "#/$defs/hub"} for i in range(num)}
+    refs = [{"$ref": f"#/$defs/d{i}"} for i in range(num)]
+    return {"$ref": "#/$defs/hub", "$defs": {"hub": {"anyOf": refs}, **named}}
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_references_that_multiply_are_refused_before_their_work_is_done(
+    monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    num_counted = 0
+    count = bounded._Copy._count
+
+    def counted(self: Any, num: int) -> None:
+        nonlocal num_counted
+        num_counted += num
+        count(self, num)
+
+    monkeypatch.setattr(bounded._Copy, "_count", counted)
+    schema = hub(1500)
+    if not named:
+        for definition in schema["$defs"].values():
+            definition.pop("properties", None)
+            definition["oneOf"] = [{}]
+    with pytest.raises(ApiError, match="references") as caught:
+        schema_part(schema, "guided_json", BOUNDS)
+    assert (caught.value.status, caught.value.param) == (400, "guided_json")
+    assert num_counted < 2 * bounded.MAX_WORK
+    schema_part(hub(200), "guided_json", BOUNDS)

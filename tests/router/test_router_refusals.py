@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from router.openai import prepare
 from router.openai.schema import NOT_BUILT
 from router.text.grammar import MAX_GRAMMAR_CHARS
-from tests.fault.router_doubles import HELLO, MAX_MODEL_LEN, Served
+from tests.fault.router_doubles import HELLO, KEEP, MAX_MODEL_LEN, DecodeDouble, Served
 from tests.support.mutants import TOOLS
 
 CHAT, TEXT = "chat/completions", "completions"
@@ -89,6 +90,10 @@ OF_TEXTS: list[Row] = [
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
     ({"prompt": ["a"] * 5000, "n": 2}, "prompt"),
+    ({"stop": ["a" * 8192, "b" * 8193]}, "stop"),
+    ({"prompt": ["a"] * 1100, "logit_bias": {str(i): 1 for i in range(500)}, "n": 2},
+     "logit_bias"),
+    ({"prompt": ["a"] * 2000, "guided_regex": "a" * 20_000}, "guided_regex"),
 ]  # fmt: skip
 UNSUPPORTED = wrong(
     use_beam_search=True, allowed_token_ids=[1], bad_words=["a"], prompt_logprobs=1,
@@ -127,6 +132,18 @@ def test_what_is_wrong_is_named(
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert (error["code"], error["param"]) == (code, param)
+
+
+def test_prompts_times_choices_are_bounded(
+    served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double.script = KEEP
+    monkeypatch.setitem(prepare.MAX_SUMS, "prompt tokens", 1000)
+    asked: dict[str, Any] = {"prompt": [[1] * 100], "n": 11}
+    assert served.refusal(TEXT, **asked)["param"] == "prompt"
+    assert served.post(TEXT, **asked | {"n": 10, "stop": "a" * 16384}).status_code == 200
+    said = {"messages": [{"role": "user", "content": "a " * 20}], "n": 128}
+    assert served.refusal(CHAT, **said)["param"] == "messages"
 
 
 def test_what_is_not_built_is_in_one_table() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest import mock
 
 import openai
 import pytest
@@ -10,7 +11,9 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from router.text.tokenizer import Text
+from router.text.trial import Trials
 from tests.fault.router_doubles import HELLO, KEEP, DecodeDouble, Served, accepts, speak
+from worker.errors import Busy
 
 
 class Step(BaseModel):
@@ -90,3 +93,11 @@ def test_parse_of_the_client_plain_and_streamed(
         choice = stream.get_final_completion().choices[0]
     assert (choice.message.parsed, choice.finish_reason) == (found, "stop")
     assert (choice.message.content, event.type) == (PLAN, "content.done")
+
+
+def test_a_client_that_finds_too_many_grammars_is_told_when_to_come_back(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "error", mock.Mock(side_effect=Busy("too many grammars", 5.0)))
+    response = served.post("completions", prompt="a", guided_regex="ab")
+    assert (response.status_code, response.headers["retry-after"]) == (429, "5")

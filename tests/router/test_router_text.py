@@ -203,3 +203,14 @@ def test_parts_of_a_message_are_joined() -> None:
     )
     with pytest.raises(UserError, match="image_url"):
         text_of_parts([{"type": "image_url"}], "m")
+
+
+def test_choices_share_what_is_known_of_their_stop_strings() -> None:
+    stop = "ab" * 4000
+    first, second = (StopMatcher([stop]) for _ in range(2))
+    tables = [matcher._automata[0]._fallback for matcher in (first, second)]
+    assert tables[0] is tables[1]
+    assert tables[0].itemsize * len(tables[0]) <= 4 * len(stop)
+    assert first.feed("x" + stop[:-1])[0] == "x"
+    assert second.feed("b" + stop) == ("b", True)
+    assert first.feed("b") == ("", True)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +26,12 @@ class Admission:
     """Checks and admits requests, and decides where each prompt is prefilled."""
 
     def __init__(
-        self, me: PeerId, engine: Engine, scheduler: DecodeScheduler, inbound: Inbound
+        self,
+        me: PeerId,
+        engine: Engine,
+        scheduler: DecodeScheduler,
+        inbound: Inbound,
+        wake: Callable[[], None],
     ) -> None:
         self.draining = False
         self._me = me
@@ -34,7 +39,7 @@ class Admission:
         self._scheduler = scheduler
         shape = engine.shape
         path = engine.config.model.directory
-        self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids)
+        self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, wake)
         self._inbound = inbound
 
     def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
@@ -67,7 +72,7 @@ class Admission:
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
-        if message.sampling.grammar:  # compiled last: it takes milliseconds, also for each retry
+        if message.sampling.grammar:  # it is compiled
             output = message.tokens[message.num_prompt_tokens :]
             try:
                 req.matcher = self.grammars.matcher(message.sampling.grammar, output)
@@ -77,6 +82,11 @@ class Admission:
         self._engine.metrics.queried_tokens.inc(len(req.tokens))
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
         return req
+
+    def compiles(self, message: Generate) -> bool:
+        """Whether its grammar is still being compiled; then it is not to be admitted yet."""
+        grammar = message.sampling.grammar
+        return bool(grammar) and not self.grammars.ready(grammar)
 
     def place(self, req: Req) -> None:
         """Get the prompt's missing KV, if any: pull it, or prefill here."""

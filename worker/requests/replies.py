@@ -63,7 +63,7 @@ class Replies:
             req.req_id, req.dispatch, position, tokens, reason, error, req.num_cached_tokens,
             logprobs, stages, window,
         )  # fmt: skip
-        self._add(req, chunk)
+        self._reply(req, chunk)
 
     def begins(self, req: Req) -> None:
         """Send the news that `req` gets a row, unless its first token has told so.
@@ -76,22 +76,22 @@ class Replies:
     def error(self, req: Req, error: Error) -> None:
         """Queue the end of `req` without a token."""
         position, cached, reason = len(req.tokens), req.num_cached_tokens, FinishReason.ERROR
-        self._add(req, TokenChunk(*req.key, position, (), reason, error, cached))
+        self._reply(req, TokenChunk(*req.key, position, (), reason, error, cached))
 
     def again(self, router: PeerId, key: tuple[str, int], chunks: Sequence[TokenChunk]) -> None:
         """Queue what was sent before for another router, which has given it another id."""
         req_id, dispatch = key
         for chunk in chunks:
             renamed = msgspec.structs.replace(chunk, req_id=req_id, dispatch=dispatch)
-            self._queue(router, renamed)
+            self.add(router, renamed)
 
-    def _add(self, req: Req, chunk: TokenChunk) -> None:
+    def _reply(self, req: Req, chunk: TokenChunk) -> None:
         if req.sent is not None:
             req.sent.append(chunk)
         if req.router:
-            self._queue(req.router, chunk)
+            self.add(req.router, chunk)
 
-    def _queue(self, router: PeerId, chunk: TokenChunk) -> None:
+    def add(self, router: PeerId, chunk: TokenChunk) -> None:
         """Queue a chunk for the next frame."""
         self._queued.setdefault(router, []).append(chunk)
         if chunk.finish_reason is not None:

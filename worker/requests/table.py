@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 
 from worker.api import (
     Abort,
@@ -42,10 +43,11 @@ class Requests:
     ) -> None:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
-        self.admission = Admission(thread.me, engine, scheduler, inbound)
-        # Further choices (n > 1) that wait for the first one's prompt, and when they came. They
-        # hold no pages.
+        self.admission = Admission(thread.me, engine, scheduler, inbound, thread.wake)
+        # Requests that are not admitted yet, and when they came. They hold no pages. `siblings` are
+        # further choices (n > 1) that wait for the first one's prompt, others for their grammar.
         self.siblings: dict[Key, tuple[Generate, float]] = {}
+        self.compiling: dict[Key, tuple[Generate, float]] = {}
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self.kept = KeptAnswers()
         self._engine, self._thread = engine, thread
@@ -53,11 +55,14 @@ class Requests:
         self.sweep_at = 0.0
 
     def admit(
-        self, router: PeerId, message: Generate, received_at: float, *, was_deferred: bool = False
+        self, router: PeerId, message: Generate, received_at: float, *, waited_for: str = ""
     ) -> None:
-        """Admit a request, or refuse it; was_deferred: it waited for a sibling's prompt."""
+        """Admit a request, or refuse it; waited_for: the stage in which it was deferred."""
         key = message.req_id, message.dispatch
         if key in self.reqs:
+            return
+        if self.admission.compiles(message):
+            self.compiling.setdefault((router, *key), (message, received_at))
             return
         if self._waits(router, message):
             self.siblings.setdefault((router, *key), (message, received_at))
@@ -71,8 +76,8 @@ class Requests:
             self._thread.send(router, refused)
             return
         log.debug("req_id=%s from %s admitted, %d tokens", req.req_id, router, len(req.tokens))
-        if was_deferred:
-            req.timeline.enter("sibling", received_at)
+        if waited_for:
+            req.timeline.enter(waited_for, received_at)
         self.reqs[key] = req
         if req.claim_key:
             self.kept.begin(req)
@@ -97,10 +102,13 @@ class Requests:
         self.reqs[key] = req
 
     def resume(self) -> None:
-        """Admit requests that waited for a sibling's prompt, and preempted requests."""
+        """Admit requests that waited for a grammar or a sibling's prompt, and preempted ones."""
+        waiting = self.compiling.items()
+        for key in [key for key, (message, _) in waiting if not self.admission.compiles(message)]:
+            self.admit(key[0], *self.compiling.pop(key), waited_for="grammar")
         waiting = self.siblings.items()
         for key in [key for key, (message, _) in waiting if not self._waits(key[0], message)]:
-            self.admit(key[0], *self.siblings.pop(key), was_deferred=True)
+            self.admit(key[0], *self.siblings.pop(key), waited_for="sibling")
         self.admission.resume_preempted()
 
     def pass_on(self, req: Req) -> None:
@@ -125,7 +133,7 @@ class Requests:
         self._inbound.peers.lose(peer)
         self._inbound.on_lost(peer)
         self.replies.lost(peer)
-        self.siblings = {key: each for key, each in self.siblings.items() if key[0] != peer}
+        self._forget(lambda key: key[0] == peer)
         lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self.reqs.values() if each.router == peer]:
             self._unwanted(req, lost)
@@ -141,7 +149,7 @@ class Requests:
     def abort(self, message: Abort) -> None:
         """End a request that its router no longer wants."""
         ended = message.req_id, message.dispatch
-        self.siblings = {key: each for key, each in self.siblings.items() if key[1:] != ended}
+        self._forget(lambda key: key[1:] == ended)
         if (req := self.reqs.get(ended)) is not None:
             self._unwanted(req, ABORTED, keep=message.keep)
 
@@ -180,6 +188,12 @@ class Requests:
         """End `req`, unless its client may come back for it."""
         if not (keep and self.kept.orphan(req, time.monotonic())):
             self.leave(req, FinishReason.ABORT, cut_off)
+
+    def _forget(self, is_meant: Callable[[Key], bool]) -> None:
+        """Drop requests that are not admitted yet."""
+        for deferred in (self.siblings, self.compiling):
+            for key in [key for key in deferred if is_meant(key)]:
+                del deferred[key]
 
     def _waits(self, router: PeerId, message: Generate) -> bool:
         """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.
