@@ -46,7 +46,7 @@ def pair(
         client = Client(members)
         stack.callback(client.close)
         for worker in workers:
-            worker.update_members(members)
+            worker.update_members([*members, client.member])
         yield workers[1], client
 
 

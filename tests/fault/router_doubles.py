@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import httpx
 import openai
@@ -28,6 +29,7 @@ from tests.support.patience import until as wait_until
 from worker import api
 from worker.api import FinishReason, Generate, Member, Stages
 from worker.config import ModelConfig, PingConfig
+from worker.keyring import Keyring
 from worker.observe.spans import Tracer
 from worker.wire import Wire
 
@@ -97,6 +99,17 @@ def scores(tokens: Sequence[int], num_top: int) -> tuple[api.TokenLogprob, ...]:
 
 Script = Callable[["DecodeDouble", str, Generate], None]
 
+LIVE: "WeakSet[DecodeDouble]" = WeakSet()
+ROUTERS: dict[str, str] = {}  # keys of all that tests have started
+
+
+def introduce(router: Member) -> Member:
+    """Tell the doubles, of now and later, as a controller would tell workers."""
+    ROUTERS[router.peer] = router.wire_key
+    for double in list(LIVE):
+        double.meet()
+    return router
+
 
 class DecodeDouble:
     """A decode worker without an engine; `stats` are what its Pongs say.
@@ -118,14 +131,23 @@ class DecodeDouble:
         self.others: queue.Queue[Any] = queue.Queue()  # Stop, Abort, Ack, in order
         self.script = script
         self._inbox: queue.Queue[tuple[str, Generate] | None] = queue.Queue()
-        self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
+        self._wire = Wire(
+            f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats, Keyring()
+        )
         self._dead = False
         address = self._wire.start("127.0.0.1")
         self.member = Member(
-            name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest
-        )
+            name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest,
+            wire_key=self._wire.key,
+        )  # fmt: skip
+        LIVE.add(self)
+        self.meet()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def meet(self) -> None:
+        """Let all routers of this test process connect."""
+        self._wire.admit(ROUTERS)
 
     def reset(self) -> None:
         """Forget what has come; from now on requests wait for `take`."""
@@ -265,7 +287,7 @@ def routed(
     settings = Settings(RouterConfig(**config), model, ping, {"router": config})
     place = Place("router-0", uuid.uuid4().hex[:8], port=port)
     router = RouterServer(settings, place, tracer=tracer)
-    member = router.start()
+    member = introduce(router.start())
     try:
         router.update_members([member, *members])
         wait_until(lambda: num_live(member.address) == len(members))

@@ -37,6 +37,7 @@ def prefill(conn: Connection, model: str) -> None:
     config = worker_config("prefill", sections(model))
     worker = Worker(config, Place("prefill-0", "i0", "127.0.0.1"))
     conn.send(worker.start())
+    worker.update_members(conn.recv())
     conn.poll(None)
 
 
@@ -55,7 +56,8 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(cluster: Running, monk
     theirs.close()
     try:
         member: Member = ours.recv()
-        decode.update_members([*cluster.members, member])
+        ours.send(cluster.members)
+        decode.update_members([*cluster.members, client.member, member])
         until(lambda: decode.loop.peers.num_connected > 0, "no link")
         monkeypatch.setattr(FAULTS, "hold", True)  # no pull ends before the death is noticed
         sent = [

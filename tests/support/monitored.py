@@ -122,7 +122,7 @@ class SiteDouble(Site):
 class LinksDouble(Links):
     peers: set[PeerId] = field(default_factory=set)
 
-    def connect(self, peer: PeerId, address: str) -> None:
+    def connect(self, peer: PeerId, address: str, key: str) -> None:
         self.peers.add(peer)
 
     def disconnect(self, peer: PeerId) -> None:

@@ -1,0 +1,117 @@
+"""Who may speak on the wire, and how much at once: keys, and bounds of every socket.
+
+Every frame is encrypted and authenticated by CURVE, which ZeroMQ brings. A process makes its key
+pair anew at each start and never shows the secret half; the public half is in its `Member` record,
+which the control plane alone hands out. Who connects knows the key of whom it connects to, and who
+listens accepts keys of members only, each for the frames of its own name.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+
+from worker.api import PeerId
+
+log = logging.getLogger("kvlane.wire")
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZeroMQ's own: its I/O threads ask there who may connect
+ZAP_DOMAIN = b"kvlane"
+# Not 400: whoever is told so never tries again, and a member may connect before we know of it.
+UNKNOWN = b"300", b"unknown key", b""
+
+SEND_QUEUE_FRAMES = 10_000
+CLOSE_LINGER_MS = 500
+# The largest message that we send are the masks of one step, to the ranks of a worker: of 256 rows
+# of 16 drafts over 152 k tokens 78 MB. A socket refuses what is larger before it takes any memory.
+MAX_MESSAGE_BYTES = 128 << 20
+MAX_HEAD_BYTES = 4096  # names and numbers before a message, and what CURVE adds
+HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
+BACKLOG = 128  # connections that wait to be accepted
+RECONNECT_MS, MAX_RECONNECT_MS = 5, 200  # until a connection that was refused is tried again
+
+
+def bounded_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket whose queues, frames and handshakes are bounded."""
+    socket = context.socket(kind)
+    for option, value in (
+        (zmq.SNDHWM, SEND_QUEUE_FRAMES),
+        (zmq.LINGER, CLOSE_LINGER_MS),
+        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + MAX_HEAD_BYTES),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.BACKLOG, BACKLOG),
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+    ):
+        socket.setsockopt(option, value)
+    return socket
+
+
+def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
+    """A new key pair; None: whoever reaches a port may speak there, in any name."""
+    if authentication == "curve":
+        return Keyring()
+    log.warning("transport.authentication is none: whoever reaches our ports may speak as anyone")
+    return None
+
+
+class Keyring:
+    """`admit` may be called from any thread; the other methods are for the thread of the sockets.
+
+    Attributes:
+        key: our public key, for others.
+        num_refused: connections that showed no key of a member.
+    """
+
+    def __init__(self) -> None:
+        public, self._secret = zmq.curve_keypair()
+        self.key = public.decode()
+        self.num_refused = 0
+        self._peers: dict[bytes, PeerId] = {}  # by key: who may connect
+        self._names: frozenset[PeerId] = frozenset()  # of the same
+
+    def admit(self, keys: Mapping[PeerId, str]) -> None:
+        """Let these connect, and nobody else any more."""
+        self._peers = {z85.decode(key): peer for peer, key in keys.items() if key}
+        self._names = frozenset(self._peers.values())
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether it may connect now."""
+        return peer in self._names
+
+    def vouches(self, sender: PeerId, frame: zmq.Frame) -> bool:
+        """Whether a frame came to a listener over a connection of its sender, who is a member."""
+        return frame.get("User-Id") == sender and self.admits(sender)
+
+    def guard(
+        self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes]
+    ) -> zmq.Socket[bytes]:
+        """Have a socket that will be bound accept members only; the socket to `answer` on."""
+        zap = context.socket(zmq.REP)
+        zap.bind(ZAP_ADDRESS)
+        listener.curve_server = True
+        listener.curve_secretkey = self._secret
+        listener.zap_domain = ZAP_DOMAIN
+        listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in unanswered
+        return zap
+
+    def show_key(self, dealer: zmq.Socket[bytes], to: str) -> None:
+        """Have a socket that will be connected show our key to the owner of key `to` alone."""
+        dealer.curve_publickey = self.key.encode()
+        dealer.curve_secretkey = self._secret
+        dealer.curve_serverkey = to.encode()
+
+    def answer(self, zap: zmq.Socket[bytes]) -> None:
+        """Say of each connection that ZeroMQ asks about whose it is, or that it is refused."""
+        with contextlib.suppress(zmq.Again):
+            while True:
+                version, request, _, address, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
+                peer = self._peers.get(key)
+                if peer is None:
+                    self.num_refused += 1
+                    log.debug("refused a connection from %s, which is no member", address.decode())
+                said = UNKNOWN if peer is None else (b"200", b"OK", peer.encode())
+                zap.send_multipart([version, request, *said, b""], zmq.NOBLOCK)
