@@ -63,13 +63,12 @@ class Keyring:
 
     Attributes:
         key: our public key, for others.
-        num_refused: connections that showed no key of a member.
     """
 
     def __init__(self) -> None:
         public, self._secret = zmq.curve_keypair()
         self.key = public.decode()
-        self.num_refused = 0
+        self._num_refused = 0  # connections, since it was last told
         self._peers: dict[bytes, PeerId] = {}  # by key: who may connect
         self._names: frozenset[PeerId] = frozenset()  # of the same
 
@@ -104,6 +103,12 @@ class Keyring:
         dealer.curve_secretkey = self._secret
         dealer.curve_serverkey = to.encode()
 
+    def tell_refused(self) -> None:
+        """Log how many connections were refused since the last call; to be called now and then."""
+        if self._num_refused:
+            log.info("refused %d connections with no member's key", self._num_refused)
+            self._num_refused = 0
+
     def answer(self, zap: zmq.Socket[bytes]) -> None:
         """Say of each connection that ZeroMQ asks about whose it is, or that it is refused."""
         with contextlib.suppress(zmq.Again):
@@ -111,7 +116,7 @@ class Keyring:
                 version, request, _, address, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
                 peer = self._peers.get(key)
                 if peer is None:
-                    self.num_refused += 1
+                    self._num_refused += 1
                     log.debug("refused a connection from %s, which is no member", address.decode())
                 said = UNKNOWN if peer is None else (b"200", b"OK", peer.encode())
                 zap.send_multipart([version, request, *said, b""], zmq.NOBLOCK)

@@ -12,10 +12,8 @@ when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses t
 side says Bye, so that the other logs no loss. So does a side that is asked on a link that it has
 lost: a process that stood still learns at once that it was given up.
 
-Strangers. With a `Keyring` every link is encrypted, and a frame counts if the connection it came
-over is its sender's. What one process can make another hold is bounded: by the size of a frame,
-by the frames of one socket that are taken before others have their turn, and by one `_Peer` for
-each process that pings.
+Strangers. With a `Keyring` links are encrypted, and a frame counts if it came over a connection of
+its sender. Frames are bounded, and so is what is taken of one socket before others have their turn.
 """
 
 import contextlib
@@ -296,6 +294,8 @@ class _Links:
 
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
+        if self._keyring is not None:
+            self._keyring.tell_refused()
         if self._num_dropped:
             log.warning("dropped %d frames that no peer of ours has sent", self._num_dropped)
             self._num_dropped = 0
