@@ -30,6 +30,7 @@ CLOSE_LINGER_MS = 500
 MAX_MESSAGE_BYTES = 128 << 20
 MAX_HEAD_BYTES = 4096  # names and numbers before a message, and what CURVE adds
 HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
+MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 5, 200  # until a connection that was refused is tried again
 
@@ -112,7 +113,7 @@ class Keyring:
     def answer(self, zap: zmq.Socket[bytes]) -> None:
         """Say of each connection that ZeroMQ asks about whose it is, or that it is refused."""
         with contextlib.suppress(zmq.Again):
-            while True:
+            for _ in range(MAX_TURN_ANSWERS):
                 version, request, _, address, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
                 peer = self._peers.get(key)
                 if peer is None:
