@@ -297,7 +297,7 @@ class _Links:
         if self._keyring is not None:
             self._keyring.tell_refused()
         if self._num_dropped:
-            log.warning("dropped %d frames that no peer of ours has sent", self._num_dropped)
+            log.warning("dropped %d frames that are not ours, or of no member", self._num_dropped)
             self._num_dropped = 0
         late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
         self._pinged_at = now

@@ -415,7 +415,6 @@ def test_the_router_goes_while_choices_wait(separate: dict) -> None:
     config["ping"] = {"interval_s": 0.25, "max_misses": 8}
     with running(config) as cluster:
         other = Client(cluster.members, "other/1")
-        cluster.meet(other)
         ask(other, LONG)
         until_held(cluster, 4)
         other.close()

@@ -52,7 +52,6 @@ def answers(cluster: Running, decode: str, prefill: str) -> list[list[int]]:
     """Of one decode worker that asks one prefill worker."""
     of = {member.name: member for member in cluster.members}
     client = Client([of[decode]], f"client/{decode}-{of[decode].incarnation}-{prefill}")
-    cluster.meet(client)
     peer = of[prefill].peer
     peers = cluster.workers[decode].loop.peers
     until(lambda: peers.link(peer) is not None, "no link")
@@ -71,8 +70,7 @@ def join(cluster: Running, worker: Worker) -> None:
     cluster.workers[member.name] = worker
     others = [each for each in cluster.members if each.name != member.name]
     cluster.members[:] = [*others, member]
-    for each in cluster.workers.values():
-        each.update_members([*cluster.members, cluster.client.member, *cluster.met])
+    cluster.meet()
 
 
 def turn(cluster: Running, role: str, sections: Sections, kept: Kept | None = None) -> Worker:

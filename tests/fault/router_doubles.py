@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import httpx
 import openai
@@ -24,6 +23,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from router.config import RouterConfig
 from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
+from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import HANG_S
 from tests.support.patience import until as wait_until
 from worker import api
@@ -99,17 +99,6 @@ def scores(tokens: Sequence[int], num_top: int) -> tuple[api.TokenLogprob, ...]:
 
 Script = Callable[["DecodeDouble", str, Generate], None]
 
-LIVE: "WeakSet[DecodeDouble]" = WeakSet()
-ROUTERS: dict[str, str] = {}  # keys of all that tests have started
-
-
-def introduce(router: Member) -> Member:
-    """Tell the doubles, of now and later, as a controller would tell workers."""
-    ROUTERS[router.peer] = router.wire_key
-    for double in list(LIVE):
-        double.meet()
-    return router
-
 
 class DecodeDouble:
     """A decode worker without an engine; `stats` are what its Pongs say.
@@ -140,14 +129,14 @@ class DecodeDouble:
             name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest,
             wire_key=self._wire.key,
         )  # fmt: skip
-        LIVE.add(self)
+        LISTENERS.add(self)
         self.meet()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def meet(self) -> None:
-        """Let all routers of this test process connect."""
-        self._wire.admit(ROUTERS)
+        """As `meeting.Listener`."""
+        self._wire.admit({peer: member.wire_key for peer, member in list(MET.items())})
 
     def reset(self) -> None:
         """Forget what has come; from now on requests wait for `take`."""

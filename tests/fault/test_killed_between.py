@@ -9,6 +9,7 @@ import pytest
 from tests.fault.test_protocol_faults import FAULTS, patched, until_first_tokens
 from tests.support.books import check_book
 from tests.support.engines import Running, running, value, worker_config
+from tests.support.meeting import MET
 from tests.support.patience import until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
@@ -57,7 +58,7 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(cluster: Running, monk
     try:
         member: Member = ours.recv()
         ours.send(cluster.members)
-        decode.update_members([*cluster.members, client.member, member])
+        decode.update_members([*cluster.members, *MET.values(), member])
         until(lambda: decode.loop.peers.num_connected > 0, "no link")
         monkeypatch.setattr(FAULTS, "hold", True)  # no pull ends before the death is noticed
         sent = [

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import until
 from worker import api
 from worker.api import FinishReason, Member, Sampling
@@ -69,7 +70,7 @@ class Client:
         self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put, keyring=Keyring())
         self._wire.start()
         name, incarnation = peer.split("/")
-        self.member = Member(name, "router", incarnation, "", wire_key=self._wire.key)
+        introduce(Member(name, "router", incarnation, "", wire_key=self._wire.key))
         self.decodes = [member.peer for member in members if member.role == "decode"]
         self.prefills = [member.peer for member in members if member.role == "prefill"]
         for member in members:
@@ -164,18 +165,20 @@ class Client:
         answer.take(chunk)
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     workers: dict[str, Worker]
     members: list[Member]
     client: Client
-    met: list[Member] = field(default_factory=list)  # other clients
 
-    def meet(self, client: Client) -> None:
-        """Let another client speak to the workers."""
-        self.met.append(client.member)
+    def __post_init__(self) -> None:
+        LISTENERS.add(self)
+        self.meet()
+
+    def meet(self) -> None:
+        """As `meeting.Listener`."""
         for worker in self.workers.values():
-            worker.update_members([*self.members, self.client.member, *self.met])
+            worker.update_members([*self.members, *MET.values()])
 
     def answers(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
@@ -229,7 +232,7 @@ def running(
             ranks += others
     client = Client(members)
     for worker in workers.values():
-        worker.update_members([*members, client.member])
+        worker.update_members([*members, *MET.values()])
     try:
         decodes = [worker for name, worker in workers.items() if name.startswith("decode")]
         until(

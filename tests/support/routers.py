@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.fault.router_doubles import HANG_S, DecodeDouble, introduce, num_live, wait_until
+from tests.fault.router_doubles import HANG_S, DecodeDouble, num_live, wait_until
+from tests.support.meeting import introduce
 from tests.support.processes import FORKED, fork
 from tests.support.router_process import serve_until_killed
 from worker.api import Member
