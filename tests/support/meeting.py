@@ -1,4 +1,4 @@
-"""Whom the workers and doubles of a test process hear: a controller's word, for tests without one."""
+"""Whom workers and doubles of a test process hear: what a controller would tell them."""
 
 from typing import Protocol
 from weakref import WeakSet
