@@ -8,6 +8,8 @@ listens accepts keys of members only, each for the frames of its own name.
 
 import contextlib
 import logging
+import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Literal
 
@@ -20,8 +22,6 @@ log = logging.getLogger("kvlane.wire")
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZeroMQ's own: its I/O threads ask there who may connect
 ZAP_DOMAIN = b"kvlane"
-# Not 400: whoever is told so never tries again, and a member may connect before we know of it.
-UNKNOWN = b"300", b"unknown key", b""
 
 SEND_QUEUE_FRAMES = 10_000
 CLOSE_LINGER_MS = 500
@@ -31,8 +31,9 @@ MAX_MESSAGE_BYTES = 128 << 20
 MAX_HEAD_BYTES = 4096  # names and numbers before a message, and what CURVE adds
 HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
+MAX_ASKED = 256  # connections that wait to be announced
 BACKLOG = 128  # connections that wait to be accepted
-RECONNECT_MS, MAX_RECONNECT_MS = 5, 200  # until a connection that was refused is tried again
+RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
 
 
 def bounded_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
@@ -69,7 +70,9 @@ class Keyring:
     def __init__(self) -> None:
         public, self._secret = zmq.curve_keypair()
         self.key = public.decode()
-        self._num_refused = 0  # connections, since it was last told
+        self._zap: zmq.Socket[bytes] | None = None
+        # Of ZeroMQ and not answered: when it came, the head of its answer, and the key.
+        self._asked = deque[tuple[float, list[bytes], bytes]](maxlen=MAX_ASKED)
         self._peers: dict[bytes, PeerId] = {}  # by key: who may connect
         self._names: frozenset[PeerId] = frozenset()  # of the same
 
@@ -90,7 +93,7 @@ class Keyring:
         self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes]
     ) -> zmq.Socket[bytes]:
         """Have a socket that will be bound accept members only; the socket to `answer` on."""
-        zap = context.socket(zmq.REP)
+        zap = self._zap = context.socket(zmq.ROUTER)
         zap.bind(ZAP_ADDRESS)
         listener.curve_server = True
         listener.curve_secretkey = self._secret
@@ -104,20 +107,30 @@ class Keyring:
         dealer.curve_secretkey = self._secret
         dealer.curve_serverkey = to.encode()
 
-    def tell_refused(self) -> None:
-        """Log how many connections were refused since the last call; to be called now and then."""
-        if self._num_refused:
-            log.info("refused %d connections with no member's key", self._num_refused)
-            self._num_refused = 0
+    def answer(self) -> None:
+        """Say whose the connections are that ZeroMQ asks about.
 
-    def answer(self, zap: zmq.Socket[bytes]) -> None:
-        """Say of each connection that ZeroMQ asks about whose it is, or that it is refused."""
+        Those with keys of no member wait: they may have come before we have heard of them. ZeroMQ
+        closes them after HANDSHAKE_MS, and members then try again.
+        """
+        zap = self._zap
+        if zap is None:  # nobody listens
+            return
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_TURN_ANSWERS):
-                version, request, _, address, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
-                peer = self._peers.get(key)
-                if peer is None:
-                    self._num_refused += 1
-                    log.debug("refused a connection from %s, which is no member", address.decode())
-                said = UNKNOWN if peer is None else (b"200", b"OK", peer.encode())
-                zap.send_multipart([version, request, *said, b""], zmq.NOBLOCK)
+                *head, _, _, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
+                self._asked.append((time.monotonic(), head, key))
+        for question in list(self._asked):
+            _, head, key = question
+            if (peer := self._peers.get(key)) is not None:
+                self._asked.remove(question)
+                zap.send_multipart([*head, b"200", b"OK", peer.encode(), b""], zmq.NOBLOCK)
+
+    def tell_refused(self) -> None:
+        """Log how many connections have waited in vain; to be called now and then."""
+        before, num = time.monotonic() - HANDSHAKE_MS / 1000, 0
+        while self._asked and self._asked[0][0] < before:
+            self._asked.popleft()
+            num += 1
+        if num:
+            log.info("refused %d connections with no member's key", num)

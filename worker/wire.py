@@ -82,13 +82,10 @@ class Wire:
         return address
 
     def admit(self, keys: Mapping[PeerId, str]) -> None:
-        """Let these peers connect with these keys, and lose others that have.
-
-        Without a keyring everybody may.
-        """
+        """Let these peers connect, with these keys, and nobody else; without a keyring all may."""
         if self._keyring is not None:
             self._keyring.admit(keys)
-            self._post(self._links.expel)
+            self._post(self._links.admitted)
 
     def connect(self, peer: PeerId, address: str, key: str = "") -> None:
         """Open a link; a first Pong follows when it works, or Lost when it does not.
@@ -264,7 +261,7 @@ class _Links:
         """Take what `socket` has, but not so much at once that others wait for long."""
         if socket is self._zap:
             assert self._keyring is not None
-            self._keyring.answer(socket)
+            self._keyring.answer()
             return
         for _ in range(MAX_TURN_FRAMES):
             try:
@@ -327,10 +324,12 @@ class _Links:
             self.poller.unregister(peer.dealer)
             peer.dealer.close(CLOSE_LINGER_MS)
 
-    def expel(self) -> None:
-        """Lose whoever has connected and may not any more."""
+    def admitted(self) -> None:
+        """After `Keyring.admit`: let in who waits for it, lose whoever may not speak any more."""
+        assert self._keyring is not None
+        self._keyring.answer()
         for peer_id, peer in list(self._peers.items()):
-            if peer.dealer is None and self._keyring and not self._keyring.admits(peer_id):
+            if peer.dealer is None and not self._keyring.admits(peer_id):
                 self.lose(peer_id, "it is no member any more")
 
     def close(self) -> None:
