@@ -78,8 +78,9 @@ class Keyring:
 
     def admit(self, keys: Mapping[PeerId, str]) -> None:
         """Let these connect, and nobody else any more."""
-        self._peers = {z85.decode(key): peer for peer, key in keys.items() if key}
-        self._names = frozenset(self._peers.values())
+        peers = {z85.decode(key): peer for peer, key in keys.items() if key}
+        self._names = frozenset(peers.values())  # first: who is let in is heard from then on
+        self._peers = peers
 
     def admits(self, peer: PeerId) -> bool:
         """Whether it may connect now."""
