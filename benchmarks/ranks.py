@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from worker.config import WorkerConfig
+from worker.keyring import keyring
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.run.engine import Engine
-from worker.run.ranks import Ranks, rank_addresses
+from worker.run.ranks import Ranks, rank_listeners
 from worker.start.build import Place, build_engine
 from worker.wire import Wire
 
@@ -41,12 +42,13 @@ def led_engine(config: WorkerConfig) -> Engine:
         atexit.register(process.kill)  # a signal would wait for what it is doing
     engine = build_engine(config, Place(NAME, INCARNATION, HOST, rendezvous))
     engine.rank_group.gather(engine.endpoint())
-    wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None)
+    own = keyring(config.transport.authentication)
+    wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None, keyring=own)
     wire.start()
-    addresses = rank_addresses(engine.rank_group, NAME, INCARNATION)
-    engine.runner.ranks = Ranks(tuple(addresses), wire.send, compared=False)
-    for peer, address in addresses.items():
-        wire.connect(peer, address)
+    listeners = rank_listeners(engine.rank_group, NAME, INCARNATION, wire.key)
+    engine.runner.ranks = Ranks(tuple(listeners), wire.send, compared=False)
+    for peer, (address, key) in listeners.items():
+        wire.connect(peer, address, key)
     return engine
 
 

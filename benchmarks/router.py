@@ -117,7 +117,8 @@ class Worker:
 def route(pipe: Connection, directory: Path) -> None:
     """The router's process: the router's own threads, and this one for commands."""
     config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
-    router = RouterServer(Settings(config, model, PING), Place("router-0", "1"))
+    settings = Settings(config, model, PING, authentication="none")  # a cost of its own
+    router = RouterServer(settings, Place("router-0", "1"))
     member = router.start()
     gc.collect()
     gc.freeze()  # as in a cluster

@@ -73,6 +73,7 @@ class Member(Message, frozen=True):
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
     simulated_accept_len: float = 0.0  # tokens of a step that count; above 0 its answers are junk
     drafter: str = ""  # what proposes drafts, as in `SpecConfig.drafter`; "": nothing does
+    wire_key: str = ""  # public key of its Wire (worker.keyring); "": its frames are plain
 
     @property
     def peer(self) -> PeerId:
@@ -81,10 +82,7 @@ class Member(Message, frozen=True):
 
 
 class Change(Message, frozen=True):
-    """What has happened to one process of the cluster, for people.
-
-    Never on the wire: the controller tells routers, which show it.
-    """
+    """What has happened to a process, for people. The controller tells routers, not by the wire."""
 
     name: str
     role: Role

@@ -15,6 +15,7 @@ from typing import NoReturn, Protocol
 from worker.api import Member, PeerId, PullPath, WorkerStats
 from worker.config import PingConfig
 from worker.errors import PeerLost
+from worker.keyring import Keyring
 from worker.wire import Wire
 
 log = logging.getLogger("kvlane.loop")
@@ -69,11 +70,13 @@ class EngineThread:
     that hangs or is dead, and a saturated one, whose steps settle, is not.
     """
 
-    def __init__(self, me: PeerId, ping: PingConfig) -> None:
+    def __init__(self, me: PeerId, ping: PingConfig, keyring: Keyring | None = None) -> None:
         self.me = me
         self.stats = WorkerStats()
         self._inbox: SimpleQueue[Sequence[Incoming]] = SimpleQueue()
-        self._wire = Wire(me, ping, self._inbox.put, lambda: self.stats)
+        self._wire = Wire(me, ping, self._inbox.put, lambda: self.stats, keyring)
+        self.key = self._wire.key
+        self.admit = self._wire.admit
         self.send = self._wire.send
         self.connect = self._wire.connect
         self.disconnect = self._wire.disconnect

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from worker.api import Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
+from worker.keyring import keyring
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.plan import Ended, Launch, LaunchTail
 from worker.run.engine import Engine
@@ -22,6 +23,7 @@ from worker.run.ranks import (
     FromRank,
     from_leader,
     launched,
+    leader_key,
     masks_of,
     rank_peer,
     wrapped,
@@ -133,7 +135,9 @@ class Rank:
         self._host = place.host
         self._engine = build_engine(config, place, rank)
         me = rank_peer(place.name, place.incarnation, rank)
-        self._thread = EngineThread(me, self._engine.config.ping)
+        self._leader = place.peer
+        authentication = self._engine.config.transport.authentication
+        self._thread = EngineThread(me, self._engine.config.ping, keyring(authentication))
         self._loop = RankLoop(self._engine, self._thread)
         self.join = self._thread.join
 
@@ -141,7 +145,8 @@ class Rank:
         """Begin to serve the leader; returns once it knows this rank."""
         address = self._thread.start(self._host, self._loop.turn)
         self._engine.rank_group.gather(self._engine.endpoint())
-        self._engine.rank_group.gather(address.encode())
+        key = leader_key(self._engine.rank_group, address, self._thread.key)
+        self._thread.admit({self._leader: key})
 
     def stop(self) -> None:
         """End the loop and free everything, once the leader has said that nothing follows."""

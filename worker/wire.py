@@ -11,6 +11,9 @@ A link works or is lost, for both sides. Each connect() begins one, and its fram
 when ZeroMQ reconnects by itself, frames under way are gone, and the gap loses the peer. A closing
 side says Bye, so that the other logs no loss. So does a side that is asked on a link that it has
 lost: a process that stood still learns at once that it was given up.
+
+Strangers. With a `Keyring` links are encrypted, and a frame counts if it came over a connection of
+its sender. Frames are bounded, and so is what is taken of one socket before others have their turn.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -28,14 +31,14 @@ import zmq
 
 from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
+from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, bounded_socket
 
 log = logging.getLogger("kvlane.wire")
 
 Event = tuple[PeerId, AnyMessage | Lost]
 _Place = tuple[int, int]  # of a frame: its link, and its number on that link from 1 on
-SEND_QUEUE_FRAMES = 10_000
-CLOSE_LINGER_MS = 500
 CONNECT_GRACE_S = 10.0
+MAX_TURN_FRAMES = 256  # taken from one socket before others, and what we send, have their turn
 SWITCH_INTERVAL_S = 1e-4  # of the interpreter: the I/O thread must not wait 5 ms for the engine
 
 
@@ -43,6 +46,7 @@ class Wire:
     """Sockets, framing and liveness of one process; every method may be called from any thread.
 
     The I/O thread calls `deliver` with what arrived, and `stats` for every Pong; neither may block.
+    keyring: with the key of this process; None: frames are plain, and anybody's are taken.
     """
 
     def __init__(
@@ -51,10 +55,13 @@ class Wire:
         ping: PingConfig,
         deliver: Callable[[Sequence[Event]], None],
         stats: Callable[[], WorkerStats | None] = lambda: None,
+        keyring: Keyring | None = None,
     ) -> None:
         self.me = me
+        self.key = "" if keyring is None else keyring.key  # for `Member.wire_key`
         self._ping, self._deliver, self._stats = ping, deliver, stats
-        self._links = _Links(me, ping, self._pong)
+        self._keyring = keyring
+        self._links = _Links(me, ping, self._pong, keyring)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_woken = False  # the I/O thread will look into the outbox: no need to wake it
@@ -74,9 +81,18 @@ class Wire:
         self._thread.start()
         return address
 
-    def connect(self, peer: PeerId, address: str) -> None:
-        """Open a link; a first Pong follows when it works, or Lost when it does not."""
-        self._post(lambda: self._links.connect(peer, address))
+    def admit(self, keys: Mapping[PeerId, str]) -> None:
+        """Let these peers connect, with these keys, and nobody else; without a keyring all may."""
+        if self._keyring is not None:
+            self._keyring.admit(keys)
+            self._post(self._links.admitted)
+
+    def connect(self, peer: PeerId, address: str, key: str = "") -> None:
+        """Open a link; a first Pong follows when it works, or Lost when it does not.
+
+        key: the peer's; with a keyring nobody without it gets a frame.
+        """
+        self._post(lambda: self._links.connect(peer, address, key))
 
     def disconnect(self, peer: PeerId) -> None:
         """Close the link to `peer` without a Lost event; unknown peers are fine."""
@@ -89,6 +105,7 @@ class Wire:
     def send(self, peer: PeerId, message: AnyMessage) -> None:
         """Queue one message. Never blocks; a failure arrives as `Lost` of that peer."""
         frame = encode(message)
+        assert len(frame) <= MAX_MESSAGE_BYTES, type(message)
         self._post(lambda: self._links.send(peer, frame))
 
     def beat(self) -> None:
@@ -164,6 +181,7 @@ class _Peer:
     """One peer. `dealer` is our socket to it if we connected, None if the peer connected to us."""
 
     dealer: zmq.Socket[bytes] | None
+    route: bytes  # the listener's name for the connection that it was last heard on
     link: int  # chosen by the side that connected; ascends
     heard_at: float
     heard: bool
@@ -174,31 +192,43 @@ class _Peer:
 class _Links:
     """The sockets of one process and its peers; after `listen` for the I/O thread only."""
 
-    def __init__(self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None]) -> None:
-        self._me, self._ping, self._pong = me, ping, pong
+    def __init__(
+        self,
+        me: PeerId,
+        ping: PingConfig,
+        pong: Callable[[], Pong | None],
+        keyring: Keyring | None,
+    ) -> None:
+        self._me, self._ping, self._pong, self._keyring = me, ping, pong, keyring
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
+        self._zap: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
-        self._ended: dict[PeerId, int] = {}  # last link of each peer that had connected to us
         self._events: list[Event] = []
+        self._num_dropped = 0  # frames since the last ping
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
 
     def listen(self, host: str) -> str:
         """Bind the ROUTER socket to a free port of `host`; its address."""
-        self._listener = self._socket(zmq.ROUTER)
+        self._listener = bounded_socket(self._context, zmq.ROUTER)
         self._listener.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._listener.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.poller.register(self._listener, zmq.POLLIN)
+        if self._keyring is not None:
+            self._zap = self._keyring.guard(self._context, self._listener)
+            self.poller.register(self._zap, zmq.POLLIN)
         return f"tcp://{host}:{self._listener.bind_to_random_port(f'tcp://{host}')}"
 
-    def connect(self, peer: PeerId, address: str) -> None:
+    def connect(self, peer: PeerId, address: str, key: str) -> None:
         """Open a DEALER to `peer` and ping it at once."""
         if peer in self._peers:
             return
-        dealer = self._socket(zmq.DEALER)
-        dealer.setsockopt(zmq.ROUTING_ID, self._me.encode())
-        self._peers[peer] = _Peer(dealer, time.monotonic_ns(), time.monotonic(), False)
+        dealer = bounded_socket(self._context, zmq.DEALER)
+        self.poller.register(dealer, zmq.POLLIN)
+        self._peers[peer] = _Peer(dealer, b"", time.monotonic_ns(), time.monotonic(), False)
         try:
+            if self._keyring is not None:
+                self._keyring.show_key(dealer, key)
             dealer.connect(address)
         except zmq.ZMQError as error:
             self.lose(peer, f"cannot connect to {address}: {error}")
@@ -220,7 +250,7 @@ class _Links:
                 peer.dealer.send(packed, zmq.NOBLOCK)
             else:
                 assert self._listener is not None
-                self._listener.send_multipart([peer_id.encode(), packed], zmq.NOBLOCK)
+                self._listener.send_multipart([peer.route, packed], zmq.NOBLOCK)
         except zmq.Again:
             self.lose(peer_id, "its queue is full")
         except zmq.ZMQError as error:
@@ -228,20 +258,31 @@ class _Links:
                 self.lose(peer_id, f"send failed: {error}")
 
     def receive(self, socket: zmq.Socket[bytes]) -> None:
-        """Take everything that `socket` has."""
-        while True:
+        """Take what `socket` has, but not so much at once that others wait for long."""
+        if socket is self._zap:
+            assert self._keyring is not None
+            self._keyring.answer()
+            return
+        for _ in range(MAX_TURN_FRAMES):
             try:
-                *_, frame = socket.recv_multipart(zmq.NOBLOCK)
+                *route, frame = socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.ZMQError:
                 return  # nothing left, or closed since the poller named it
             try:
-                sender, addressee, place, payload = _unpack(frame)
+                sender, addressee, place, payload = _unpack(frame.bytes)
                 message = decode(payload)
-            except (msgspec.MsgspecError, ValueError) as error:
-                log.warning("dropped a frame that is not ours: %s", error)
+            except (msgspec.MsgspecError, ValueError):
+                self._num_dropped += 1
                 continue
-            if addressee == self._me:  # else it is for a process that had our address before
-                self._heard(sender, place, message, socket)
+            if socket is not self._listener:
+                peer = self._peers.get(sender)
+                is_own = peer is not None and peer.dealer is socket
+            else:
+                is_own = self._keyring is None or self._keyring.vouches(sender, frame)
+            if not is_own:
+                self._num_dropped += 1
+            elif addressee == self._me:  # else it is for a process that had our address before
+                self._heard(sender, place, message, route[0].bytes if route else None)
 
     def take_events(self) -> list[Event]:
         """Messages that arrived, and peers lost, since the last call."""
@@ -250,6 +291,11 @@ class _Links:
 
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
+        if self._keyring is not None:
+            self._keyring.tell_refused()
+        if self._num_dropped:
+            log.warning("dropped %d frames that are not ours, or of no member", self._num_dropped)
+            self._num_dropped = 0
         late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
         self._pinged_at = now
         stalled = self._pong() is None
@@ -274,13 +320,17 @@ class _Links:
     def forget(self, peer_id: PeerId) -> None:
         """Close the link, if there is one."""
         peer = self._peers.pop(peer_id, None)
-        if peer is None:
-            return
-        if peer.dealer is None:
-            self._ended[peer_id] = peer.link
-        else:
+        if peer is not None and peer.dealer is not None:
             self.poller.unregister(peer.dealer)
             peer.dealer.close(CLOSE_LINGER_MS)
+
+    def admitted(self) -> None:
+        """After `Keyring.admit`: let in who waits for it, lose whoever may not speak any more."""
+        assert self._keyring is not None
+        self._keyring.answer()
+        for peer_id, peer in list(self._peers.items()):
+            if peer.dealer is None and not self._keyring.admits(peer_id):
+                self.lose(peer_id, "it is no member any more")
 
     def close(self) -> None:
         """Close every link and socket."""
@@ -288,26 +338,21 @@ class _Links:
             self.part(peer_id)
         self._context.destroy(linger=CLOSE_LINGER_MS)
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, SEND_QUEUE_FRAMES)
-        socket.setsockopt(zmq.LINGER, CLOSE_LINGER_MS)
-        self.poller.register(socket, zmq.POLLIN)
-        return socket
-
     def _heard(
-        self, sender: PeerId, place: _Place, message: AnyMessage, socket: zmq.Socket[bytes]
+        self, sender: PeerId, place: _Place, message: AnyMessage, route: bytes | None
     ) -> None:
+        """Take a message; route: of the connection to our listener that it came over, if any."""
         link, number = place
-        if socket is self._listener:
-            self._meet(sender, link)
+        if route is not None and number == 1:
+            self._meet(sender, link, route)
         peer = self._peers.get(sender)
         if peer is None or peer.link != link:  # of a link that is over
-            if peer is None and socket is self._listener and not isinstance(message, Bye):
+            if peer is None and route is not None and not isinstance(message, Bye):
                 # It may have stood still when we gave it up: it need not wait for our silence.
+                assert self._listener is not None
                 bye = _pack(self._me, sender, (link, 0), encode(Bye()))
                 with contextlib.suppress(zmq.ZMQError):
-                    socket.send_multipart([sender.encode(), bye], zmq.NOBLOCK)
+                    self._listener.send_multipart([route, bye], zmq.NOBLOCK)
             return
         if isinstance(message, Bye):
             self.lose(sender, "it has closed the link", logging.DEBUG)
@@ -316,20 +361,23 @@ class _Links:
         if number != peer.num_received:
             self.lose(sender, f"frame {number} came instead of {peer.num_received}")
             return
-        peer.heard_at, peer.heard = time.monotonic(), True
+        peer.heard_at, peer.heard, peer.route = time.monotonic(), True, route or b""
         if not isinstance(message, Ping):
             self._events.append((sender, message))
         elif (pong := self._pong()) is not None:
             self.send(sender, encode(pong), answer=True)
 
-    def _meet(self, sender: PeerId, link: int) -> None:
-        """Register the sender, which connected to us; a newer link replaces the known one."""
+    def _meet(self, sender: PeerId, link: int, route: bytes) -> None:
+        """Register the sender, which connected to us; a newer link replaces the known one.
+
+        Only its first frame begins a link, so what is left of one that is over does not.
+        """
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
             self.lose(sender, "it has connected anew")
             peer = None
-        if peer is None and link > self._ended.get(sender, 0):
-            self._peers[sender] = _Peer(None, link, 0.0, True)
+        if peer is None:
+            self._peers[sender] = _Peer(None, route, link, 0.0, True)
 
     def lose(
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False

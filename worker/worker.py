@@ -3,14 +3,17 @@
 import time
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from worker.api import Lost, Member, RankMessage
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
+from worker.keyring import keyring
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.plan import Ended, Launched
 from worker.registry import resolve
 from worker.run.engine import Kept
-from worker.run.ranks import Ranks, from_rank, rank_addresses
+from worker.run.ranks import Ranks, from_rank, rank_listeners
 from worker.start.build import Place, build_engine
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
@@ -32,7 +35,8 @@ class Worker:
     ) -> None:
         self._config, self._place, self._metrics_port = config, place, metrics_port
         self.engine = build_engine(config, place, kept=kept)
-        self._thread = EngineThread(place.peer, self.engine.config.ping)
+        authentication = self.engine.config.transport.authentication
+        self._thread = EngineThread(place.peer, self.engine.config.ping, keyring(authentication))
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
         self.join = self._thread.join
@@ -46,18 +50,23 @@ class Worker:
         endpoints = tuple(group.gather(self.engine.endpoint()))
         address = self._thread.start(place.host, self._turn)
         if group.size > 1:
-            addresses = rank_addresses(group, place.name, place.incarnation)
+            listeners = rank_listeners(group, place.name, place.incarnation, self._thread.key)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
-            self.engine.runner.ranks = Ranks(tuple(addresses), self._thread.send, compared=strict)
-            for peer, rank_address in addresses.items():
-                self._thread.connect(peer, rank_address)
-        return self.engine.member(
+            self.engine.runner.ranks = Ranks(tuple(listeners), self._thread.send, compared=strict)
+            for peer, (rank_address, key) in listeners.items():
+                self._thread.connect(peer, rank_address, key)
+        member = self.engine.member(
             place.name, place.incarnation, address, metrics_address, endpoints
         )
+        return replace(member, wire_key=self._thread.key)
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """Hand the loop the control plane's whole list of live members."""
+        """Take the control plane's whole list of live members, also before the start.
+
+        They alone may connect.
+        """
+        self._thread.admit({member.peer: member.wire_key for member in members})
         self._thread.post(MembersChanged(tuple(members)))
 
     def drain(self) -> None:

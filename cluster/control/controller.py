@@ -18,7 +18,8 @@ from cluster.sites.estate import Done, Legacy, Order, Orders
 from cluster.sites.handles import Identity
 from cluster.sites.process import Process, Record, Stage
 from cluster.sites.ray_site import Home, RaySite
-from worker.api import Lost
+from worker.api import Lost, Member
+from worker.keyring import keyring
 from worker.wire import Event as WireEvent
 from worker.wire import Wire
 
@@ -105,9 +106,15 @@ class Controller(Commands):
                 if isinstance(message, Lost):
                     loop.call_soon_threadsafe(monitor.lost, peer, message)
 
-        wire = Wire(f"controller/{secrets.token_hex(4)}", self._site.given.ping, deliver)
+        given, incarnation = self._site.given, secrets.token_hex(4)
+        own = keyring(given.transport.authentication)
+        wire = Wire(f"controller/{incarnation}", given.ping, deliver, keyring=own)
+        # Workers know it before it pings them, and they are announced.
+        me = Member("controller", "controller", incarnation, "", wire_key=wire.key)
+        self._site.controller = me
         replicas = [Replica.of(record, process) for record, process in found]
-        monitor = Monitor(replicas, self._site, wire, self._site.given.cluster, self._legacy.number)
+        number = self._legacy.number
+        monitor = Monitor(replicas, self._site, wire, given.cluster, number, me)
         self._wire, self._monitor = wire, monitor
         wire.start()
         _beat(loop, wire)

@@ -6,18 +6,27 @@ from collections.abc import Mapping
 from cluster.control.replicas import Changes, Replica
 from cluster.control.tasks import Background
 from cluster.sites.process import Membership
+from worker.api import Member
 
 log = logging.getLogger("kvlane.monitor")
 
 
 class Herald:
-    """Of one monitor. number: of the monitors that there have been; a later one is believed."""
+    """Of one monitor. number: of the monitors that there have been; a later one is believed.
+
+    controller: the process that we are in, whom workers answer.
+    """
 
     def __init__(
-        self, replicas: Mapping[str, Replica], background: Background, number: int
+        self,
+        replicas: Mapping[str, Replica],
+        background: Background,
+        number: int,
+        controller: Member | None,
     ) -> None:
         self._replicas, self._background = replicas, background
         self._number, self._num_told = number, 0
+        self._controller = controller
         self._changes = Changes()
 
     def announce(self, replica: Replica, state: str, text: str) -> None:
@@ -31,7 +40,7 @@ class Herald:
         version = self._number, self._num_told
         # A draining one is a member: it still serves what it has begun.
         members = [r.member for r in self._replicas.values() if r.member is not None]
-        membership = Membership(version, members, self._changes.listed())
+        membership = Membership(version, members, self._changes.listed(), self._controller)
         log.debug("members %d.%d: %s", *version, " ".join(m.peer for m in members) or "none")
         for receiver in self._replicas.values():
             process = receiver.reachable

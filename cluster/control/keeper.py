@@ -126,7 +126,7 @@ class Keeper:
         """Learn of a member that falls silent."""
         assert replica.member is not None
         if replica.member.address.startswith(PINGED):
-            self._links.connect(replica.member.peer, replica.member.address)
+            self._connect(replica.member)
         else:
             self._background.spawn(listen(replica), f"reports of {replica.name}")
 
@@ -135,7 +135,10 @@ class Keeper:
         member = replica.member
         await asyncio.sleep(RELINK_S)
         if member is not None and replica.member is member:
-            self._links.connect(member.peer, member.address)
+            self._connect(member)
+
+    def _connect(self, member: Member) -> None:
+        self._links.connect(member.peer, member.address, member.wire_key)
 
     def _leave(self, replica: Replica, why: KvlaneError) -> None:
         """Take the replica out of the members and tell all processes at once."""

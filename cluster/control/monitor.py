@@ -17,7 +17,7 @@ from cluster.control.keeper import Keeper
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, address_stays
 from cluster.control.tasks import Background, in_time
 from cluster.sites.process import Links, Report, Site
-from worker.api import Lost, PeerId
+from worker.api import Lost, Member, PeerId
 from worker.errors import UserError, WorldError
 
 log = logging.getLogger("kvlane.monitor")
@@ -32,6 +32,7 @@ class Monitor:
     replicas: only this object changes them from now on.
     links: their owner calls `lost` when a link to a process is over.
     number: of the monitors that there have been; what a later one says of members counts.
+    controller: the process that we are in.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Monitor:
         links: Links,
         config: ClusterConfig,
         number: int = 1,
+        controller: Member | None = None,
     ) -> None:
         self.events: list[Event] = []
         self._replicas = {replica.name: replica for replica in replicas}
@@ -48,7 +50,7 @@ class Monitor:
         self._config = config
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background()
-        self._herald = Herald(self._replicas, self._background, number)
+        self._herald = Herald(self._replicas, self._background, number, controller)
         self._keeper = Keeper(site, links, config, self._herald, self._background, self._note)
 
     async def start(self) -> None:

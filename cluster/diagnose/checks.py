@@ -21,7 +21,7 @@ import msgspec
 from cluster import download
 from cluster.config import Config, WorkerRole
 from cluster.diagnose.facts import Facts, read_facts
-from cluster.diagnose.finding import Finding, Level, failure, ok, refused
+from cluster.diagnose.finding import Finding, Level, failure, ok, refused, warning
 from cluster.diagnose.machine import examine, versions
 from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.dispatch.policy import POLICIES
@@ -63,9 +63,9 @@ def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding
     if num_gpus is None:  # that cluster's nodes are not this machine
         settings = Settings(config, 0, config)
         keys = [*_keys(settings), *_certificate(settings)] if _beside_serve(config) else []
-        return [*map(refused, (*_names(settings), *keys)), *versions(facts)]
+        return [*map(refused, (*_names(settings), *keys)), *_wire(config), *versions(facts)]
     settings = Settings.here(config, num_gpus)
-    return [*map(refused, mistakes(settings)), *examine(settings.decided, facts)]
+    return [*map(refused, mistakes(settings)), *_wire(config), *examine(settings.decided, facts)]
 
 
 def refuse(findings: Iterable[Finding]) -> None:
@@ -116,7 +116,7 @@ def of_machine(config: Config, num_gpus: int, facts: Facts) -> list[Finding]:
     errors = mistakes(settings)
     ports = () if any(error.param in PORTS for error in errors) else _ports(config)
     judged = examine(settings.decided, facts)
-    return [*ports, *map(refused, errors), *_model(config), *judged]
+    return [*ports, *map(refused, errors), *_wire(config), *_model(config), *judged]
 
 
 def _ports(config: Config) -> Iterator[Finding]:
@@ -134,6 +134,16 @@ def _ports(config: Config) -> Iterator[Finding]:
         )
     else:
         yield ok("ports", f"{config.cluster.host}:{config.cluster.port} is free")
+
+
+def _wire(config: Config) -> Iterator[Finding]:
+    if config.transport.authentication == "none":
+        yield warning(
+            "wire",
+            "transport.authentication is none",
+            "whoever reaches a worker's port may ask it, and take what is another's",
+            "leave it at curve, unless nobody else reaches the network of the workers",
+        )
 
 
 def _model(config: Config) -> Iterator[Finding]:

@@ -51,6 +51,7 @@ class Assignment:
     name: str  # of the worker or router
     incarnation: str
     cluster: ClusterConfig
+    controller: Member | None  # the last one that we have heard of
     host: str = LOCAL_HOST  # address of its node
     rank: int = 0
 
@@ -86,10 +87,16 @@ class ProcessActor:
         with self._lock:
             if membership.version > self._version:
                 self._version = membership.version
+                self._assignment = replace(self._assignment, controller=membership.controller)
                 self._take(membership)
 
     def _take(self, membership: Membership) -> None:
-        self._part.update_members(membership.members)
+        self._part.update_members((*membership.members, *self._callers()))
+
+    def _callers(self) -> tuple[Member, ...]:
+        """Who calls a worker that no list of members has."""
+        controller = self._assignment.controller
+        return () if controller is None else (controller,)
 
     def drain(self, address_stays: bool) -> None:
         self._part.drain()
@@ -140,7 +147,9 @@ class WorkerActor(ProcessActor):
                 if self._kept is not None:
                     make = partial(make, kept=self._kept)
         place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
-        part = make(self._config, place)
+        part: Any = make(self._config, place)
+        if not me.rank:  # whoever pings it first is the controller
+            part.update_members(self._callers())
         member: Member | None = part.start()
         self._part, self._kept = part, None
         gc.collect()
@@ -197,7 +206,13 @@ class RouterActor(ProcessActor):
         config, name = self._config, self._assignment.name
         node = RAY.util.get_node_ip_address()
         self._part = RouterServer(
-            Settings(config.router, config.model, config.ping, config.shown()),
+            Settings(
+                config.router,
+                config.model,
+                config.ping,
+                config.shown(),
+                config.transport.authentication,
+            ),
             Place(
                 name,
                 self._assignment.incarnation,

@@ -33,6 +33,7 @@ class Membership:
     version: tuple[int, int]  # ascends; the first one is the number of the controller
     members: Sequence[Member]  # all of them
     changes: Sequence[Change]  # the last ones, the oldest first
+    controller: Member | None = None  # who pings workers; it is among no members
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,7 +124,7 @@ class Site(Protocol):
 class Links(Protocol):
     """Pings processes; `worker.wire.Wire` is one."""
 
-    def connect(self, peer: PeerId, address: str) -> None:
+    def connect(self, peer: PeerId, address: str, key: str) -> None:
         """Start to ping."""
 
     def disconnect(self, peer: PeerId) -> None:

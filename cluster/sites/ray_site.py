@@ -21,7 +21,7 @@ from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Record, Site
 from cluster.sites.ray_private import RAY
 from cluster.sites.shared_port import SharedPort
-from worker.api import Role
+from worker.api import Member, Role
 from worker.config import WorkerConfig
 from worker.errors import WorldError
 
@@ -47,6 +47,7 @@ class RaySite(Site):
         self.config = legacy.config
         self.waiting = ""
         self.closing = False
+        self.controller: Member | None = None  # set before the first `create`
         self._home = home
         self._orders = orders
         self._holdings = dict(legacy.holdings)
@@ -105,12 +106,13 @@ class RaySite(Site):
         config: Config | WorkerConfig = self.config
         if role == "prefill" or role == "decode":
             config = with_collective(self.config.worker(role), hosts)
+        assignment = Assignment(name, incarnation, self.config.cluster, self.controller)
         actors = [
             await self._orders.ask(
                 "create",
                 RouterActor if role == "router" else RankActor if rank else WorkerActor,
                 _options(self.config, self._home, role, group, rank),
-                (Assignment(name, incarnation, self.config.cluster, host, rank), config),
+                (replace(assignment, host=host, rank=rank), config),
             )
             for rank, host in enumerate(hosts)
         ]

@@ -169,7 +169,7 @@ class Dispatcher:
                     self.give_up(req, _suspected())
             self._on_lost(known.peer, "no longer a member")
         for member in added:
-            self._wire.connect(member.peer, member.address)
+            self._wire.connect(member.peer, member.address, member.wire_key)
         self._queue.place()
 
     def close(self) -> None:
@@ -288,7 +288,7 @@ class Dispatcher:
 
     def _connect_again(self, member: Member) -> None:
         if self._members.get(member.peer) is not None and not self._closed:
-            self._wire.connect(member.peer, member.address)
+            self._wire.connect(member.peer, member.address, member.wire_key)
 
     def _lose(self, req: Req, cause: str) -> None:
         """Send it again, to another worker if there is one; the client sees a pause."""

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import uvicorn
 
@@ -33,6 +33,7 @@ from router.text.tokenizer import Text
 from worker.api import Change, Member
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
+from worker.keyring import keyring
 from worker.wire import Event, Wire
 
 if TYPE_CHECKING:
@@ -130,6 +131,7 @@ class Settings:
     model: ModelConfig  # whose tokenizer, template and limits apply
     ping: PingConfig  # how the wire pings
     shown: Mapping[str, object] = field(default_factory=dict[str, object])  # for GET /config
+    authentication: Literal["curve", "none"] = "curve"  # of its wire
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +177,7 @@ class RouterServer:
         self._place = place
         self._tracer = tracer
         self._members = Members()
+        self._keyring = keyring(settings.authentication)
         config, model = settings.router, settings.model
         self._policy = policy(config.policy)
         self._certificate = certificate(config.tls_cert_file, config.tls_key_file)
@@ -219,6 +222,7 @@ class RouterServer:
             model=self._served.model,
             node=socket.gethostname(),
             pid=os.getpid(),
+            wire_key="" if self._keyring is None else self._keyring.key,
         )
         self._thread = threading.Thread(
             target=self._run, args=(listeners, member), name="kvlane-router", daemon=True
@@ -284,7 +288,8 @@ class RouterServer:
         loop = asyncio.get_running_loop()
         arrivals = _Arrivals(loop, lambda events: dispatcher.deliver(events))
         place, settings = self._place, self._settings
-        wire = Wire(f"{place.name}/{place.incarnation}", settings.ping, arrivals.put)
+        me = f"{place.name}/{place.incarnation}"
+        wire = Wire(me, settings.ping, arrivals.put, keyring=self._keyring)
         wire.start()
         try:
             config = settings.router

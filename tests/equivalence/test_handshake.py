@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engines import Client, worker_config
+from tests.support.meeting import MET
 from tests.support.patience import until
 from worker.api import FinishReason, PullPath, Sampling
 from worker.config import ModelConfig
@@ -46,7 +47,7 @@ def pair(
         client = Client(members)
         stack.callback(client.close)
         for worker in workers:
-            worker.update_members(members)
+            worker.update_members([*members, *MET.values()])
         yield workers[1], client
 
 

@@ -70,8 +70,7 @@ def join(cluster: Running, worker: Worker) -> None:
     cluster.workers[member.name] = worker
     others = [each for each in cluster.members if each.name != member.name]
     cluster.members[:] = [*others, member]
-    for each in cluster.workers.values():
-        each.update_members(cluster.members)
+    cluster.meet()
 
 
 def turn(cluster: Running, role: str, sections: Sections, kept: Kept | None = None) -> Worker:

@@ -23,11 +23,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from router.config import RouterConfig
 from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
+from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import HANG_S
 from tests.support.patience import until as wait_until
 from worker import api
 from worker.api import FinishReason, Generate, Member, Stages
 from worker.config import ModelConfig, PingConfig
+from worker.keyring import Keyring
 from worker.observe.spans import Tracer
 from worker.wire import Wire
 
@@ -119,14 +121,23 @@ class DecodeDouble:
         self.router = ""  # the last that has sent one of these
         self.script = script
         self._inbox: queue.Queue[tuple[str, Generate] | None] = queue.Queue()
-        self._wire = Wire(f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats)
+        self._wire = Wire(
+            f"{name}/{self.incarnation}", PING, self._deliver, lambda: self.stats, Keyring()
+        )
         self._dead = False
         address = self._wire.start("127.0.0.1")
         self.member = Member(
-            name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest
-        )
+            name, role, self.incarnation, address, metrics_address="127.0.0.1:9", digest=digest,
+            wire_key=self._wire.key,
+        )  # fmt: skip
+        LISTENERS.add(self)
+        self.meet()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+
+    def meet(self) -> None:
+        """As `meeting.Listener`."""
+        self._wire.admit({peer: member.wire_key for peer, member in list(MET.items())})
 
     def reset(self) -> None:
         """Forget what has come; from now on requests wait for `take`."""
@@ -271,7 +282,7 @@ def routed(
     settings = Settings(RouterConfig(**config), model, ping, {"router": config})
     place = Place("router-0", uuid.uuid4().hex[:8], port=port)
     router = RouterServer(settings, place, tracer=tracer)
-    member = router.start()
+    member = introduce(router.start())
     try:
         router.update_members([member, *members])
         wait_until(lambda: num_live(member.address) == len(members))

@@ -88,8 +88,8 @@ def resumed(cluster: Running, sent: list[str], texts: Texts) -> None:
     client = cluster.client
     assert {each.error.code for each in client.wait(sent) if each.error} == {"worker_lost"}
     check(cluster, ask(cluster, LIVING), texts)
-    address = next(each.address for each in cluster.members if each.name == DEAD)
-    client._wire.connect(peer_of(cluster, DEAD), address)  # it comes back
+    dead = next(each for each in cluster.members if each.name == DEAD)
+    client._wire.connect(dead.peer, dead.address, dead.wire_key)  # it comes back
     until(lambda: cluster.workers[DEAD].loop.peers.num_connected == 2, "it stays forgotten")
 
 

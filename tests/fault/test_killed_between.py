@@ -9,6 +9,7 @@ import pytest
 from tests.fault.test_protocol_faults import FAULTS, patched, until_first_tokens
 from tests.support.books import check_book
 from tests.support.engines import Running, running, value, worker_config
+from tests.support.meeting import MET
 from tests.support.patience import until
 from tests.support.processes import FORKED, fork
 from tests.support.prompts import problem_ids
@@ -37,6 +38,7 @@ def prefill(conn: Connection, model: str) -> None:
     config = worker_config("prefill", sections(model))
     worker = Worker(config, Place("prefill-0", "i0", "127.0.0.1"))
     conn.send(worker.start())
+    worker.update_members(conn.recv())
     conn.poll(None)
 
 
@@ -55,7 +57,8 @@ def test_the_rest_follows_on_the_token_that_was_passed_on(cluster: Running, monk
     theirs.close()
     try:
         member: Member = ours.recv()
-        decode.update_members([*cluster.members, member])
+        ours.send(cluster.members)
+        decode.update_members([*cluster.members, *MET.values(), member])
         until(lambda: decode.loop.peers.num_connected > 0, "no link")
         monkeypatch.setattr(FAULTS, "hold", True)  # no pull ends before the death is noticed
         sent = [

@@ -304,8 +304,8 @@ def test_a_link_that_router_or_decode_lost_ends_its_requests_on_both_sides(
     else:
         lose(decode, "client/1")
     assert {each.error.code for each in client.wait(sent)} == {"worker_lost"}
-    address = next(each.address for each in cluster.members if each.peer == decode_peer)
-    client._wire.connect(decode_peer, address)
+    member = next(each for each in cluster.members if each.peer == decode_peer)
+    client._wire.connect(decode_peer, member.address, member.wire_key)
     cluster.wait_idle()
     before = num_ended(cluster)
     check(cluster, ask(cluster), texts, before)

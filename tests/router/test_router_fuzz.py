@@ -56,7 +56,7 @@ class LoopWire:
         self.dispatcher: Dispatcher | None = None
         self.num_generates = 0
 
-    def connect(self, peer: str, address: str) -> None:
+    def connect(self, peer: str, address: str, key: str) -> None:
         pass
 
     def send(self, peer: str, message: Any) -> None:

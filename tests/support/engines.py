@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import until
 from worker import api
 from worker.api import FinishReason, Member, Sampling
 from worker.config import PingConfig, WorkerConfig
+from worker.keyring import Keyring
 from worker.peers.rendezvous import free_rendezvous
 from worker.rank import Rank
 from worker.start.build import Place
@@ -65,13 +67,15 @@ class Client:
     def __init__(self, members: Sequence[Member], peer: str = "client/1") -> None:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._name = peer
-        self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put)
+        self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put, keyring=Keyring())
         self._wire.start()
+        name, incarnation = peer.split("/")
+        introduce(Member(name, "router", incarnation, "", wire_key=self._wire.key))
         self.decodes = [member.peer for member in members if member.role == "decode"]
         self.prefills = [member.peer for member in members if member.role == "prefill"]
         for member in members:
             if member.role == "decode":
-                self._wire.connect(member.peer, member.address)
+                self._wire.connect(member.peer, member.address, member.wire_key)
         self._ids = itertools.count()
         self.answers: dict[str, Answer] = {}
         self._requests: dict[str, tuple[str, api.Generate, float]] = {}
@@ -161,11 +165,20 @@ class Client:
         answer.take(chunk)
 
 
-@dataclass
+@dataclass(eq=False)
 class Running:
     workers: dict[str, Worker]
     members: list[Member]
     client: Client
+
+    def __post_init__(self) -> None:
+        LISTENERS.add(self)
+        self.meet()
+
+    def meet(self) -> None:
+        """As `meeting.Listener`."""
+        for worker in self.workers.values():
+            worker.update_members([*self.members, *MET.values()])
 
     def answers(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling]
@@ -217,9 +230,9 @@ def running(
             workers[name] = worker
             members.append(member)
             ranks += others
-    for worker in workers.values():
-        worker.update_members(members)
     client = Client(members)
+    for worker in workers.values():
+        worker.update_members([*members, *MET.values()])
     try:
         decodes = [worker for name, worker in workers.items() if name.startswith("decode")]
         until(

@@ -78,7 +78,7 @@ class Post:
     def wake(self) -> None:
         pass  # its loop takes a turn in every round
 
-    def connect(self, peer: PeerId, address: str) -> None:
+    def connect(self, peer: PeerId, address: str, key: str) -> None:
         self._boxes[self.me][peer].append(api.Pong(peer))  # it answers at once
 
     def disconnect(self, peer: PeerId) -> None:

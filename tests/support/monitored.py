@@ -30,6 +30,7 @@ class ProcessDouble(Process):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     members: list[str] = field(default_factory=list)
     changes: list[tuple[str, str, str]] = field(default_factory=list)
+    controller: Member | None = None  # who may ping it
     pids: tuple[int, ...] = (1, 2)
     role: Role | None = None  # None: as the name says
     place = "here"
@@ -51,6 +52,7 @@ class ProcessDouble(Process):
 
     async def update(self, membership: Membership) -> None:
         self.members = [member.name for member in membership.members]
+        self.controller = membership.controller
         self.changes = [(c.name, c.state, c.text) for c in membership.changes]
         self.log.append(f"tell {self.name} {' '.join(self.members)}")
 
@@ -118,11 +120,15 @@ class SiteDouble(Site):
         self.records.pop(name, None)
 
 
+def controller(number: int) -> Member:
+    return Member("controller", "controller", str(number), "", wire_key=f"key {number}")
+
+
 @dataclass
 class LinksDouble(Links):
     peers: set[PeerId] = field(default_factory=set)
 
-    def connect(self, peer: PeerId, address: str) -> None:
+    def connect(self, peer: PeerId, address: str, key: str) -> None:
         self.peers.add(peer)
 
     def disconnect(self, peer: PeerId) -> None:
@@ -135,7 +141,7 @@ class Monitored:
         if http:  # addresses that answer no pings
             self.site.addresses = dict.fromkeys(names, "http://127.0.0.1:8000")
         replicas = [Replica(name, role_of(name)) for name in names]
-        self.monitor = Monitor(replicas, self.site, self.links, CONFIG)
+        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, controller=controller(1))
         self.log = self.site.log
 
     @classmethod
@@ -152,7 +158,7 @@ class Monitored:
         replicas = [Replica.of(record, living.get(record.name)) for record in records]
         self.links.peers.clear()
         self.log.clear()
-        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, number=2)
+        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, 2, controller(2))
         self.monitor.adopt()
 
     def _end_of(self, monitor: Monitor) -> None:

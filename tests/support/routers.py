@@ -12,6 +12,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.fault.router_doubles import HANG_S, DecodeDouble, num_live, wait_until
+from tests.support.meeting import introduce
 from tests.support.processes import FORKED, fork
 from tests.support.router_process import serve_until_killed
 from worker.api import Member
@@ -36,7 +37,7 @@ class Routers:
             self.processes[name] = fork(serve_until_killed, there, self.directory, name, port)
         for name in names:
             assert self._pipes[name].poll(HANG_S), f"{name} does not start"
-            self.members[name] = self._pipes[name].recv()
+            self.members[name] = introduce(self._pipes[name].recv())
             self.url = self.members[name].address
         self.tell()
         for name in names:

@@ -81,9 +81,9 @@ class Tree:
 
 
 # Modules that are one room: what every process shares, and the page of decode with its requests.
-TOGETHER = dict.fromkeys(("api", "config", "errors", "plan", "registry", "wire"), "contract") | {
-    "requests": "decode"
-}
+TOGETHER = dict.fromkeys(
+    ("api", "config", "errors", "keyring", "plan", "registry", "wire"), "contract"
+) | {"requests": "decode"}
 
 
 def room_of(module: str) -> str | None:

@@ -15,7 +15,7 @@ from cluster.control.replicas import (
 )
 from cluster.control.tasks import in_time
 from tests.support.asynchronous import asynchronous
-from tests.support.monitored import Monitored
+from tests.support.monitored import Monitored, controller
 from worker.api import Lost
 from worker.errors import PeerLost, UserError, WorldError
 
@@ -212,8 +212,10 @@ async def test_the_next_monitor_starts_nobody_twice_and_tells_all_of_all_at_once
     names = ["decode-0", "decode-1", "router-0"]
     cluster = await Monitored.started(*names)
     first = cluster.last("decode-1")
+    assert first.controller == controller(1)
     cluster.succeeded()
     await cluster.until(lambda: len(cluster.log) == 3)
+    assert first.controller == controller(2), "it answers the pings of the next one"
     assert cluster.log == [f"tell {name} {' '.join(names)}" for name in names]
     assert {change[0] for change in first.changes} == set()
     assert len(cluster.links.peers) == 3

@@ -15,7 +15,8 @@ import pytest
 from worker import api
 from worker.api import Lost, Pong, Stop, WorkerStats
 from worker.config import PingConfig
-from worker.wire import SEND_QUEUE_FRAMES, Event, Wire, _Links
+from worker.keyring import SEND_QUEUE_FRAMES, Keyring
+from worker.wire import Event, Wire, _Links
 
 FAST = PingConfig(interval_s=0.05, max_misses=8)  # not so fast that a loaded core is lost
 LIMIT_S = 10.0
@@ -49,10 +50,17 @@ MESSAGES: list[api.AnyMessage] = [
 class End:
     """A wire and what it was handed."""
 
-    def __init__(self, name: str, ping: PingConfig = FAST) -> None:
+    def __init__(
+        self,
+        name: str,
+        ping: PingConfig = FAST,
+        *,
+        plain: bool = False,
+    ) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.stats: WorkerStats | None = None
-        self.wire = Wire(name, ping, self._deliver, lambda: self.stats)
+        own = None if plain else Keyring()
+        self.wire = Wire(name, ping, self._deliver, lambda: self.stats, own)
         self.pongs: list[Pong] = []
         self.address = ""
 
@@ -87,7 +95,8 @@ def linked(worker: End, client: End, to: str = "") -> tuple[End, End]:
     """A worker that listens, and a client that is connected to it, or looks for `to` there."""
     client.wire.start()
     worker.address = worker.wire.start("127.0.0.1")
-    client.wire.connect(to or worker.wire.me, worker.address)
+    worker.wire.admit({client.wire.me: client.wire.key})
+    client.wire.connect(to or worker.wire.me, worker.address, worker.wire.key)
     return worker, client
 
 
@@ -97,12 +106,12 @@ def greet(client: End, worker: End) -> None:
     assert worker.next() == ("c/1", MESSAGES[1])
 
 
-@pytest.fixture
-def end() -> Iterator[Make]:
+@pytest.fixture(params=["curve", "none"])
+def end(request: pytest.FixtureRequest) -> Iterator[Make]:
     ends: list[End] = []
 
     def make(name: str, ping: PingConfig = FAST) -> End:
-        ends.append(End(name, ping))
+        ends.append(End(name, ping, plain=request.param == "none"))
         return ends[-1]
 
     yield make
@@ -185,8 +194,9 @@ def test_a_client_that_disconnects_is_lost_at_once_and_no_loss_is_logged(end: Ma
     worker, client = end("w/1", slow), end("c/1", slow)
     client.wire.start()
     address = worker.wire.start("127.0.0.1")
+    worker.wire.admit({"c/1": client.wire.key})
     for _ in range(2):
-        client.wire.connect("w/1", address)
+        client.wire.connect("w/1", address, worker.wire.key)
         client.wire.send("w/1", MESSAGES[1])
         assert worker.next() == ("c/1", MESSAGES[1])
         client.wire.disconnect("w/1")
@@ -247,14 +257,14 @@ def test_nobody_at_the_address_is_lost_after_the_grace(end: Make, monkeypatch) -
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         began = time.monotonic()
-        client.wire.connect("w/1", f"tcp://127.0.0.1:{unused.getsockname()[1]}")
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{unused.getsockname()[1]}", client.wire.key)
         client.lost("w/1")
     assert time.monotonic() - began >= 0.4
 
 
 def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
     worker, client = pair
-    client.wire.connect("x/1", "nonsense")
+    client.wire.connect("x/1", "nonsense", worker.wire.key)
     client.lost("x/1")
     client.wire.send("w/1", MESSAGES[1])
     assert worker.next() == ("c/1", MESSAGES[1])
@@ -279,7 +289,8 @@ def test_a_client_that_comes_back_starts_afresh(end: Make) -> None:
     for turn in range(3):
         client = end("c/1")
         client.wire.start()
-        client.wire.connect("w/1", address)
+        worker.wire.admit({"c/1": client.wire.key})
+        client.wire.connect("w/1", address, worker.wire.key)
         client.wire.send("w/1", Stop("r", 1, turn))
         if turn:
             assert isinstance(worker.next()[1], Lost)
@@ -300,7 +311,7 @@ def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first:
     other.lost(loser.wire.me)
     client.wire.send("w/1", MESSAGES[2])
     worker.nothing(0.3)
-    client.wire.connect("w/1", worker.address)
+    client.wire.connect("w/1", worker.address, worker.wire.key)
     client.wire.send("w/1", MESSAGES[3])
     assert worker.next() == ("c/1", MESSAGES[3])
 
@@ -323,13 +334,15 @@ def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Make) -> None:
     port = int(worker.wire.start("127.0.0.1").rpartition(":")[2])
     with Relay(port) as relay:
         client.wire.start()
-        client.wire.connect("w/1", f"tcp://127.0.0.1:{relay.port}")
+        worker.wire.admit({"c/1": client.wire.key})
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{relay.port}", worker.wire.key)
         client.wire.send("w/1", MESSAGES[1])
         assert worker.next() == ("c/1", MESSAGES[1])
         client.nothing(0.3)
         relay.swallowing = True
-        client.wire.send("w/1", MESSAGES[2])
-        relay.swallow(api.encode(MESSAGES[2]))
+        long = api.Prefill(XFER, tuple(range(10_000)), 16)
+        client.wire.send("w/1", long)
+        relay.swallow(len(api.encode(long)))
         relay.cut()
         worker.lost("c/1")
         client.lost("w/1")
@@ -360,11 +373,11 @@ class Relay:
         for each in self._passing:
             each.join()
 
-    def swallow(self, wanted: bytes) -> None:
-        """Wait until `wanted` was swallowed, then pass on what follows."""
+    def swallow(self, num_bytes: int) -> None:
+        """Wait until so much was swallowed, then pass on what follows."""
         gives_up_at = time.monotonic() + LIMIT_S
-        while wanted not in b"".join(self._swallowed):
-            assert time.monotonic() < gives_up_at, f"{wanted!r} is not among {self._swallowed!r}"
+        while sum(map(len, self._swallowed)) < num_bytes:
+            assert time.monotonic() < gives_up_at, f"only {self._swallowed!r}"
             time.sleep(0.001)
         self.swallowing = False
 
@@ -400,7 +413,7 @@ def test_a_full_queue_loses_the_peer_and_does_not_block(end: Make) -> None:
     client = end("c/1", PingConfig(interval_s=5.0))
     client.wire.start()
     with socket.create_server(("127.0.0.1", 0)) as deaf:
-        client.wire.connect("w/1", f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
+        client.wire.connect("w/1", f"tcp://127.0.0.1:{deaf.getsockname()[1]}", client.wire.key)
         began = time.monotonic()
         for i in range(SEND_QUEUE_FRAMES + 100):
             client.wire.send("w/1", Stop("r", 1, i))
@@ -439,7 +452,7 @@ def test_close_sends_what_is_queued(end: Make) -> None:
 def test_close_leaks_no_thread_and_no_descriptor() -> None:
     def once() -> None:
         worker, client = linked(End("w/1"), End("c/1"))
-        client.wire.connect("gone/1", "tcp://127.0.0.1:9")
+        client.wire.connect("gone/1", "tcp://127.0.0.1:9", worker.wire.key)
         client.wire.send("w/1", MESSAGES[0])
         worker.next()
         for each in (client, worker):

@@ -102,7 +102,7 @@ class KVConfig(Section):
 
 
 class TransportConfig(Section):
-    """How KV pages move."""
+    """How KV pages move, and who may speak to whom."""
 
     name: Auto | str = "auto"
     """auto: shm while all workers run on CPUs of one host, else mooncake."""
@@ -114,6 +114,9 @@ class TransportConfig(Section):
     """A pull older than this is given up."""
     max_attempts: int = Field(default=3, ge=1)
     """Prefill workers tried for one prompt."""
+    authentication: Literal["curve", "none"] = "curve"
+    """Of the messages between processes. curve: each has keys of its own, and hears members of the
+    cluster only. none: whoever reaches a port may ask, and take what is another's."""
 
 
 class LeaseConfig(Section):

@@ -77,10 +77,20 @@ class Ranks:
             del self._reports[report.step]
 
 
-def rank_addresses(rank_group: RankGroup, name: str, incarnation: str) -> dict[PeerId, str]:
-    """Where the ranks beside the leader listen, in their order; PeerLost if one is gone."""
-    listen = enumerate(rank_group.gather(b""))
-    return {rank_peer(name, incarnation, i): text.decode() for i, text in listen if i}
+def rank_listeners(
+    rank_group: RankGroup, name: str, incarnation: str, key: str
+) -> dict[PeerId, tuple[str, str]]:
+    """Addresses and wire keys of the ranks beside the leader, in their order; `key` is its own.
+
+    Raises PeerLost if one is gone.
+    """
+    said = [msgspec.msgpack.decode(text) for text in rank_group.gather(_encode(("", key)))]
+    return {rank_peer(name, incarnation, i): (said[i][0], said[i][1]) for i in range(1, len(said))}
+
+
+def leader_key(rank_group: RankGroup, address: str, key: str) -> str:
+    """The leader's wire key, for a rank that listens at `address` with `key`."""
+    return str(msgspec.msgpack.decode(rank_group.gather(_encode((address, key)))[0])[1])
 
 
 def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:

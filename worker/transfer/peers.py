@@ -38,7 +38,7 @@ class PrefillPeers:
         self,
         rank: LocalRank,
         dial: Callable[[Member], None],
-        connect: Callable[[PeerId, str], None],
+        connect: Callable[[PeerId, str, str], None],
         disconnect: Callable[[PeerId], None],
     ) -> None:
         self._rank = rank
@@ -93,7 +93,7 @@ class PrefillPeers:
         for peer, known in self.known.items():
             if known.dial_at is not None and now >= known.dial_at:
                 known.dial_at = None
-                self._connect(peer, known.member.address)
+                self._connect(peer, known.member.address, known.member.wire_key)
                 self._dial(known.member)
 
     def dialled(self, link: Link) -> None:

@@ -1,0 +1,252 @@
+"""What a stranger can do to a wire with pyzmq, or with the bytes of ZMTP: next to nothing."""
+
+import logging
+import queue
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import zmq
+
+from tests.unit.test_wire import FAST, LIMIT_S, End, linked
+from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
+from worker.keyring import HANDSHAKE_MS, MAX_MESSAGE_BYTES, Keyring
+from worker.wire import MAX_TURN_FRAMES, _Links, _pack
+
+ASKED = Generate("r", 1, (1, 2, 3), 3, Sampling(5), 10.0)
+MODES = pytest.mark.parametrize("plain", [False, True], ids=["curve", "none"])
+
+
+class Stranger:
+    """A socket of pyzmq that says whatever it likes. own: its keys; plain: it has none."""
+
+    def __init__(
+        self, worker: End, own: Keyring | None = None, *, name: str = "", plain: bool = False
+    ) -> None:
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        if name:
+            self._socket.setsockopt(zmq.ROUTING_ID, name.encode())
+        if not plain:
+            (own or Keyring()).show_key(self._socket, worker.wire.key)
+        self._socket.connect(worker.address)
+
+    def say(self, sender: str, *messages: Any, link: int = 1, number: int = 1) -> None:
+        for i, message in enumerate(messages):
+            self._socket.send(_pack(sender, "w/1", (link, number + i), encode(message)))
+
+    def hears(self) -> bool:
+        return bool(self._socket.poll(300))
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def worker() -> Iterator[End]:
+    """It listens, and nobody is a member yet."""
+    worker = End("w/1")
+    worker.address = worker.wire.start("127.0.0.1")
+    yield worker
+    worker.wire.close()
+
+
+@pytest.fixture
+def client() -> Iterator[End]:
+    client = End("c/1")
+    client.wire.start()
+    yield client
+    client.wire.close()
+
+
+def admit(worker: End, *clients: End) -> None:
+    worker.wire.admit({each.wire.me: each.wire.key for each in clients})
+
+
+def greet(client: End, worker: End) -> None:
+    admit(worker, client)
+    client.wire.connect("w/1", worker.address, worker.wire.key)
+    check_heard(client, worker)
+
+
+def check_heard(client: End, worker: End) -> None:
+    client.wire.send("w/1", Ack("r", 1))
+    assert worker.next() == (client.wire.me, Ack("r", 1))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["without keys", "with keys of its own"])
+def test_a_request_of_a_stranger_is_neither_taken_nor_answered(
+    worker: End, client: End, plain: bool
+) -> None:
+    greet(client, worker)
+    stranger = Stranger(worker, plain=plain)
+    stranger.say("s/1", Ping("s/1"), ASKED)
+    assert not stranger.hears()
+    stranger.close()
+    check_heard(client, worker)
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["without keys", "with keys of its own"])
+def test_a_thief_with_a_routers_name_gets_nothing_of_it_and_ends_nothing(
+    worker: End, client: End, plain: bool
+) -> None:
+    greet(client, worker)
+    thief = Stranger(worker, name="c/1", plain=plain)
+    thief.say("c/1", Ping("c/1"), link=time.monotonic_ns() + 10**15)
+    worker.wire.send("c/1", Stop("r", 1, 7))
+    assert client.next() == ("w/1", Stop("r", 1, 7))
+    assert not thief.hears()
+    thief.close()
+    check_heard(client, worker)
+
+
+def test_a_member_speaks_in_its_own_name_only(worker: End, client: End) -> None:
+    other = Keyring()
+    greet(client, worker)
+    worker.wire.admit({"c/1": client.wire.key, "d/1": other.key})
+    rogue = Stranger(worker, other, name="c/1")
+    rogue.say("c/1", Ping("c/1"), ASKED, link=time.monotonic_ns() + 10**15)
+    rogue.say("d/1", Ping("d/1"), ASKED)
+    assert worker.next() == ("d/1", ASKED)
+    check_heard(client, worker)
+    worker.wire.send("c/1", Stop("r", 1, 7))
+    assert client.next() == ("w/1", Stop("r", 1, 7))
+    rogue.close()
+
+
+def test_a_key_ends_with_its_incarnation(worker: End, client: End) -> None:
+    greet(client, worker)
+    worker.wire.admit({"c/2": Keyring().key})
+    worker.lost("c/1")
+    client.wire.send("w/1", ASKED)
+    worker.nothing(0.3)
+
+
+def test_who_connects_before_it_is_announced_is_heard_once_it_is(worker: End, client: End) -> None:
+    client.wire.connect("w/1", worker.address, worker.wire.key)
+    client.wire.send("w/1", Ack("r", 1))
+    worker.nothing(0.3)
+    admit(worker, client)
+    assert worker.next(HANDSHAKE_MS / 2000) == ("c/1", Ack("r", 1)), "it needed another try"
+
+
+def test_nobody_but_the_owner_of_the_key_gets_a_frame(
+    worker: End, client: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.wire.CONNECT_GRACE_S", 0.5)
+    admit(worker, client)
+    client.wire.connect("w/1", worker.address, Keyring().key)
+    client.wire.send("w/1", ASKED)
+    client.lost("w/1")
+    worker.nothing(0.2)
+
+
+def test_a_peer_without_a_key_is_not_spoken_to_in_plain(worker: End, client: End) -> None:
+    client.wire.connect("w/1", worker.address)
+    assert "cannot connect" in client.lost("w/1").reason
+
+
+def test_a_huge_link_number_locks_nobody_out() -> None:
+    """Even where anybody may say it."""
+    worker, client = linked(End("w/1", plain=True), End("c/1", plain=True))
+    client.wire.send("w/1", Ack("r", 1))
+    assert worker.next() == ("c/1", Ack("r", 1))
+    forger = Stranger(worker, plain=True)
+    forger.say("c/1", Ping("c/1"), link=10**30)
+    worker.lost("c/1")  # a link of its own that it never had
+    client.lost("w/1")
+    worker.lost("c/1")  # the forged one, which is silent
+    client.wire.connect("w/1", worker.address)
+    client.wire.send("w/1", Ack("r", 2))
+    assert worker.next() == ("c/1", Ack("r", 2))
+    for each in (forger, client.wire, worker.wire):
+        each.close()
+
+
+def test_what_is_left_of_a_link_that_is_over_begins_no_link() -> None:
+    worker = End("w/1", plain=True)
+    worker.address = worker.wire.start("127.0.0.1")
+    stranger = Stranger(worker, plain=True)
+    for number in range(2, 50):
+        stranger.say(f"c/{number}", ASKED, number=number)
+    worker.nothing(0.3)
+    assert not worker.wire._links._peers
+    stranger.close()
+    worker.wire.close()
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+LONG, LONG_COMMAND = b"\x02", b"\x06"  # flags of a frame with a size of eight bytes
+
+
+@MODES
+def test_a_frame_that_is_too_large_is_refused_by_its_head(plain: bool) -> None:
+    worker = End("w/1", plain=plain)
+    port = int(worker.wire.start("127.0.0.1").rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S) as raw:
+        mechanism = b"NULL" if plain else b"CURVE"
+        raw.sendall(GREETING % mechanism.ljust(20, b"\0"))
+        if plain:
+            raw.sendall(READY + LONG + (8 << 30).to_bytes(8, "big"))
+        else:
+            raw.sendall(LONG_COMMAND + (8 << 30).to_bytes(8, "big"))
+        while raw.recv(1 << 16):  # until it is closed
+            pass
+    worker.wire.close()
+
+
+def test_a_message_that_would_be_refused_is_not_sent(client: End) -> None:
+    with pytest.raises(AssertionError):
+        client.wire.send("w/1", Generate("x" * MAX_MESSAGE_BYTES, 1, (), 0, Sampling(1), 1.0))
+
+
+class Flood:
+    """A socket that always has another ping."""
+
+    num_taken = 0
+
+    def recv_multipart(self, *_: Any, **__: Any) -> list[zmq.Frame]:
+        self.num_taken += 1
+        frame = _pack("s/1", "w/1", (1, self.num_taken), encode(Ping("s/1")))
+        return [zmq.Frame(b"route"), zmq.Frame(frame)]
+
+
+def test_a_flood_gives_others_their_turn() -> None:
+    links, flood = _Links("w/1", FAST, lambda: None, None), Flood()
+    links._listener = cast("Any", flood)
+    links.receive(cast("Any", flood))
+    assert flood.num_taken == MAX_TURN_FRAMES
+    links._listener = None
+    links.close()
+
+
+def test_others_are_served_while_a_stranger_floods() -> None:
+    worker, client = linked(End("w/1", plain=True), End("c/1", plain=True))
+    stranger = Stranger(worker, plain=True)
+    stranger.say("s/1", *[Ping("s/1")] * 900)
+    client.wire.send("w/1", ASKED)
+    assert worker.next() == ("c/1", ASKED)
+    for each in (stranger, client.wire, worker.wire):
+        each.close()
+
+
+def test_refused_connections_and_strange_frames_are_counted(
+    worker: End, client: End, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.keyring.HANDSHAKE_MS", 0)
+    own = Keyring()
+    caplog.set_level(logging.INFO, "kvlane.wire")
+    worker.wire.admit({"c/1": client.wire.key, "d/1": own.key})
+    rogue, stranger = Stranger(worker, own), Stranger(worker)
+    rogue.say("c/1", *[ASKED] * 20)
+    limit = time.monotonic() + LIMIT_S
+    while not all(word in caplog.text for word in ("dropped 20 frames", "refused")):
+        assert time.monotonic() < limit
+        with pytest.raises(queue.Empty):
+            worker.next(0.05)
+    rogue.close()
+    stranger.close()

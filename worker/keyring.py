@@ -1,0 +1,137 @@
+"""Who may speak on the wire, and how much at once: keys, and bounds of every socket.
+
+Every frame is encrypted and authenticated by CURVE, which ZeroMQ brings. A process makes its key
+pair anew at each start and never shows the secret half; the public half is in its `Member` record,
+which the control plane alone hands out. Who connects knows the key of whom it connects to, and who
+listens accepts keys of members only, each for the frames of its own name.
+"""
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal
+
+import zmq
+from zmq.utils import z85
+
+from worker.api import PeerId
+
+log = logging.getLogger("kvlane.wire")
+
+ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZeroMQ's own: its I/O threads ask there who may connect
+ZAP_DOMAIN = b"kvlane"
+
+SEND_QUEUE_FRAMES = 10_000
+CLOSE_LINGER_MS = 500
+# The largest message that we send are the masks of one step, to the ranks of a worker: of 256 rows
+# of 16 drafts over 152 k tokens 78 MB. A socket refuses what is larger before it takes any memory.
+MAX_MESSAGE_BYTES = 128 << 20
+MAX_HEAD_BYTES = 4096  # names and numbers before a message, and what CURVE adds
+HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
+MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
+MAX_ASKED = 256  # connections that wait to be announced
+BACKLOG = 128  # connections that wait to be accepted
+RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
+
+
+def bounded_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket whose queues, frames and handshakes are bounded."""
+    socket = context.socket(kind)
+    for option, value in (
+        (zmq.SNDHWM, SEND_QUEUE_FRAMES),
+        (zmq.LINGER, CLOSE_LINGER_MS),
+        (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + MAX_HEAD_BYTES),
+        (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
+        (zmq.BACKLOG, BACKLOG),
+        (zmq.RECONNECT_IVL, RECONNECT_MS),
+        (zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS),
+    ):
+        socket.setsockopt(option, value)
+    return socket
+
+
+def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
+    """A new key pair; None: whoever reaches a port may speak there, in any name."""
+    if authentication == "curve":
+        return Keyring()
+    log.warning("transport.authentication is none: whoever reaches our ports may speak as anyone")
+    return None
+
+
+class Keyring:
+    """`admit` may be called from any thread; the other methods are for the thread of the sockets.
+
+    Attributes:
+        key: our public key, for others.
+    """
+
+    def __init__(self) -> None:
+        public, self._secret = zmq.curve_keypair()
+        self.key = public.decode()
+        self._zap: zmq.Socket[bytes] | None = None
+        # Of ZeroMQ and not answered: when it came, the head of its answer, and the key.
+        self._asked = deque[tuple[float, list[bytes], bytes]](maxlen=MAX_ASKED)
+        self._peers: dict[bytes, PeerId] = {}  # by key: who may connect
+        self._names: frozenset[PeerId] = frozenset()  # of the same
+
+    def admit(self, keys: Mapping[PeerId, str]) -> None:
+        """Let these connect, and nobody else any more."""
+        peers = {z85.decode(key): peer for peer, key in keys.items() if key}
+        self._names = frozenset(peers.values())  # first: who is let in is heard from then on
+        self._peers = peers
+
+    def admits(self, peer: PeerId) -> bool:
+        """Whether it may connect now."""
+        return peer in self._names
+
+    def vouches(self, sender: PeerId, frame: zmq.Frame) -> bool:
+        """Whether a frame came to a listener over a connection of its sender, who is a member."""
+        return frame.get("User-Id") == sender and self.admits(sender)
+
+    def guard(
+        self, context: zmq.Context[zmq.Socket[bytes]], listener: zmq.Socket[bytes]
+    ) -> zmq.Socket[bytes]:
+        """Have a socket that will be bound accept members only; the socket to `answer` on."""
+        zap = self._zap = context.socket(zmq.ROUTER)
+        zap.bind(ZAP_ADDRESS)
+        listener.curve_server = True
+        listener.curve_secretkey = self._secret
+        listener.zap_domain = ZAP_DOMAIN
+        listener.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody is let in unanswered
+        return zap
+
+    def show_key(self, dealer: zmq.Socket[bytes], to: str) -> None:
+        """Have a socket that will be connected show our key to the owner of key `to` alone."""
+        dealer.curve_publickey = self.key.encode()
+        dealer.curve_secretkey = self._secret
+        dealer.curve_serverkey = to.encode()
+
+    def answer(self) -> None:
+        """Say whose the connections are that ZeroMQ asks about.
+
+        Those with keys of no member wait: they may have come before we have heard of them. ZeroMQ
+        closes them after HANDSHAKE_MS, and members then try again.
+        """
+        zap = self._zap
+        if zap is None:  # nobody listens
+            return
+        with contextlib.suppress(zmq.Again):
+            for _ in range(MAX_TURN_ANSWERS):
+                *head, _, _, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
+                self._asked.append((time.monotonic(), head, key))
+        for question in list(self._asked):
+            _, head, key = question
+            if (peer := self._peers.get(key)) is not None:
+                self._asked.remove(question)
+                zap.send_multipart([*head, b"200", b"OK", peer.encode(), b""], zmq.NOBLOCK)
+
+    def tell_refused(self) -> None:
+        """Log how many connections have waited in vain; to be called now and then."""
+        before, num = time.monotonic() - HANDSHAKE_MS / 1000, 0
+        while self._asked and self._asked[0][0] < before:
+            self._asked.popleft()
+            num += 1
+        if num:
+            log.info("refused %d connections with no member's key", num)
