@@ -21,6 +21,7 @@ from router.config import RouterConfig
 from router.http.app import BEAT_S, Place, RouterServer, Settings
 from router.http.tls import certificate
 from tests.fault.router_doubles import DecodeDouble, num_live, speak, wait_until
+from tests.support.meeting import introduce
 from tests.support.patience import HANG_S
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError
@@ -73,7 +74,7 @@ def serving(
     config = RouterConfig(tls_cert_file=files[0], tls_key_file=files[1])
     settings = Settings(config, ModelConfig(path=str(directory), served_name="small"), PING)
     server = RouterServer(settings, Place("router-0", uuid.uuid4().hex[:8], shared=True))
-    member = server.start(port, joins=joins)
+    member = introduce(server.start(port, joins=joins))
     own = f"http://{member.metrics_address}"
     try:
         server.update_members([member, double.member])
