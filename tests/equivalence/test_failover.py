@@ -154,7 +154,7 @@ def test_a_client_that_asks_is_told_where_its_answer_goes_on(
 
 
 MUTANTS: dict[str, tuple[Any, str, str, str, str]] = {
-    "grammar not replayed": (Grammars, "matcher", "if output:", "if False:", "grammar"),
+    "grammar not replayed": (Grammars, "matcher", "len(output), 8", "0, 8", "grammar"),
     "seed kept but n's index lost": (
         Queue, "_send", "sampling=req.sampling",
         "sampling=__import__('msgspec').structs.replace(req.sampling, "

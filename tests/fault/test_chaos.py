@@ -13,7 +13,7 @@ MINUTES = "3" if pairwise.whole else "0.35"
 def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     serve = clusters.take(*USUAL)
     options = parse([
-        "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "2.5", "--num", "1",
+        "--out", "nowhere", "--minutes", MINUTES, "--every", "4", "--rate", "5", "--num", "1",
         "--seed", "3", "--roles", "controller,decode,prefill", "--keys", "0.5",
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url))

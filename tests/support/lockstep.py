@@ -8,7 +8,8 @@ schedule is the *round*: each loop takes a turn, the router hears and answers.
 import random
 import time
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,6 +89,18 @@ class Post:
 Boxes = dict[PeerId, dict[PeerId, deque]]  # by receiver, then by sender
 
 
+class Here(Executor):
+    """Does what it is given at once, in the caller's thread."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class Lockstep:
     """Both workers, or the decode worker alone, and the router's side of all requests.
 
@@ -109,6 +122,8 @@ class Lockstep:
         engine = self._engine(DECODE, sections, decode_sections)
         self.decode = DecodeLoop(engine, self._post(DECODE), "i")
         self.loops[DECODE] = self.decode
+        grammars = self.decode.requests.admission.grammars
+        grammars._compiler = Here()  # else arrivals depend on how long another thread takes
         self.answers: list[Answer] = []
         self._asked: list[Ask] = []
         self._sent: list[api.Generate] = []
