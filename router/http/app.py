@@ -33,8 +33,7 @@ from router.text.tokenizer import Text
 from worker.api import Change, Member
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
-from worker.keyring import keyring
-from worker.wire import Event, Wire
+from worker.wire import Event, Wire, keyring
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
