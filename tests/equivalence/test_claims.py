@@ -241,6 +241,7 @@ def test_a_mutant_is_red(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch)
     expected, _ = asked(other, body)
     change(monkeypatch, *MUTANTS[name])
     begin(pair.router()[1], body, name)
+    pair.wait_idle()  # its router has noticed that the client is gone
     try:
         found, was_asked = asked(other, body, name)
     except (AssertionError, KeyError):  # the answer is an error
