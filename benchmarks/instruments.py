@@ -126,6 +126,7 @@ class Bench:
             engine.book, engine.config.engine, frozenset(), grain=engine.shape.grain
         )
         self.path = ""  # of the last step that was waited for
+        self.overlap = True
         self._num_admitted = 0
         words = -(-engine.shape.vocab_size // 32)
         most = int(engine.config.engine.max_num_reqs)
@@ -153,8 +154,8 @@ class Bench:
     ) -> float:
         """Seconds from the first launch until each of `batch` requests has its last token.
 
-        As a decode worker does, step n + 1 is launched before step n is settled. `watch` is called
-        after each step is settled.
+        As a decode worker does, step n + 1 is launched before step n is settled, if `overlap`.
+        `watch` is called after each step is settled.
         """
         scheduler, engine = self.scheduler, self.engine
         reqs = self.admit(batch, prompt_len, sampling, seed)
@@ -163,7 +164,8 @@ class Bench:
         pending: Step | None = None
         num_left = batch
         while num_left or pending is not None:
-            plan = scheduler.plan()
+            waits = pending is not None and not self.overlap
+            plan = None if waits else scheduler.plan()
             step = None if plan is None else engine.runner.launch(plan)
             if pending is not None:
                 drawn = engine.runner.settle(pending)

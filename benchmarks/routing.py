@@ -2,6 +2,7 @@
 
     python -m benchmarks.routing policies --out results
     python -m benchmarks.routing overload --out results
+    python -m benchmarks.routing overload --gpu-model benchmarks/models/qwen3-8b.json --out results
 
 `policies`: the same traffic for each policy, a fresh cluster each: conversations of several turns
 of which some begin with the same text, single prompts that begin alike, and prompts that have
@@ -10,20 +11,24 @@ nothing in common. Pools are small, as where many users share a worker.
 `overload`: two API keys. One asks for three times what the cluster gets through, the other for a
 tenth of that; then the other one alone. `else_s` is what of end to end was no decode step: steps of
 all rows take longer than those of a few, whoever has the others. `told_s`: until a refusal came.
+With --gpu-model both workers share a GPU, with random weights of that shape: there a step of eight
+rows takes about as long as a lone row's.
 """
 
 import argparse
+import contextlib
 import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_cluster import totals
-from benchmarks.judges.served import enter_namespace, serving
+from benchmarks.judges.served import enter_namespace, make_model, serving
 from benchmarks.load.measure import spread
 from benchmarks.output import parser, shown, write
 
@@ -56,6 +61,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--pages", type=int, default=260, help="of each worker's pool, 16 tokens each")
     add("--seconds", type=float, default=120, help="of overload")
     add("--queue-s", type=float, default=5, help="router.queue_timeout_s in overload")
+    add("--gpu-model", type=Path, metavar="CONFIG", help="of overload; default: the bundled one")
     add("--port", type=int, default=8000)
     add("--out", type=Path, required=True)
     return made.parse_args(arguments)
@@ -78,6 +84,16 @@ def conversations(path: Path, sessions: int, turns: int) -> str:
             rows.append(about | (later if turn else first))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"mooncake:{path}"
+
+
+def on_gpu(config: Path, place: Path) -> list[str]:
+    """`serve`'s arguments: workers that share a GPU, with a model of that shape made at `place`."""
+    make_model(config, place)
+    sets = {
+        "model.path": place, "model.load_format": "dummy", "model.max_model_len": 512,
+        "prefill.num_gpus": 0.5, "decode.num_gpus": 0.5, "cluster.local_ray.num_gpus": 1,
+    }  # fmt: skip
+    return [word for path, value in sets.items() for word in ("--set", f"{path}={value}")]
 
 
 def load(out: Path, name: str, url: str, *words: str) -> subprocess.Popen[bytes]:
@@ -162,7 +178,11 @@ def overload(options: argparse.Namespace) -> list[dict[str, Any]]:
         "--set", f"router.queue_timeout_s={options.queue_s}",
     ]  # fmt: skip
     common = ["--source", "synthetic:64,64", "--timeout", "60", "--num", "1000000"]
-    with serving(arguments, options.port, keep=out) as url:
+    with contextlib.ExitStack() as held:
+        if options.gpu_model:
+            place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="kvlane-bench-")))
+            arguments += on_gpu(options.gpu_model, place)
+        url = held.enter_context(serving(arguments, options.port, keep=out))
 
         def asking(name: str, key: str, *words: str) -> subprocess.Popen[bytes]:
             return load(out, name, url, *common, "--api-key-file", str(files[key]), *words)

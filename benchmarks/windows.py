@@ -2,11 +2,12 @@
 
     python -m benchmarks.windows --model-config benchmarks/models/qwen3-8b.json \\
         --drafter benchmarks/models/qwen3-8b-eagle3.json --batch 1,8,32,64,128,256 \\
-        --fixed 5x3.3@1,4x2.9@32,2x1.7@64 --accept 1.2,2.9 --json out.json
+        --fixed 5x3.3@1,4x2.9@32,2x1.7@64 --sync 5x3.3@1 --accept 1.2,2.9 --json out.json
 
 Random weights: acceptance is SIMULATED (`--accept`, or the number behind the x of `--fixed`: mean
 tokens of a step; below 1 the share of drafts that count where all before them did), all else is
-done. First an engine without a drafter, then one with.
+done. First an engine without a drafter, then one with. `--sync` waits for each step before it plans
+the next; `replay ms` is what the device alone took at the start, with short contexts.
 
 Only steps count in which every row decodes. They are repeated from the same prompts, of which only
 the first is computed; what the choice of widths has learnt stays.
@@ -35,6 +36,7 @@ class Rate:
     rows: int
     width: str  # a number, or auto
     accept: float  # tokens of a step that were asked for; 1 without speculation
+    overlap: bool = True
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -58,8 +60,9 @@ class Rate:
     def line(self, plain: float) -> str:
         """A row of the table; plain: tokens a second without speculation."""
         accepted = self.tokens / self.steps / self.rows
+        width = self.width + "s" * (not self.overlap)
         return (
-            f"{self.rows:5} {self.width:>5} {self.accept:7.2f}{self.step_ms:9.3f}{accepted:9.3f}"
+            f"{self.rows:5} {width:>5} {self.accept:7.2f}{self.step_ms:9.3f}{accepted:9.3f}"
             f"{self.tokens_per_s:10.0f}{self.tokens_per_s / plain:8.3f}  {self.shares}"
         )
 
@@ -71,6 +74,7 @@ class Rate:
 def run(bench: Bench, rate: Rate, widths: list[int], options: argparse.Namespace) -> Rate:
     """Decode until `rate` has options.steps steps and options.windows windows."""
     policy = bench.verify_with(widths, chosen=len(widths) > 1)
+    bench.overlap = rate.overlap
     once(bench, replace(rate, widths=[]), policy, options)  # warms up
     while rate.steps < options.steps or rate.steps * rate.rows < options.windows:
         once(bench, rate, policy, options)
@@ -107,6 +111,7 @@ def parse() -> argparse.Namespace:
     add = made.add_argument
     add("--batch", type=ints, default=[1, 8, 32, 64, 128, 256], help="rows")
     add("--fixed", default="", metavar="5x3.3@1", help="width x accepted @ rows; several")
+    add("--sync", default="", metavar="5x3.3@1", help="the same, without overlap")
     add("--accept", default="", help="tokens of a step, on average, that widths are chosen for")
     add("--steps", type=int, default=600, help="of each line, at least")
     add("--windows", type=int, default=4000, help="of each line, at least: of all rows together")
@@ -117,9 +122,10 @@ def parse() -> argparse.Namespace:
 def wanted(options: argparse.Namespace) -> list[Rate]:
     """What is asked for beside no speculation."""
     rates = []
-    for part in filter(None, options.fixed.split(",")):
-        (width, mean), rows = part.split("@")[0].split("x"), int(part.split("@")[1])
-        rates.append(Rate(rows, width, float(mean)))
+    for overlap, parts in (True, options.fixed), (False, options.sync):
+        for part in filter(None, parts.split(",")):
+            (width, mean), rows = part.split("@")[0].split("x"), int(part.split("@")[1])
+            rates.append(Rate(rows, width, float(mean), overlap))
     for mean in filter(None, options.accept.split(",")):
         rates += [Rate(rows, "auto", float(mean)) for rows in options.batch]
     return rates
@@ -141,7 +147,13 @@ def measured(
                 bench.accept(rate.accept)
             widths = options.widths if rate.width == "auto" else [int(rate.width)]
             run(bench, rate, widths, options)
-            print(rate.line(plain.get(rate.rows, rate.tokens_per_s)), flush=True)
+            alone_ms = [
+                f"{1e3 * took_s:.3f} of {width}"
+                for (rows, width), took_s in bench.engine.step_s.items()
+                if rows == rate.rows and width in widths
+            ]
+            line = rate.line(plain.get(rate.rows, rate.tokens_per_s))
+            print(line, " replay ms", ", ".join(alone_ms), flush=True)
     bench.engine.close()
     return rates, start_s
 
