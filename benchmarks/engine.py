@@ -146,7 +146,11 @@ def parsed() -> tuple[argparse.Namespace, list[Case]]:
     add("--repeat", type=int, default=3)
     add("--sampling", default="greedy", choices=sorted(SAMPLINGS))
     add("--also", default="", help="more of it: top_p@32,random; without @: of every batch")
-    add("--profile", type=Path, help="chrome trace of 20 steps of the largest batch")
+    add(
+        "--profile",
+        type=Path,
+        help="chrome trace of the largest batch: 20 steps, or the longest prompts",
+    )
     options = made.parse_args()
 
     def cases(batches: str, sampling: str) -> list[Case]:
@@ -178,8 +182,10 @@ def main() -> None:
     measure = measure_decode if options.phase == "decode" else measure_prefill
     rows = measure(bench, cases, options, bandwidth)
     if options.profile:
-        case = Case(num_reqs, 16, "greedy")
-        profile(options.profile, lambda: bench.generate(num_reqs, 16, case.draws(20), seed=99))
+        decodes = options.phase == "decode"
+        num, draws = (16, 20) if decodes else (options.prompt_len, 1)
+        draw = Case(num_reqs, num, "greedy").draws(draws)
+        profile(options.profile, lambda: bench.generate(num_reqs, num, draw, seed=99))
     graph, attention = engine.config.engine.graph, engine.config.engine.attention
     about = {"graph": graph.model_dump(), "attention": attention.model_dump()}
     about |= {"options": shown(options), "read_bytes_per_s": bandwidth, "steps": rows}
