@@ -245,6 +245,11 @@ else:
                 time.sleep(0.02)
             here.check(kernels.two_shot(here.memory, x).clone(), all_reduce_ref(parts))
 
+    def run_often(*arguments: Any) -> None:
+        """On a busy machine all may be late together, so that a mutant is right for once."""
+        for _ in range(5):
+            run_ranks(*arguments, num_ranks=3)
+
     MUTANTS = {
         "none": ("", ""),
         "one set of slots": ("(turn & 1)", "(turn & 0)"),
@@ -283,7 +288,7 @@ else:
             run_ranks(*arguments, num_ranks=3)
         else:
             with pytest.raises(Exception, match="AssertionError"):
-                run_ranks(*arguments, num_ranks=3)
+                run_often(*arguments)
 
     OWN_SLOT = "slot + rank * (PIECE * 16), rank"
 
