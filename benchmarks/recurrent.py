@@ -67,9 +67,13 @@ class Net:
 
     def prompt(self, num_tokens: int) -> Callable[[], object]:
         """All layers of a prompt."""
-        start = torch.tensor([0, num_tokens], dtype=torch.int32, device=DEVICE)
+        ends = [0, num_tokens]
+        start, blocks = (
+            torch.tensor(each, dtype=torch.int32, device=DEVICE)
+            for each in (ends, block_table(ends, num_tokens))
+        )
         slots = torch.ones(1, dtype=torch.int32, device=DEVICE)
-        chunks = StateChunks(start, start[1:], slots, block_table(start, num_tokens))
+        chunks = StateChunks(start, start[1:], slots, blocks)
         packed = self.noise(num_tokens, self.shape.packed_width)
         out = packed.new_empty(num_tokens, self.shape.value_width)
         return lambda: [

@@ -172,7 +172,8 @@ class Engine:
         if all(len(span) == 1 for span in spans):
             folded[rows] = seq_len[rows] = ends - 1
             return StateWindows(rows, slots, folded, seq_len, 1)
-        table = block_table(batch.query_start, batch.num_tokens)
+        blocks = block_table(batch.query_start.tolist(), batch.num_tokens)
+        table = torch.tensor(blocks, dtype=torch.int32)
         return StateChunks(batch.query_start, batch.seq_lens, slots[rows].int(), table)
 
     def prefill(self, chunk: int) -> Iterator[list[torch.Tensor]]:

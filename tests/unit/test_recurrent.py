@@ -89,7 +89,7 @@ class Net:
             start,
             self.seq_len[rows].int(),
             self.state_slot[rows].int(),
-            block_table(start, len(packed)),
+            torch.tensor(block_table(start.tolist(), len(packed)), dtype=torch.int32),
         )
         out = torch.full((len(packed), self.shape.value_width), NAN)
         delta_chunk(packed, self.weights, self.state, chunks, out)
@@ -211,12 +211,11 @@ def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
             check_same(mine[net.state_slot[row]], its[net.state_slot[1]])
 
 
-def test_blocks_of_a_batch_on_the_device():
-    start = torch.tensor([0, 130, 130, 131, 195], dtype=torch.int32)
-    table = block_table(start, 200)
-    assert table.dtype == torch.int32
-    assert table[0].tolist() == [0, 0, 0, 2, 3, 4, 4]
-    assert table[1].tolist()[:5] == [0, 64, 128, 130, 131]
+def test_blocks_of_a_batch():
+    requests, firsts = block_table([0, 130, 130, 131, 195], 200)
+    assert requests == [0, 0, 0, 2, 3, 4, 4]
+    assert firsts[:5] == [0, 64, 128, 130, 131]
+    assert len(firsts) == len(requests)
 
 
 if not INTERPRETED:
@@ -238,7 +237,8 @@ if not INTERPRETED:
         packed, live = net.tokens(8).bfloat16(), torch.tensor([1, 2])
         rows = StateWindows(live, net.state_slot, net.folded, net.seq_len, 4)
         start, lengths = torch.tensor([0, 8]).int(), torch.tensor([8]).int()
-        chunks = StateChunks(start, lengths, live[:1].int(), block_table(start, 8))
+        blocks = torch.tensor(block_table([0, 8], 8), dtype=torch.int32)
+        chunks = StateChunks(start, lengths, live[:1].int(), blocks)
         out = packed.new_empty(8, net.shape.value_width)
         with compiling(gated_norm_triton):
             with compiling(window_triton, "_inputs_kernel", "_state_kernel") as made:

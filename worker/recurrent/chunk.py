@@ -5,6 +5,9 @@ with decay arXiv:2412.06464, section 3.3). Blocks begin at multiples of 64 of th
 chunks that are not a prompt's last end there, so it does not matter how a prompt was cut.
 """
 
+from collections.abc import Sequence
+from itertools import chain, pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,16 +30,13 @@ from worker.recurrent.delta_net import (
 from worker.recurrent.delta_shape import BLOCK
 
 
-def block_table(query_start: Tensor, num_tokens: int) -> Tensor:
-    """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included; enqueued only."""
+def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:
+    """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included."""
     n = len(query_start) - 1
-    counts = -((query_start[:-1] - query_start[1:]) // BLOCK)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    number = torch.arange(num_tokens // BLOCK + n, dtype=torch.int32, device=query_start.device)
-    request = torch.searchsorted(ends, number, right=True, out_int32=True)
-    held = request.clamp(max=n - 1)
-    first = query_start[held] + (number - ends[held] + counts[held]) * BLOCK
-    return torch.stack((request, first))
+    firsts = [range(begin, end, BLOCK) for begin, end in pairwise(query_start)]
+    requests = [request for request, each in enumerate(firsts) for _ in each]
+    unused = num_tokens // BLOCK + n - len(requests)
+    return requests + [n] * unused, [*chain(*firsts)] + [0] * unused
 
 
 def delta_chunk_ref(

@@ -6,7 +6,7 @@ from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 from worker.recurrent.delta_net import DeltaShape, DeltaWeights
 
-ROWS = 4  # of a program: a head of a token each
+ROWS = 8  # of a program: a head of a token each; 4 take 1.6 times as long for 8,192 tokens
 
 
 @triton.jit
@@ -18,18 +18,19 @@ def _gated_norm_kernel(
     DTYPE: tl.constexpr = o.dtype.element_ty
     lanes = tl.arange(0, DIM)[None, :]
     scale = tl.load(weight + lanes).to(tl.float32)
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     enter(PDL)
     real = row < num_rows
     if num_tokens is not None:
         real &= row // HEADS < tl.load(num_tokens)
-    x = tl.load(o + row * DIM + lanes, mask=real, other=0.0).to(tl.float32)
-    gate_at = z + row // HEADS * stride_z + row % HEADS * DIM + lanes
+    out = o + row.to(tl.int64) * DIM + lanes
+    x = tl.load(out, mask=real, other=0.0).to(tl.float32)
+    gate_at = z + (row // HEADS).to(tl.int64) * stride_z + row % HEADS * DIM + lanes
     gate = tl.load(gate_at, mask=real, other=0.0).to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
     x = (x.to(DTYPE).to(tl.float32) * scale).to(DTYPE).to(tl.float32)
     x *= gate / (1.0 + tl.exp(-gate))
-    tl.store(o + row * DIM + lanes, x.to(DTYPE), mask=(row < num_rows) & (lanes >= 0))
+    tl.store(out, x.to(DTYPE), mask=(row < num_rows) & (lanes >= 0))
 
 
 def gated_norm_triton(
@@ -42,5 +43,5 @@ def gated_norm_triton(
     num_rows = len(o) * shape.value_heads
     _gated_norm_kernel[(-(-num_rows // ROWS),)](
         o, z, weights.norm, num_tokens, z.stride(0), num_rows, weights.eps,
-        **overlap(o, HEADS=shape.value_heads, DIM=shape.value_dim, ROWS=ROWS, num_warps=ROWS),
+        **overlap(o, HEADS=shape.value_heads, DIM=shape.value_dim, ROWS=ROWS, num_warps=4),
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -95,6 +95,7 @@ class BatchBuffers:
         self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
         num_words = NUM_LINES * line_width(num_rows) + max_chunk_tokens + self._page_words
         self._staging = Staging(num_words, state.device)
+        self._blocks = Staging(2 * (max_chunk_tokens // BLOCK + num_rows), state.device)
         self.fixed_reqs = min(FIXED_REQS, num_rows)
         num_pages = min(-(-MAX_FIXED_LEN // page_size), max_pages)
         self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
@@ -117,16 +118,17 @@ class BatchBuffers:
         values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)
         self._staging.upload(values)
         num_tokens = max(padded_tokens, sent.num_tokens)
+        query_start = [0, *accumulate(counts)] + [sent.num_tokens] * (num_lines - num_reqs)
+        blocks = self._block_table(query_start, num_tokens)
         if fixed_shape:
             chunk_rows(sent, table, self._page_size, self._chunk, num_tokens, self._tables)
             if (batch := self._fixed_batches.get(num_tokens)) is not None:
                 self._last_tokens(num_tokens, batch.query_start)
-                if isinstance(batch.states, StateChunks):
-                    batch.states.blocks.copy_(block_table(batch.query_start, num_tokens))
                 return batch
             batch = self._fixed_batches[num_tokens] = self._of_chunks(
                 num_tokens,
                 *self._lengths(num_lines, sent.width),
+                blocks,
                 page_table=self._tables,
                 max_query_len=num_tokens,
                 max_seq_len_ub=self.max_fixed_len,
@@ -141,6 +143,7 @@ class BatchBuffers:
         return self._of_chunks(
             num_tokens,
             *self._lengths(num_reqs, sent.width),
+            blocks,
             page_table=tables,
             max_query_len=longest,
             max_seq_len_ub=plan.max_seq_len_ub,
@@ -163,6 +166,7 @@ class BatchBuffers:
             query_start=self._state.upload([0, num_tokens], torch.int32),
             seq_lens=self._state.upload([num_tokens], torch.int32),
             state_slots=self._state.upload([0], torch.int32),
+            blocks=self._block_table([0, num_tokens], num_tokens),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
             max_query_len=num_tokens,
             max_seq_len_ub=num_tokens,
@@ -175,11 +179,11 @@ class BatchBuffers:
         query_start: Tensor,
         seq_lens: Tensor,
         state_slots: Tensor,
+        blocks: Tensor | None,
         **rest: Any,
     ) -> Batch:
         states = None
-        if self._recurrent:
-            blocks = block_table(query_start, num_tokens)
+        if blocks is not None:
             states = StateChunks(query_start, seq_lens, state_slots, blocks)
         ids, positions, slots, *draft = self._chunk[:, :num_tokens]
         return Batch(
@@ -195,6 +199,14 @@ class BatchBuffers:
             states=states,
             **rest,
         )
+
+    def _block_table(self, query_start: Sequence[int], num_tokens: int) -> Tensor | None:
+        """Upload StateChunks.blocks, if layers are recurrent: always to the same place."""
+        if not self._recurrent:
+            return None
+        requests, firsts = block_table(query_start, num_tokens)
+        self._blocks.upload(requests + firsts)
+        return self._blocks.words[: 2 * len(requests)].view(2, -1)
 
     def _last_tokens(self, num_tokens: int, query_start: Tensor) -> Tensor | None:
         """Fill `Batch.last_token_rows`; its length is the same for any number of requests."""
