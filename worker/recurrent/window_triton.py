@@ -30,9 +30,10 @@ def silu(x):
 
 
 @triton.jit
-def _row(live, state_slot, folded, seq_len, width):
-    """(row, slot, tokens in its state, tokens of this step that are pending, that are kept)."""
-    row = tl.load(live + tl.program_id(0))
+def _row(at, live, state_slot, folded, seq_len, width):
+    """Of live[at]: (row, slot, tokens in its state, those of this step that are pending, that are
+    kept)."""
+    row = tl.load(live + at)
     start = tl.load(folded + row)
     pending = tl.where(row > 0, tl.load(seq_len + row) - start, 0).to(tl.int32)
     kept = tl.where(width == 1, pending + 1, pending)  # a token alone is accepted
@@ -83,7 +84,8 @@ def _inputs_kernel(
     is_value, head, at, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)  # type: ignore
     lanes = tl.arange(0, BLOCK)
     inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
-    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)  # type: ignore
+    i = tl.program_id(0).to(tl.int64)
+    row, slot, start, pending, kept = _row(i, live, state_slot, folded, seq_len, width)  # type: ignore
     w0, w1, w2, w3 = taps(conv_weight + at * 4, lanes, inside)  # type: ignore
     conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head + of_head + lanes
     held = inside & (start > 0) & (row > 0)
@@ -92,7 +94,6 @@ def _inputs_kernel(
     x2 = tl.load(conv + 2 * stride_conv, mask=held, other=0.0)
     enter(PDL)
 
-    i = tl.program_id(0).to(tl.int64)
     ring, new = ring_all + row * stride_ring_row, packed + i * width * stride_packed
     convolved += i * max_tokens * CHANNELS + at + lanes
     to_gate = i * max_tokens * HEADS + head
@@ -137,16 +138,16 @@ def _state_kernel(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     VALUES: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, value heads, VALUE_DIM / VALUES)."""
+    """Grid (VALUE_DIM / VALUES, value heads, rows): a slot's parts are read side by side."""
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
     CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
-    i, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     keys = tl.arange(0, KEY_DIM)
-    values = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    row, slot, start, pending, kept = _row(live, state_slot, folded, seq_len, width)  # type: ignore
+    values = part * VALUES + tl.arange(0, VALUES)
+    row, slot, start, pending, kept = _row(i, live, state_slot, folded, seq_len, width)  # type: ignore
     s_at = s_all + slot * stride_slot + head // RATIO * stride_head
-    s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + tl.program_id(2) * (KEY_DIM * VALUES)
+    s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + part * (KEY_DIM * VALUES)
     s_at += keys[:, None] * VALUES + tl.arange(0, VALUES)[None, :]
     s = tl.load(s_at, mask=(start > 0) & (row > 0) & (keys[:, None] >= 0), other=0.0)
     enter(PDL)
@@ -195,7 +196,7 @@ def delta_window_triton(
         BLOCK=max(shape.key_dim, shape.value_dim), **sizes,  # type: ignore
     )  # fmt: skip
     values = s.shape[5]
-    _state_kernel[(n, heads, shape.value_dim // values)](
+    _state_kernel[(shape.value_dim // values, heads, n)](
         convolved, gates[0], gates[1], s, *columns, out, rows.width, max_tokens,
         s.stride(0), s.stride(1), VALUES=values, STAGES=STAGES, **sizes,  # type: ignore
     )  # fmt: skip
