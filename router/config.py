@@ -35,6 +35,12 @@ class RouterConfig(Section):
     """At shutdown, for clients that do not read."""
     api_key_file: str = ""
     """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
+    admin_access: Literal["auto", "open"] = "auto"
+    """Who sees /metrics, /config and /dashboard; auto: where there are keys, who has one of them.
+
+    If lines of the file say admin=yes, only those keys. A browser asks for it: any name, the key as
+    password. open: whoever reaches the port.
+    """
     tls_cert_file: str = ""
     """Certificate chain (PEM) of the API's port, with `tls_key_file`; read again when it changes.
 

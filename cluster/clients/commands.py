@@ -67,7 +67,8 @@ def _address(args: argparse.Namespace) -> tuple[str, str]:
     except httpx.InvalidURL as error:
         raise UserError(f"--url {url}: {error}") from error
     try:
-        keys = [key.secret for key in read_keys(args.api_key_file)[:1]]
+        known = sorted(read_keys(args.api_key_file), key=lambda key: not key.admin)
+        keys = [key.secret for key in known[:1]]  # one that opens operators' pages, if any does
         return url, b"".join(keys).decode("ascii")
     except UnicodeDecodeError as error:
         raise UserError(f"{args.api_key_file}: the first key is not ASCII") from error

@@ -1,8 +1,10 @@
-"""Who may ask: API keys for generation and tokens, and CORS for pages of other origins."""
+"""Who may ask: API keys for generation, tokens and operators' pages; CORS for other origins."""
 
+import base64
+import binascii
 import ipaddress
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -11,50 +13,76 @@ from router.config import RouterConfig
 from router.errors import ApiError
 from router.http.allowance import Keys
 from router.http.exchange import Exchange
+from router.http.keys import Key
 
 log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-BEARER = b"bearer "
+PAGES = ("/metrics", "/config", "/dashboard")  # for operators, and all below
+BEARER, BASIC = b"bearer ", b"basic "
+SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
 EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed")
 
 
 class ApiKeys:
-    """Answers 401 to requests for guarded paths whose bearer token is none of `keys`.
+    """Answers 401 to requests for guarded paths that bring none of `keys`.
 
-    Anthropic's clients send theirs as `x-api-key`.
+    A key comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
+    ask for it, as the password of Basic authentication. pages: operators' pages are guarded, too.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+    def __init__(self, app: ASGIApp, keys: Keys, *, pages: bool) -> None:
         self._app = app
         self._keys = keys
+        self._pages = pages
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+        path: str = scope.get("path", "")
+        is_page = self._pages and any(path == each or path.startswith(f"{each}/") for each in PAGES)
+        if scope["type"] != "http" or not (is_page or path.startswith(GUARDED)):
             await self._app(scope, receive, send)
             return
+        headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
-            Exchange.of(scope).client = self._client(scope)
+            if is_page:
+                self._check_page(headers, path)
+            else:
+                Exchange.of(scope).client = self._key(headers).name
         except ApiError as error:
             response = error.response
         else:
             await self._app(scope, receive, send)
             return
-        response.headers["www-authenticate"] = "Bearer"
+        response.headers["www-authenticate"] = 'Basic realm="kvlane"' if is_page else "Bearer"
         await response(scope, receive, send)
 
-    def _client(self, scope: Scope) -> str:
-        """The name of its key; raises an ApiError, 401, if it has none that is valid."""
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = headers.get(b"authorization", b"")
-        token = headers.get(b"x-api-key", b"")
-        if given[: len(BEARER)].lower() == BEARER:
-            token = given[len(BEARER) :]
-        key = self._keys.find(token.strip())
+    def _key(self, headers: Mapping[bytes, bytes]) -> Key:
+        """Raises an ApiError, 401, if there is none that is valid."""
+        key = self._keys.find(_token(headers).strip())
         if key is None:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError("invalid_api_key", message)
-        return key.name
+        return key
+
+    def _check_page(self, headers: Mapping[bytes, bytes], path: str) -> None:
+        """Raises an ApiError, 401, if neither a router nor an operator asks."""
+        word = headers.get(SIBLING.encode(), b"").decode("latin-1")
+        if word and self._keys.is_sibling_word(word, path):
+            return
+        if not self._keys.opens_pages(self._key(headers)):
+            raise ApiError("invalid_api_key", "this API key opens no operators' pages: admin=yes")
+
+
+def _token(headers: Mapping[bytes, bytes]) -> bytes:
+    given = headers.get(b"authorization", b"")
+    if given[: len(BEARER)].lower() == BEARER:
+        return given[len(BEARER) :]
+    if given[: len(BASIC)].lower() == BASIC:
+        try:
+            return base64.b64decode(given[len(BASIC) :], validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return headers.get(b"x-api-key", b"")
 
 
 def origins(config: RouterConfig, host: str) -> Sequence[str]:

@@ -4,6 +4,7 @@ The file is read again when it has changed. Each router counts for itself, and a
 limit.
 """
 
+import hashlib
 import hmac
 import logging
 import math
@@ -19,6 +20,7 @@ log = logging.getLogger("kvlane.router")
 
 REREAD_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
+WORD_S = 300.0  # for which a sibling's word holds: nodes' clocks differ
 
 
 @dataclass(slots=True)
@@ -68,6 +70,25 @@ class Keys:
         if time.time() >= key.expires_at:
             raise ApiError("invalid_api_key", "this API key has expired")
         return key
+
+    def opens_pages(self, key: Key) -> bool:
+        """Whether operators' pages are for its owner."""
+        return key.admin or not any(each.admin for each in self.keys)
+
+    def sibling_word(self, path: str) -> str:
+        """What a router says to another, which has the same file, to get an operators' page."""
+        return self._word(path, int(time.time()))
+
+    def is_sibling_word(self, word: str, path: str) -> bool:
+        """Whether a router has said it, within the last minutes."""
+        said_at, _, _ = word.partition(".")
+        if not said_at.isdecimal() or abs(time.time() - float(said_at[:20])) > WORD_S:
+            return False
+        return hmac.compare_digest(word.encode(), self._word(path, int(said_at)).encode())
+
+    def _word(self, path: str, at: int) -> str:
+        secret = hashlib.blake2b(b"\n".join(sorted(key.secret for key in self.keys))).digest()
+        return f"{at}.{hmac.new(secret, f'{at} {path}'.encode(), hashlib.sha256).hexdigest()}"
 
     def begin(self, name: str, num_tokens: int, num_routers: int) -> None:
         """A request with so long a prompt may start; raises an ApiError, 429, if it may not."""

@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
-from router.http.access import origins
+from router.http.access import SIBLING, origins
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.port import accept_all, listen
@@ -45,6 +45,8 @@ DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
 ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
 LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
 CLOSE = (b"connection", b"close")
+HEADERS = [("x-content-type-options", "nosniff")]  # of every answer
+TLS_HEADERS = [("strict-transport-security", "max-age=31536000")]
 
 
 class _Server(uvicorn.Server):
@@ -295,7 +297,7 @@ class RouterServer:
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
             dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
-            siblings = Siblings(self._members, member)
+            siblings = Siblings(self._members, member, self._said)
             self.front = Front(
                 served=self._served,
                 dispatcher=dispatcher,
@@ -326,6 +328,7 @@ class RouterServer:
             proxy_headers=False,  # nothing here looks at the client's address
             log_level=logging.WARNING,  # start and end are logged by the monitor
             server_header=False,
+            headers=HEADERS + TLS_HEADERS * (self._certificate is not None),
             lifespan="off",
             ws="none",
             timeout_keep_alive=max(1, round(limits.keep_alive_s)),
@@ -334,6 +337,9 @@ class RouterServer:
         tls = None if self._certificate is None else self._certificate.context
         self.server = _Server(config, self._ready, tls)
         await self.server.serve(sockets=listeners)
+
+    def _said(self, path: str) -> dict[str, str]:
+        return {} if self._keys is None else {SIBLING: self._keys.sibling_word(path)}
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()

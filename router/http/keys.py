@@ -4,6 +4,7 @@ A line is a key, and perhaps what there is to say of it:
 
     sk-5f1e name=alice requests_per_minute=60 tokens_per_minute=20000 concurrency=4
     sk-77aa name=bob expires=2027-01-31
+    sk-90c1 name=ops admin=yes
 
 Apart from `allowance.py`, so that the command line reads it at little cost.
 """
@@ -31,6 +32,7 @@ class Key:
     tokens_per_minute: int = 0  # of prompts and answers
     concurrency: int = 0  # requests at a time
     expires_at: float = math.inf  # seconds since the epoch
+    admin: bool = False  # opens operators' pages; where no key says so, every key does
 
 
 def read_keys(path: str) -> tuple[Key, ...]:
@@ -64,12 +66,14 @@ def _read(words: Sequence[bytes], where: str) -> Key:
             elif name == "expires":
                 at = datetime.fromisoformat(value)
                 options["expires_at"] = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+            elif name == "admin" and value == "yes":
+                options["admin"] = True
             elif name in LIMITS and int(value) > 0:
                 options[name] = int(value)
             else:
                 raise ValueError
         except ValueError:
-            known = ", ".join(f"{each}=…" for each in ("name", *LIMITS, "expires"))
+            known = ", ".join(f"{each}=…" for each in ("name", *LIMITS, "expires", "admin"))
             raise UserError(f"{where}: what follows the key is not {known}", PARAM) from None
     return Key(words[0], **options)  # type: ignore[arg-type]
 

@@ -13,7 +13,6 @@ from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from router.http.access import GUARDED
 from router.openai import reply
 from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
@@ -166,8 +165,8 @@ OPERATIONS = (
 )  # fmt: skip
 
 
-def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
-    """The document; `keys`: some paths need one."""
+def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, Any]:
+    """The document; paths that begin with one of `guarded` need a key."""
     bodies = [op.body.schema for op in OPERATIONS if op.body is not None]
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]
@@ -179,12 +178,12 @@ def document(version: str, model: str, *, keys: bool) -> dict[str, Any]:
         ref_template=REF + "{name}",
     )
     components: dict[str, Any] = {"schemas": schemas["$defs"] | more}
-    if keys:
+    if guarded:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths: dict[str, Any] = {}
     for op in OPERATIONS:
         shown = _operation(op, model)
-        if keys and op.path.startswith(GUARDED):
+        if op.path.startswith(tuple(guarded)):
             shown["security"] = [{"key": []}]
         paths[op.path] = {"post" if op.body else "get": shown}
     return {

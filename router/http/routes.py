@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
-from router.http.access import ApiKeys, with_cors
+from router.http.access import GUARDED, PAGES, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
@@ -196,7 +196,9 @@ def application(front: Front, keys: Keys | None = None) -> ASGIApp:
     routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    shown = document(version(), front.served.model, keys=keys is not None)
+    pages_too = front.served.config.admin_access == "auto"
+    guarded = () if keys is None else GUARDED + PAGES * pages_too
+    shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
@@ -224,7 +226,7 @@ def application(front: Front, keys: Keys | None = None) -> ASGIApp:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = ApiKeys(app, keys) if keys is not None else app
+    layers: ASGIApp = ApiKeys(app, keys, pages=pages_too) if keys is not None else app
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
     level = logging.INFO if front.served.config.access_log else logging.DEBUG
     return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

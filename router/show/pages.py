@@ -1,7 +1,6 @@
 """`/dashboard`: pages for people, and what they show. The pages are files in `static/`.
 
-They need no key: what they show, but for reasons of deaths, is in `/config` and `/metrics` as well.
-A chat does.
+Where there are keys, a browser asks for one (`router.admin_access`).
 """
 
 import time
@@ -29,7 +28,6 @@ HEADERS = {
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
-    "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }

@@ -6,7 +6,7 @@ the port that each has of its own, and answers with one page.
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 
 import httpx
@@ -23,11 +23,20 @@ HELP = "# HELP "
 
 
 class Siblings:
-    """What one router, `member`, knows of them; its address is that of the shared port."""
+    """What one router, `member`, knows of them; its address is that of the shared port.
 
-    def __init__(self, members: Members, member: Member) -> None:
+    said: headers, for a path, by which they know each other.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        member: Member,
+        said: Callable[[str], Mapping[str, str]],
+    ) -> None:
         self._members = members
         self._member = member
+        self._said = said
         # Nothing here speaks TLS, and to verify would load all certificates of the machine.
         self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
         self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
@@ -83,7 +92,7 @@ class Siblings:
         self, addresses: Iterable[str], path: str, accepted: str = ""
     ) -> list[str | None]:
         async def ask(address: str) -> str | None:
-            url, headers = f"http://{address}{path}", {"accept": accepted}
+            url, headers = f"http://{address}{path}", {"accept": accepted, **self._said(path)}
             try:
                 async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
                     response = await self._client.get(url, headers=headers)

@@ -169,11 +169,12 @@ def errors_are_shown(browser: Any, stand: Stand) -> None:
 
 
 def keys_are_asked_for(browser: Any, stand: Stand) -> None:
-    """The figures need none; a chat does, and it is kept for the tab."""
+    """Where the figures need none, a chat does, and it is kept for the tab."""
     keys = stand.directory / "keys"
-    keys.write_text("open sesame")
+    keys.write_text("sesame")
     double = DecodeDouble(script=speak(stand.tokens("yes"), stages=STAGES))
-    with stand.visited(browser, double, api_key_file=str(keys)) as (_, visit):
+    options = {"api_key_file": str(keys), "admin_access": "open"}
+    with stand.visited(browser, double, **options) as (_, visit):
         visit.allowed = ("401",)
         visit.go("/dashboard")
         visit.wait("#headline", "The worker answers")
@@ -181,7 +182,7 @@ def keys_are_asked_for(browser: Any, stand: Stand) -> None:
         ask(visit, "hello")
         visit.wait(".error", "a valid API key is needed")
         assert visit.page.evaluate("document.activeElement.id") == "key"
-        visit.page.keyboard.type("open sesame")
+        visit.page.keyboard.type("sesame")
         for _ in range(2):
             ask(visit, "hello")
             visit.wait("li.assistant:last-child .said", "yes")

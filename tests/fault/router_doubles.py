@@ -264,7 +264,7 @@ def client_of(url: str) -> openai.OpenAI:
 
 def num_live(url: str) -> int:
     """Workers that have answered the router at `url`."""
-    return sum(member["live"] for member in httpx.get(f"{url}/config").json()["members"])
+    return list(httpx.get(f"{url}/live").json()["workers"].values()).count("live")
 
 
 @contextmanager

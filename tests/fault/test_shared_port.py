@@ -5,8 +5,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -140,7 +141,15 @@ def test_the_death_of_one_ends_its_own_streams_only(routers: Routers, ids: tuple
 @pytest.fixture
 def pair(directory: Path) -> Iterator[tuple[RouterServer, Member, RouterServer, Member]]:
     """Two routers of this process on one port, without workers."""
-    first, second = (router_at(directory, f"router-{i}") for i in range(2))
+    with paired(directory) as found:
+        yield found
+
+
+@contextmanager
+def paired(
+    directory: Path, **config: Any
+) -> Iterator[tuple[RouterServer, Member, RouterServer, Member]]:
+    first, second = (router_at(directory, f"router-{i}", **config) for i in range(2))
     with ExitStack() as stack:
         one = first.start()
         stack.callback(first.stop)
@@ -149,6 +158,27 @@ def pair(directory: Path) -> Iterator[tuple[RouterServer, Member, RouterServer, 
         for router in (first, second):
             router.update_members([one, other])
         yield first, one, second, other
+
+
+def test_routers_with_keys_show_one_another_what_others_need_a_key_for(
+    directory: Path, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha\nomega name=ops admin=yes\n")
+    with paired(directory, api_key_file=str(keys)) as (_, one, _, other):
+        headers = {"authorization": "Bearer omega"}
+
+        def all_answer() -> bool:
+            page = httpx.get(f"{one.address}/metrics", headers=headers).text
+            return f"kvlane_{ANSWERED}}} 2.0" in page
+
+        wait_until(all_answer)
+        board = httpx.get(f"{one.address}/dashboard/data", headers=headers).json()
+        assert [router["state"] for router in board["routers"]] == ["ready", "ready"]
+        for address in (one.address, f"http://{other.metrics_address}"):
+            for path in ("/metrics", "/dashboard/own"):
+                assert httpx.get(address + path).status_code == 401
+                assert httpx.get(address + path, auth=("me", "alpha")).status_code == 401
 
 
 @pytest.mark.parametrize("accepted", [False, True])

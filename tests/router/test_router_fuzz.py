@@ -110,7 +110,7 @@ def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
     stats = WorkerStats(max_num_reqs=10_000, num_free_pages=100_000, num_pages=100_000)
     dispatcher.deliver([(WORKER.peer, Pong(WORKER.peer, stats))])
     served = Served("small", Text(directory), config, members, 1024)
-    return Front(served, dispatcher, metrics, Siblings(members, WORKER), {})
+    return Front(served, dispatcher, metrics, Siblings(members, WORKER, lambda _: {}), {})
 
 
 async def rounds(

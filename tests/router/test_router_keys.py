@@ -167,3 +167,55 @@ def test_a_key_changes_under_load_and_no_request_fails(
     second = ask(url, {"x-api-key": "new"})
     speak(ids)(double, *double.take())
     assert second.result().status_code == 200
+
+
+PAGES = (
+    "/metrics", "/metrics/targets", "/config", "/dashboard", "/dashboard/data", "/dashboard/own",
+    "/dashboard/static/style.css", "/config/",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lines", "opening"),
+    [(["one", "two"], {"one", "two"}), (["one", "two admin=yes"], {"two"})],
+)
+def test_operators_pages_are_opened_by_keys(
+    serve: Serve, file: Path, lines: list[str], opening: set[str]
+) -> None:
+    """Of those that say so, or of any; by a browser, too."""
+    _, url, _ = serve(DecodeDouble(script=speak([5])), api_key_file=written(file, *lines))
+    for path in PAGES:
+        shut = httpx.get(url + path)
+        assert (shut.status_code, shut.headers["www-authenticate"]) == (401, 'Basic realm="kvlane"')
+        assert "digest" not in shut.text
+        assert httpx.get(url + path, auth=("me", "three")).status_code == 401
+    for key in ("one", "two"):
+        for answer in (
+            httpx.get(f"{url}/config", auth=("me", key)),
+            httpx.get(f"{url}/config", headers={"x-api-key": key}),
+            httpx.get(f"{url}/config", headers={"authorization": f"Bearer {key}"}),
+        ):
+            assert answer.status_code == (200 if key in opening else 401)
+        assert httpx.get(f"{url}/v1/models", auth=("me", key)).status_code == 200
+    assert httpx.get(f"{url}/live").status_code == 200
+    assert httpx.get(f"{url}/config", headers={"authorization": "Basic no"}).status_code == 401
+
+
+def test_operators_pages_may_be_open(serve: Serve, file: Path) -> None:
+    options = {"api_key_file": written(file, "one admin=yes"), "admin_access": "open"}
+    _, url, _ = serve(DecodeDouble(script=speak([5])), **options)
+    for path in PAGES:
+        assert httpx.get(url + path).status_code == 200, path
+
+
+def test_routers_know_each_other_by_their_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a path, and for some minutes."""
+    keys = Keys(written(file, "one", "two admin=yes"))
+    word = keys.sibling_word("/metrics")
+    assert keys.is_sibling_word(word, "/metrics")
+    assert not keys.is_sibling_word(word, "/config")
+    assert not Keys(written(file, "one", "three")).is_sibling_word(word, "/metrics")
+    assert not any(keys.is_sibling_word(bad, "/metrics") for bad in ("", ".", "9" * 5000, "1.é"))
+    later = router.http.allowance.time.time() + router.http.allowance.WORD_S + 2
+    monkeypatch.setattr(router.http.allowance.time, "time", lambda: later)
+    assert not keys.is_sibling_word(word, "/metrics")

@@ -52,7 +52,7 @@ def router_page() -> str:
     )  # fmt: skip
     metrics.spent(spent, num_tokens=20)
     member = Member("router-0", "router", "1", "http://127.0.0.1:8000", model="tiny")
-    return asyncio.run(Siblings(Members(), member).page(metrics.render())).decode()
+    return asyncio.run(Siblings(Members(), member, lambda _: {}).page(metrics.render())).decode()
 
 
 def worker_page(role: str) -> str:

