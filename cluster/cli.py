@@ -25,7 +25,7 @@ from cluster.clients import commands as clients
 from cluster.config import Config, changed, load, origins
 from cluster.control.replicas import ReplicaStatus
 from cluster.search_path import leave_directory
-from cluster.serve.lifetime import NothingRuns, all_running, find_running
+from cluster.serve.lifetime import NothingRuns, all_running, find_running, made_token
 from cluster.serve.supervisor import Lent, Limits, supervise
 from worker.errors import KvlaneError, UserError
 
@@ -206,10 +206,10 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
         tell("WARNING", text)
     if not address:
         config = config.anchored(Path.cwd())
-    auth_mode = _prepare_environment("" if address else "disabled")
+    _prepare_environment()
     cluster = config.cluster
     return supervise(
-        lambda lent: _guarded(lambda: _run(config, address, auth_mode, lent), tell),
+        lambda lent: _guarded(lambda: _run(config, address, lent), tell),
         None if address else Path(tempfile.gettempdir()),
         _runtime_dir(),
         # Nothing has been served while it starts: a Ray of our own is killed, one that we joined
@@ -218,13 +218,15 @@ def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str
     )
 
 
-def _run(config: Config, address: str, auth_mode: str, lent: Lent) -> int:
+def _run(config: Config, address: str, lent: Lent) -> int:
     leave_directory()
+    if lent.directory is not None and "RAY_AUTH_MODE" not in os.environ:
+        _ask_for_token(made_token(lent.directory))
     from cluster.serve.run import serve  # imports Ray, which reads the environment
 
     # A stream of its own, so that what Ray's threads print to stderr does not split our lines.
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8") as out:
-        return serve(config, address, auth_mode, lent, out)
+        return serve(config, address, lent, out)
 
 
 def _num_gpus(config: Config) -> int:
@@ -343,15 +345,19 @@ def _down(args: argparse.Namespace) -> int:
 def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
     """To a running cluster: calls a method of its controller, by name. Raises NothingRuns."""
     address: str = args.address or os.environ.get("RAY_ADDRESS", "")
-    auth_mode, loopback, runs = "", False, False
+    loopback, runs = False, False
     try:
         running = find_running(_runtime_dir(), args.address or "")
-        address, auth_mode, loopback = running.address, running.auth_mode, running.local
+        address, loopback = running.address, running.local
         runs = True
+        if running.auth_mode:
+            os.environ.setdefault("RAY_AUTH_MODE", running.auth_mode)
+        if running.auth_mode == "token" and running.token_path:
+            _ask_for_token(running.token_path)
     except UserError:
         if not address:
             raise
-    _prepare_environment(auth_mode)
+    _prepare_environment()
     from cluster.serve import launch
 
     launch.join(address, quiet=True, loopback=loopback)
@@ -373,13 +379,15 @@ def _connected(args: argparse.Namespace) -> Generator[Callable[..., Any]]:
         launch.RAY.shutdown()
 
 
-def _prepare_environment(auth_mode: str) -> str:
-    """Set what Ray reads when it is imported; returns RAY_AUTH_MODE, '' if it stays unset."""
+def _prepare_environment() -> None:
+    """Set what Ray reads when it is imported."""
     for name, value in RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
-    if auth_mode:
-        os.environ.setdefault("RAY_AUTH_MODE", auth_mode)
-    return os.environ.get("RAY_AUTH_MODE", "")
+
+
+def _ask_for_token(path: str) -> None:
+    """Ray's processes answer whoever knows what the file at `path` says; set before it starts."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": path}
 
 
 def _runtime_dir() -> Path:

@@ -42,7 +42,7 @@ def environment(root: Path) -> dict[str, str]:
         (root / name).mkdir(parents=True, exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
     own = {"TMPDIR": str(root / "tmp"), "XDG_RUNTIME_DIR": str(root / "run")}
-    ray = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
+    ray = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONUNBUFFERED": "1"}
     return {**kept, **own, **ray}
 
 

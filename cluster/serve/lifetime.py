@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class Running:
     address: str  # of the Ray cluster
     local: bool  # started by this serve, on 127.0.0.1
     auth_mode: str  # RAY_AUTH_MODE of it
+    token_path: str  # of the file that Ray's processes know each other by; "": no file of ours
     urls: tuple[str, ...]
 
 
@@ -66,6 +68,14 @@ class RayDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self.lock)
             self.lock = -1
+
+
+def made_token(directory: Path) -> str:
+    """A file, for this user alone, with a word that nobody can guess; its path."""
+    path = directory / "ray-token"
+    path.touch(mode=0o600)
+    path.write_text(secrets.token_hex(32), encoding="ascii")
+    return str(path)
 
 
 class StateFile:

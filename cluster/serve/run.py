@@ -170,11 +170,11 @@ def result(reference: Any, signals: Sequence[int], limit_s: float = math.inf) ->
     return answer
 
 
-def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO) -> int:
+def serve(config: Config, address: str, lent: Lent, out: TextIO) -> int:
     """Run a cluster until it is told to end; the exit code.
 
     config: with absolute paths if it starts a Ray of its own.
-    address: of a Ray cluster to join; "": start one. auth_mode: RAY_AUTH_MODE in force.
+    address: of a Ray cluster to join; "": start one.
 
     Raises UserError or WorldError if it could not start, or lost its controller.
     """
@@ -200,7 +200,8 @@ def serve(config: Config, address: str, auth_mode: str, lent: Lent, out: TextIO)
             check_port(config)
         serving = Serving(config, local, screen, signals)
         serving.create()
-        running = Running(os.getppid(), address, local, auth_mode, ())
+        mode, token = (os.environ.get(f"RAY_AUTH_{name}", "") for name in ("MODE", "TOKEN_PATH"))
+        running = Running(os.getppid(), address, local, mode, token, ())
         lent.state.write(running)
         try:
             urls = serving.start()

@@ -7,6 +7,7 @@ everything dies with their first process.
 """
 
 import os
+import secrets
 import shlex
 import signal
 import subprocess
@@ -66,6 +67,9 @@ def part_processes(config: pytest.Config) -> None:
     config.option.tx = [f"popen//python={command}" for _ in config.option.tx]
 
 
+WITH_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}  # of a Ray to join
+
+
 @dataclass(slots=True)
 class Serve:
     """One `python -m cluster serve`, in a session of its own as under a terminal.
@@ -94,7 +98,7 @@ class Serve:
         for name in ("tmp", "run"):
             (self.root / name).mkdir(parents=True, exist_ok=True)
         own = {"TMPDIR": str(self.root / "tmp"), "XDG_RUNTIME_DIR": str(self.root / "run")}
-        return {**plain_environment(), **own}
+        return {**plain_environment(), **own, **(WITH_TOKEN if self.ray else {})}
 
     def start(self, *arguments: str) -> "Serve":
         environment = self.environment()
@@ -158,9 +162,10 @@ class Serve:
 
     def status(self) -> dict[str, dict[str, Any]]:
         if self.watch is None:
-            address = find_running(self.root / "run" / "kvlane").address
-            environment = self.environment() | RAY_SETTINGS
-            self.watch = Watch(address, local=True, environment=environment)
+            running = find_running(self.root / "run" / "kvlane")
+            token = {"RAY_AUTH_MODE": running.auth_mode, "RAY_AUTH_TOKEN_PATH": running.token_path}
+            environment = self.environment() | RAY_SETTINGS | token
+            self.watch = Watch(running.address, local=True, environment=environment)
         rows = self.watch.rows()
         assert rows is not None, f"no cluster runs:\n{self.output}"
         return {row["name"]: row for row in rows}
@@ -207,7 +212,7 @@ def _as_under_a_terminal() -> None:
 
 def plain_environment() -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
-    return {**kept, "RAY_AUTH_MODE": "disabled", "PYTHONUNBUFFERED": "1"}
+    return {**kept, "PYTHONUNBUFFERED": "1"}
 
 
 def processes() -> dict[int, str]:

@@ -21,7 +21,7 @@ from typing import IO, Any
 import pytest
 
 from cluster.cli import RAY_SETTINGS
-from tests.e2e.harness import INSIDE, Serve, plain_environment, shared_memory
+from tests.e2e.harness import INSIDE, WITH_TOKEN, Serve, plain_environment, shared_memory
 from tests.e2e.watch import Watch
 from tests.support.patience import HANG_S
 
@@ -48,7 +48,7 @@ SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has distur
 
 class Ray:
     def __init__(self) -> None:
-        environment = plain_environment() | RAY_SETTINGS
+        environment = plain_environment() | RAY_SETTINGS | WITH_TOKEN
         # A node that has not registered after 30 s gives up, and a busy machine may take longer.
         for port in (PORT, PORT + 1):
             self.address = f"{HOST}:{port}"

@@ -6,6 +6,7 @@ A cluster is costly to start, so each of three lives shows all that it can.
 import asyncio
 import json
 import re
+import subprocess
 import sys
 import time
 import tomllib
@@ -17,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.cli import RAY_SETTINGS
+from cluster.serve.lifetime import find_running
 from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import REPOSITORY, Serve, processes, shared_memory
 from tests.e2e.shared import Clusters
@@ -77,6 +80,25 @@ def filled(directory: Path, *more: str) -> Path:
     return directory
 
 
+def check_strangers(serve: Serve) -> None:
+    """Whoever reaches Ray's port needs the token, which only this user can read."""
+    running = find_running(serve.root / "run" / "kvlane")
+    assert Path(running.token_path).stat().st_mode & 0o777 == 0o600
+    join = f"import ray; ray.init({running.address!r}); print(ray.util.list_named_actors(True))"
+    for mode, token in (
+        ("disabled", {}),
+        ("token", {"RAY_AUTH_TOKEN": "guess"}),
+        ("token", {"RAY_AUTH_TOKEN_PATH": running.token_path}),
+    ):
+        environment = serve.environment() | RAY_SETTINGS | {"RAY_AUTH_MODE": mode} | token
+        done = subprocess.run(
+            [sys.executable, "-c", join], env=environment, capture_output=True, text=True
+        )
+        joined = "RAY_AUTH_TOKEN_PATH" in token
+        assert (done.returncode == 0) == joined, done.stdout + done.stderr
+        assert ("'controller'" in done.stdout or "kvlane" in done.stdout) == joined, done.stdout
+
+
 def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_nothing(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +115,7 @@ def test_a_cluster_answers_replaces_dead_and_hung_workers_and_ctrl_c_leaves_noth
     assert {row["state"] for row in first.values()} == {"ready"}
     assert {row["restarts"] for row in first.values()} == {0}
     assert "Traceback" not in serve.output
+    check_strangers(serve)
     unused = ("/autoscaler/_private/monitor.py", "/dashboard/dashboard.py")
     lines = [line for pid, line in processes().items() if pid not in before]
     assert not [line for line in lines if any(each in line for each in unused)]

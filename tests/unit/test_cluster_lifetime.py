@@ -22,7 +22,7 @@ from worker.errors import UserError
 
 
 def running(address: str) -> Running:
-    return Running(1, address, True, "disabled", ("http://127.0.0.1:8000",))
+    return Running(1, address, True, "token", "/run/token", ("http://127.0.0.1:8000",))
 
 
 def test_one_running_serve_is_found_and_two_have_to_be_told_apart(tmp_path: Path) -> None:
