@@ -1,6 +1,7 @@
 """What one router process costs and how much passes through it.
 
     python -m benchmarks.router --parts cost
+    python -m benchmarks.router --parts cost --authentication none
 
 A real router (`RouterServer`) stands in a process of its own between a decode worker
 without an engine, which speaks the wire and sends one frame of chunks a step, and clients that do
@@ -28,7 +29,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,8 +40,9 @@ from router.http.app import Place, RouterServer, Settings
 from router.text.tokenizer import Text
 from worker.api import Chunks, FinishReason, Generate, Member, TokenChunk, WorkerStats
 from worker.config import ModelConfig, PingConfig
-from worker.wire import Event, Wire
+from worker.wire import Event, Wire, keyring
 
+Authentication = Literal["curve", "none"]
 PARTS = ("cost", "full")
 TINY = Path(__file__).parents[1] / "worker" / "assets" / "tiny"
 PING = PingConfig(interval_s=1.0, max_misses=20)
@@ -64,13 +66,14 @@ def calibration_s() -> float:
 class Worker:
     """A decode worker without an engine: each step it sends each request one token. A process."""
 
-    def __init__(self, pipe: Connection, directory: Path) -> None:
+    def __init__(self, pipe: Connection, directory: Path, authentication: Authentication) -> None:
         text = Text(directory).encode(held_out_problems(1, 5)[0].question, add_special_tokens=False)
         self._words = [(token,) for token in text]
         self._inbox: deque[Event] = deque()
         self._running: dict[str, tuple[str, Generate, int]] = {}  # peer, request, tokens sent
-        self._wire = Wire("decode-0/1", PING, self._inbox.extend, lambda: FREE)
-        pipe.send(self._wire.start("127.0.0.1"))
+        own = keyring(authentication)
+        self._wire = Wire("decode-0/1", PING, self._inbox.extend, lambda: FREE, own)
+        pipe.send((self._wire.start("127.0.0.1"), self._wire.key))
         self._step_s = STEP_S
         self._num_sent = 0
         self._run(pipe)
@@ -83,6 +86,9 @@ class Worker:
                 match pipe.recv():
                     case "counts", _:
                         pipe.send((self._num_sent, len(self._running)))
+                    case "admit", keys:
+                        self._wire.admit(keys)
+                        pipe.send(None)
                     case "step_s", value:
                         self._step_s, due = value, time.monotonic()
                         pipe.send(None)
@@ -114,16 +120,17 @@ class Worker:
             self._wire.send(peer, Chunks(tuple(chunks)))
 
 
-def route(pipe: Connection, directory: Path) -> None:
+def route(pipe: Connection, directory: Path, authentication: Authentication) -> None:
     """The router's process: the router's own threads, and this one for commands."""
     config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
-    settings = Settings(config, model, PING, authentication="none")  # a cost of its own
+    settings = Settings(config, model, PING, authentication=authentication)
     router = RouterServer(settings, Place("router-0", "1"))
     member = router.start()
     gc.collect()
     gc.freeze()  # as in a cluster
-    pipe.send(member.address)
-    router.update_members([member, Member("decode-0", "decode", "1", pipe.recv())])
+    pipe.send(member)
+    address, key = pipe.recv()
+    router.update_members([member, Member("decode-0", "decode", "1", address, wire_key=key)])
     while pipe.recv()[0] == "cpu":
         pipe.send(time.process_time())
     router.stop()
@@ -194,9 +201,10 @@ class Bench:
     def __init__(self, directory: Path, router: Connection, worker: Connection) -> None:
         self._router, self._worker = router, worker
         self._numbers = itertools.count()
-        address = router.recv()
+        member: Member = router.recv()
         router.send(worker.recv())
-        self.clients = Clients(address)
+        _ask(worker, "admit", {member.peer: member.wire_key})
+        self.clients = Clients(member.address)
         words = " ".join(problem.question for problem in held_out_problems(200, 7))
         text = Text(directory)
         tokens = text.encode(words, add_special_tokens=False)
@@ -254,7 +262,7 @@ def _ask(pipe: Connection, name: str, value: Any = None) -> Any:
 
 
 @contextmanager
-def parties() -> Iterator[Bench]:
+def parties(authentication: Authentication) -> Iterator[Bench]:
     """Router and worker in processes of their own; both end with it."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -265,7 +273,9 @@ def parties() -> Iterator[Bench]:
         for target in (route, Worker):
             mine, theirs = context.Pipe()
             pipes.append(mine)
-            process = context.Process(target=target, args=(theirs, directory), daemon=True)
+            process = context.Process(
+                target=target, args=(theirs, directory, authentication), daemon=True
+            )
             process.start()
             stack.callback(process.join, 10)
             stack.callback(mine.send, ("stop", None))
@@ -292,11 +302,12 @@ def main() -> None:
     made = parser(__doc__)
     made.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     made.add_argument("--seconds", type=float, default=8.0, help="each measurement")
+    made.add_argument("--authentication", choices=("curve", "none"), default="curve")
     options = made.parse_args()
     now_s = statistics.median(calibration_s() for _ in range(21))
     print(f"calibration {1e3 * now_s:.1f} ms; CPU is scaled to {1e3 * CALIBRATION_S:.1f}")
     figures: dict[str, float] = {}
-    with parties() as bench:
+    with parties(options.authentication) as bench:
         for part in options.parts:
             for name, value in run(bench, part, options.seconds):
                 figures[f"{part}: {name}"] = value

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import zmq
@@ -32,6 +33,7 @@ MAX_HEAD_BYTES = 4096  # names and numbers before a message, and what CURVE adds
 HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 MAX_ASKED = 256  # connections that wait to be announced
+MAX_TOLD_ADDRESSES = 8  # in a line of the log
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
 
@@ -60,19 +62,47 @@ def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
     return None
 
 
+@dataclass(slots=True)
+class Refusals:
+    """What the sockets of a process have refused. Their thread counts; others may read."""
+
+    num_frames: int = 0  # not ours, or not of who has sent them
+    num_connections: int = 0  # with keys of no member
+    _told: tuple[int, int] = 0, 0
+    _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
+
+    def connection(self, address: str) -> None:
+        """One more, from there."""
+        self.num_connections += 1
+        if len(self._addresses) < MAX_TOLD_ADDRESSES:
+            self._addresses.add(address)
+
+    def tell(self) -> None:
+        """Log what has come since the last call."""
+        told, self._told = self._told, (self.num_frames, self.num_connections)
+        if num := self.num_frames - told[0]:
+            log.warning("dropped %d frames that are not ours, or of no member", num)
+        if num := self.num_connections - told[1]:
+            where = ", ".join(sorted(self._addresses))
+            log.info("refused %d connections with no member's key, from %s", num, where)
+            self._addresses.clear()
+
+
 class Keyring:
     """`admit` may be called from any thread; the other methods are for the thread of the sockets.
 
     Attributes:
         key: our public key, for others.
+        refusals: of our sockets.
     """
 
     def __init__(self) -> None:
         public, self._secret = zmq.curve_keypair()
         self.key = public.decode()
+        self.refusals = Refusals()
         self._zap: zmq.Socket[bytes] | None = None
-        # Of ZeroMQ and not answered: when it came, the head of its answer, and the key.
-        self._asked = deque[tuple[float, list[bytes], bytes]](maxlen=MAX_ASKED)
+        # Of ZeroMQ and not answered: when it came, the head of its answer, the key, from where.
+        self._asked = deque[tuple[float, list[bytes], bytes, bytes]](maxlen=MAX_ASKED)
         self._peers: dict[bytes, PeerId] = {}  # by key: who may connect
         self._names: frozenset[PeerId] = frozenset()  # of the same
 
@@ -119,19 +149,18 @@ class Keyring:
             return
         with contextlib.suppress(zmq.Again):
             for _ in range(MAX_TURN_ANSWERS):
-                *head, _, _, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
-                self._asked.append((time.monotonic(), head, key))
+                *head, _, address, _, _, key = zap.recv_multipart(zmq.NOBLOCK)
+                if len(self._asked) == MAX_ASKED:  # the oldest goes
+                    self.refusals.connection(self._asked[0][3].decode())
+                self._asked.append((time.monotonic(), head, key, address))
         for question in list(self._asked):
-            _, head, key = question
+            _, head, key, _ = question
             if (peer := self._peers.get(key)) is not None:
                 self._asked.remove(question)
                 zap.send_multipart([*head, b"200", b"OK", peer.encode(), b""], zmq.NOBLOCK)
 
-    def tell_refused(self) -> None:
-        """Log how many connections have waited in vain; to be called now and then."""
-        before, num = time.monotonic() - HANDSHAKE_MS / 1000, 0
+    def give_up(self) -> None:
+        """Count the connections that have waited in vain; to be called now and then."""
+        before = time.monotonic() - HANDSHAKE_MS / 1000
         while self._asked and self._asked[0][0] < before:
-            self._asked.popleft()
-            num += 1
-        if num:
-            log.info("refused %d connections with no member's key", num)
+            self.refusals.connection(self._asked.popleft()[3].decode())

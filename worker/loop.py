@@ -75,7 +75,7 @@ class EngineThread:
         self.stats = WorkerStats()
         self._inbox: SimpleQueue[Sequence[Incoming]] = SimpleQueue()
         self._wire = Wire(me, ping, self._inbox.put, lambda: self.stats, keyring)
-        self.key = self._wire.key
+        self.key, self.refusals = self._wire.key, self._wire.refusals
         self.admit = self._wire.admit
         self.send = self._wire.send
         self.connect = self._wire.connect

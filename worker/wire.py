@@ -31,7 +31,7 @@ import zmq
 
 from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, decode, encode
 from worker.config import PingConfig
-from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, bounded_socket
+from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, Refusals, bounded_socket
 from worker.keyring import keyring as keyring  # routers see no other module of the wire
 
 log = logging.getLogger("kvlane.wire")
@@ -62,7 +62,8 @@ class Wire:
         self.key = "" if keyring is None else keyring.key  # for `Member.wire_key`
         self._ping, self._deliver, self._stats = ping, deliver, stats
         self._keyring = keyring
-        self._links = _Links(me, ping, self._pong, keyring)
+        self.refusals = Refusals() if keyring is None else keyring.refusals
+        self._links = _Links(me, ping, self._pong, keyring, self.refusals)
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_woken = False  # the I/O thread will look into the outbox: no need to wake it
@@ -199,14 +200,15 @@ class _Links:
         ping: PingConfig,
         pong: Callable[[], Pong | None],
         keyring: Keyring | None,
+        refusals: Refusals,
     ) -> None:
         self._me, self._ping, self._pong, self._keyring = me, ping, pong, keyring
+        self._refusals = refusals
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._zap: zmq.Socket[bytes] | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._events: list[Event] = []
-        self._num_dropped = 0  # frames since the last ping
         self._pinged_at = time.monotonic()
         self.poller = zmq.Poller()
 
@@ -273,7 +275,7 @@ class _Links:
                 sender, addressee, place, payload = _unpack(frame.bytes)
                 message = decode(payload)
             except (msgspec.MsgspecError, ValueError):
-                self._num_dropped += 1
+                self._refusals.num_frames += 1
                 continue
             if socket is not self._listener:
                 peer = self._peers.get(sender)
@@ -281,7 +283,7 @@ class _Links:
             else:
                 is_own = self._keyring is None or self._keyring.vouches(sender, frame)
             if not is_own:
-                self._num_dropped += 1
+                self._refusals.num_frames += 1
             elif addressee == self._me:  # else it is for a process that had our address before
                 self._heard(sender, place, message, route[0].bytes if route else None)
 
@@ -293,10 +295,8 @@ class _Links:
     def ping_all(self, now: float) -> None:
         """Ping every peer we connected to; lose the silent ones on either side."""
         if self._keyring is not None:
-            self._keyring.tell_refused()
-        if self._num_dropped:
-            log.warning("dropped %d frames that are not ours, or of no member", self._num_dropped)
-            self._num_dropped = 0
+            self._keyring.give_up()
+        self._refusals.tell()
         late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
         self._pinged_at = now
         stalled = self._pong() is None

@@ -10,6 +10,7 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.keyring import keyring
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.observe.metrics import watch_wire
 from worker.plan import Ended, Launched
 from worker.registry import resolve
 from worker.run.engine import Kept
@@ -37,6 +38,7 @@ class Worker:
         self.engine = build_engine(config, place, kept=kept)
         authentication = self.engine.config.transport.authentication
         self._thread = EngineThread(place.peer, self.engine.config.ping, keyring(authentication))
+        watch_wire(self.engine.metrics.wire_refused, self._thread.refusals)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
         self.join = self._thread.join

@@ -4,7 +4,9 @@ import base64
 import binascii
 import ipaddress
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -20,6 +22,7 @@ log = logging.getLogger("kvlane.router")
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 PAGES = ("/metrics", "/config", "/dashboard")  # for operators, and all below
 BEARER, BASIC = b"bearer ", b"basic "
+TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
 EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed")
 
@@ -29,12 +32,17 @@ class ApiKeys:
 
     A key comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
     ask for it, as the password of Basic authentication. pages: operators' pages are guarded, too.
+    refused: called for each request that gets a 401; the log says so once a minute and address.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, *, pages: bool) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keys, *, pages: bool, refused: Callable[[], None]
+    ) -> None:
         self._app = app
         self._keys = keys
         self._pages = pages
+        self._refused = refused
+        self._told: dict[str, float] = {}  # when, by address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
@@ -50,6 +58,8 @@ class ApiKeys:
                 Exchange.of(scope).client = self._key(headers).name
         except ApiError as error:
             response = error.response
+            self._refused()
+            self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
         else:
             await self._app(scope, receive, send)
             return
@@ -71,6 +81,15 @@ class ApiKeys:
             return
         if not self._keys.opens_pages(self._key(headers)):
             raise ApiError("invalid_api_key", "this API key opens no operators' pages: admin=yes")
+
+    def _tell(self, address: str, path: str, error: ApiError) -> None:
+        now = time.monotonic()
+        if now - self._told.get(address, -math.inf) < TOLD_S:
+            return
+        if len(self._told) >= MAX_TOLD:  # whoever has so many may fill the log
+            self._told.clear()
+        self._told[address] = now
+        log.info("refused %s for %.100r: %s", address, path, error.message)
 
 
 def _token(headers: Mapping[bytes, bytes]) -> bytes:

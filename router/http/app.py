@@ -33,6 +33,7 @@ from router.text.tokenizer import Text
 from worker.api import Change, Member
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
+from worker.observe.metrics import watch_wire
 from worker.wire import Event, Wire, keyring
 
 if TYPE_CHECKING:
@@ -296,6 +297,7 @@ class RouterServer:
             config = settings.router
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
+            watch_wire(metrics.wire_refused, wire.refusals)
             dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
             siblings = Siblings(self._members, member, self._said)
             self.front = Front(

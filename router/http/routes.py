@@ -226,7 +226,10 @@ def application(front: Front, keys: Keys | None = None) -> ASGIApp:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = ApiKeys(app, keys, pages=pages_too) if keys is not None else app
+    layers: ASGIApp = app
+    if keys is not None:
+        refused = front.metrics.requests("invalid_api_key").inc
+        layers = ApiKeys(app, keys, pages=pages_too, refused=refused)
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
     level = logging.INFO if front.served.config.access_log else logging.DEBUG
     return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

@@ -10,7 +10,14 @@ from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
 from router.text.encoder import Encoder
 from worker.api import Role
-from worker.observe.metrics import Families, counter, gauge, histogram, reading
+from worker.observe.metrics import (
+    WIRE_REFUSED,
+    Families,
+    counter,
+    gauge,
+    histogram,
+    reading,
+)
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -50,6 +57,7 @@ class RouterMetrics(Families):
     retries = counter("retries", "Choices sent to a worker again, by cause", "cause")
     resumed = counter("resumed", "Choices that went on at another worker after their first token")
     dropped = counter("stale_messages_dropped", "Messages of attempts that are over", "kind")
+    wire_refused = WIRE_REFUSED
     prompt_tokens = counter("prompt_tokens", "Prompt tokens of choices that had their first token")
     cached_tokens = counter(
         "prompt_tokens_cached", "Prompt tokens that were found in the prefix tree"

@@ -1,5 +1,6 @@
 """API keys: names, limits, expiry, a file that changes while requests run."""
 
+import logging
 import os
 from pathlib import Path
 
@@ -199,6 +200,21 @@ def test_operators_pages_are_opened_by_keys(
         assert httpx.get(f"{url}/v1/models", auth=("me", key)).status_code == 200
     assert httpx.get(f"{url}/live").status_code == 200
     assert httpx.get(f"{url}/config", headers={"authorization": "Basic no"}).status_code == 401
+
+
+def test_who_has_no_key_is_counted_and_named_once(
+    serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvlane.router")
+    _, url, _ = serve(DecodeDouble(script=speak([5])), api_key_file=written(file, "one"))
+    for _ in range(5):
+        assert httpx.get(f"{url}/v1/models", headers={"x-api-key": "guess"}).status_code == 401
+    told = [record.message for record in caplog.records if "refused" in record.message]
+    assert told == ["refused 127.0.0.1 for '/v1/models': a valid API key is needed: "
+                    "Authorization: Bearer KEY"]  # fmt: skip
+    page = httpx.get(f"{url}/metrics", headers={"x-api-key": "one"}).text
+    (line,) = (line for line in page.splitlines() if 'outcome="invalid_api_key"' in line)
+    assert line.endswith(" 5.0")
 
 
 def test_operators_pages_may_be_open(serve: Serve, file: Path) -> None:

@@ -21,8 +21,9 @@ from router.show.siblings import Siblings
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Member, WorkerStats
+from worker.keyring import Refusals
 from worker.observe.meter import StepMeter, WindowCounts
-from worker.observe.metrics import WorkerMetrics
+from worker.observe.metrics import WorkerMetrics, watch_wire
 
 DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
 HEAD = "## Families\n"  # from here on the document is generated
@@ -42,6 +43,7 @@ def router_page() -> str:
     )  # fmt: skip
     metrics.watch(live)
     metrics.watch_encoder(Text(TINY).encoder)
+    watch_wire(metrics.wire_refused, Refusals())
     for where in PREFILLS:
         metrics.ttft(where).observe(0.05)
     metrics.ended("stop")
@@ -59,6 +61,7 @@ def worker_page(role: str) -> str:
     """With at least one series of every family."""
     metrics = WorkerMetrics(model="tiny", role=role, worker=f"{role}-0")
     meter = StepMeter(metrics)
+    watch_wire(metrics.wire_refused, Refusals())
     meter.verifies(WindowCounts(4))
     meter.verified(4, [3, 1], [(7, 8, -1), (7, 8, 9)])
     for attribute, family in metrics.table().items():

@@ -12,7 +12,8 @@ import zmq
 
 from tests.unit.test_wire import FAST, LIMIT_S, End, linked
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
-from worker.keyring import HANDSHAKE_MS, MAX_MESSAGE_BYTES, Keyring
+from worker.keyring import HANDSHAKE_MS, MAX_MESSAGE_BYTES, Keyring, Refusals
+from worker.observe.metrics import WorkerMetrics, watch_wire
 from worker.wire import MAX_TURN_FRAMES, _Links, _pack
 
 ASKED = Generate("r", 1, (1, 2, 3), 3, Sampling(5), 10.0)
@@ -216,7 +217,7 @@ class Flood:
 
 
 def test_a_flood_gives_others_their_turn() -> None:
-    links, flood = _Links("w/1", FAST, lambda: None, None), Flood()
+    links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
     links._listener = cast("Any", flood)
     links.receive(cast("Any", flood))
     assert flood.num_taken == MAX_TURN_FRAMES
@@ -244,9 +245,20 @@ def test_refused_connections_and_strange_frames_are_counted(
     rogue, stranger = Stranger(worker, own), Stranger(worker)
     rogue.say("c/1", *[ASKED] * 20)
     limit = time.monotonic() + LIMIT_S
-    while not all(word in caplog.text for word in ("dropped 20 frames", "refused")):
+    told = "dropped 20 frames", "with no member's key, from 127.0.0.1"
+    while not all(word in caplog.text for word in told):
         assert time.monotonic() < limit
         with pytest.raises(queue.Empty):
             worker.next(0.05)
+    page = WorkerMetrics(model="m", role="decode", worker="w")
+    watch_wire(page.wire_refused, worker.wire.refusals)
+    counts = {
+        sample.labels["what"]: sample.value
+        for family in page.registry.collect()
+        for sample in family.samples
+        if sample.name == "kvlane_wire_refused_total"
+    }
+    assert counts["frame"] == 20
+    assert counts["connection"] >= 1
     rogue.close()
     stranger.close()

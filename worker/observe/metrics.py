@@ -6,7 +6,7 @@ them; the router's /metrics/targets lists the ports of all. The router has a tab
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -67,6 +67,27 @@ def _declare(kind: Kind, buckets: Sequence[float] = ()) -> Callable[..., Any]:
 counter, gauge, histogram = _declare("counter"), _declare("gauge"), _declare("histogram")
 reading = _declare("reading")  # a counter that is kept elsewhere, and read when it is scraped
 stage = _declare("histogram", STAGE_BUCKETS)
+
+
+# Of every process that has a wire, and what counts for it.
+WIRE_REFUSED = reading(
+    "wire_refused",
+    "Frames that are not ours or not their sender's; connections with no member's key",
+    "what",
+)
+
+
+class Refused(Protocol):
+    """Counts of what the sockets of a process have refused."""
+
+    num_frames: int
+    num_connections: int
+
+
+def watch_wire(series: Callable[[str], Gauge], refused: Refused) -> None:
+    """Have WIRE_REFUSED read these counts when it is scraped."""
+    series("frame").set_function(lambda: refused.num_frames)
+    series("connection").set_function(lambda: refused.num_connections)
 
 
 class _Readings(Gauge):
@@ -138,6 +159,7 @@ class WorkerMetrics(Families):
     )
     preemptions = counter("preemptions", "Rows that gave their pages up")
     requests = counter("requests", "Requests that ended", "outcome")
+    wire_refused = WIRE_REFUSED
 
     spec_steps = reading("spec_steps", "Verify windows: one for each row of a step wider than 1")
     spec_accepted = reading("spec_accepted_tokens", "Drafts accepted; each yields one token more")
