@@ -24,6 +24,7 @@ from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
+from router.http.orders import Operator, OrderRoutes
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reply import ModelList
@@ -191,8 +192,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def application(front: Front, keys: Keys | None = None) -> ASGIApp:
-    """The ASGI application over `front`. keys: a request needs one; None: none is needed."""
+def application(
+    front: Front, keys: Keys | None = None, operator: Operator | None = None
+) -> ASGIApp:
+    """The ASGI application over `front`.
+
+    keys: a request needs one; None: none is needed. operator: carries out orders; None: nobody.
+    """
     routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
@@ -203,6 +209,9 @@ def application(front: Front, keys: Keys | None = None) -> ASGIApp:
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
     post("/v1/completions", routes.completions)
+    orders = OrderRoutes(operator, keys=keys is not None)
+    post("/admin/drain", orders.drain)
+    post("/admin/role", orders.role)
     post("/tokenize", routes.tokenize)
     post("/detokenize", routes.detokenize)
     for path, endpoint in (

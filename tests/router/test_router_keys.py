@@ -235,3 +235,53 @@ def test_routers_know_each_other_by_their_keys(file: Path, monkeypatch: pytest.M
     later = router.http.allowance.time.time() + router.http.allowance.WORD_S + 2
     monkeypatch.setattr(router.http.allowance.time, "time", lambda: later)
     assert not keys.is_sibling_word(word, "/metrics")
+
+
+class Operating:
+    """Notes orders; the second one cannot be carried out."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[object, ...]] = []
+
+    def drain(self, name: str, timeout_s: float | None) -> bool:
+        self.orders.append(("drain", name, timeout_s))
+        return True
+
+    def turn(self, name: str, role: str, timeout_s: float | None) -> None:
+        self.orders.append(("turn", name, role, timeout_s))
+        raise UserError("nobody would be left to decode")
+
+
+def test_orders_are_for_keys_that_say_admin(serve: Serve, file: Path) -> None:
+    operating = Operating()
+    double = DecodeDouble(script=speak([5]))
+    keys = written(file, "one", "two admin=yes")
+    _, url, _ = serve(double, api_key_file=keys, operator=operating)
+    drain, role = ({"name": "decode-0"}, {"name": "decode-0", "role": "prefill", "timeout_s": 3})
+    two = {"x-api-key": "two"}
+    for headers in ({}, {"x-api-key": "one"}):
+        assert httpx.post(f"{url}/admin/drain", json=drain, headers=headers).status_code == 401
+    for path, body in (
+        ("drain", {}),
+        ("drain", drain | {"timeout_s": -1}),
+        ("role", drain),
+        ("role", role | {"role": "router"}),
+        ("drain", drain | {"force": True}),
+    ):
+        answer = httpx.post(f"{url}/admin/{path}", json=body, headers=two)
+        assert answer.status_code == 400, answer.text
+    assert not operating.orders
+    answer = httpx.post(f"{url}/admin/drain", json=drain, headers=two)
+    assert answer.json() == {"name": "decode-0", "finished": True}
+    answer = httpx.post(f"{url}/admin/role", json=role, headers=two)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "nobody would be left to decode"
+    assert operating.orders == [("drain", "decode-0", None), ("turn", "decode-0", "prefill", 3.0)]
+
+
+def test_without_keys_nobody_gives_orders(serve: Serve) -> None:
+    operating = Operating()
+    _, url, _ = serve(DecodeDouble(script=speak([5])), operator=operating)
+    answer = httpx.post(f"{url}/admin/drain", json={"name": "decode-0"})
+    assert (answer.status_code, operating.orders) == (403, [])
+    assert "admin=yes" in answer.json()["error"]["message"]
