@@ -11,6 +11,7 @@ from router.config import RouterConfig
 from router.errors import ApiError
 from router.http.allowance import Keys
 from router.http.exchange import Exchange
+from router.http.keys import Key
 
 log = logging.getLogger("kvlane.router")
 
@@ -34,17 +35,19 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         try:
-            Exchange.of(scope).client = self._client(scope)
+            key = self._key(scope)
         except ApiError as error:
             response = error.response
         else:
+            exchange = Exchange.of(scope)
+            exchange.client, exchange.own_salt = key.name, key.own_salt
             await self._app(scope, receive, send)
             return
         response.headers["www-authenticate"] = "Bearer"
         await response(scope, receive, send)
 
-    def _client(self, scope: Scope) -> str:
-        """The name of its key; raises an ApiError, 401, if it has none that is valid."""
+    def _key(self, scope: Scope) -> Key:
+        """The key that came with it; raises an ApiError, 401, if there is none that is valid."""
         headers: dict[bytes, bytes] = dict(scope["headers"])
         given = headers.get(b"authorization", b"")
         token = headers.get(b"x-api-key", b"")
@@ -54,7 +57,7 @@ class ApiKeys:
         if key is None:
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError("invalid_api_key", message)
-        return key.name
+        return key
 
 
 def origins(config: RouterConfig, host: str) -> Sequence[str]:
