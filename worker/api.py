@@ -187,6 +187,7 @@ class Generate(OfRequest, frozen=True):
     after: str = ""
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
+    salt: str = ""  # requests with another one share no KV with it; those without any do
 
 
 class Claim(OfRequest, frozen=True):
@@ -308,6 +309,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling | None = None  # a plain one (`Sampling.is_plain`)
     num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output
     trace: str = ""  # the span that prefill's are below, as in Generate
+    salt: str = ""  # as in Generate
 
 
 class PrefillRefused(Message, frozen=True):

@@ -48,6 +48,7 @@ class Req:
     sampling: Sampling
     output: OutputText
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
+    salt: str = ""  # `Generate.salt`
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
     client: str = ""  # its API key's name; "": there are no keys
@@ -207,7 +208,8 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
-            route = self._policy.choose(req.prompt, with_leader or preferred or decode, prefill)
+            among = with_leader or preferred or decode
+            route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
         if self._begun and self._members.live("decode"):
             listed = [known.member for known in self._members.all()]
@@ -290,6 +292,7 @@ class Queue:
             after=after,
             trace=trace,
             key=req.key,
+            salt=req.salt,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)

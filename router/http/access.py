@@ -60,7 +60,8 @@ class ApiKeys:
                 if not self._key(headers).admin:
                     raise ApiError("invalid_api_key", "this API key gives no orders: admin=yes")
             else:
-                Exchange.of(scope).client = self._key(headers).name
+                key, exchange = self._key(headers), Exchange.of(scope)
+                exchange.client, exchange.own_salt = key.name, key.own_salt
         except ApiError as error:
             response = error.response
             self._refused()

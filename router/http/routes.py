@@ -79,7 +79,8 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        return _json(await self._run(request, partial(tokenize, self._served)))
+        own_salt = Exchange.of(request.scope).own_salt
+        return _json(await self._run(request, partial(tokenize, self._served, own_salt)))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
@@ -100,12 +101,14 @@ class Routes:
 
         return await asyncio.to_thread(run) if is_slow(raw) else run()
 
-    async def _generate(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
+    async def _generate(
+        self, request: Request, prepare: Callable[[bytes, str], Prepared]
+    ) -> Response:
         front, exchange = self._front, Exchange.of(request.scope)
         given = request.headers.get("idempotency-key", "")
 
         def work(raw: bytes) -> Prepared:
-            prepared = prepare(raw)
+            prepared = prepare(raw, exchange.own_salt)
             if given:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared

@@ -44,10 +44,11 @@ class _Job:
     grammar_param: str = ""  # the field that asks for the grammar
     markers: Sequence[str] = ()  # written out although they may be special tokens
     over: Callable[[], Callable[[str], bool] | None] = lambda: None  # see `OutputText`
+    salt: str = ""  # `Req.salt`
 
 
 class Preparer:
-    """Turns bodies into prepared requests."""
+    """Turns bodies into prepared requests. own_salt: `Key.own_salt` of who asks."""
 
     def __init__(self, served: Served, validator: Validator) -> None:
         self._served = served
@@ -59,38 +60,40 @@ class Preparer:
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
-    def chat(self, raw: bytes) -> Prepared:
+    def chat(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
-        text, tools = self._served.text, tools_of(body)
+        text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
-        tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+        adds = bool(body.add_special_tokens)
+        tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         is_parsed = tools.functions or think is not Think.NEVER
         writer = chat.ChatWriter(
             (lambda: _thinking(parser(self._format, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
-        job = _Job(writer, "messages", *self._grammar(body, tools, think))
+        job = _Job(writer, "messages", *self._grammar(body, tools, think), salt=salt)
         if is_parsed:
             job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
 
-    def completion(self, raw: bytes) -> Prepared:
+    def completion(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/completions; raises as `chat` does."""
         body = parse(CompletionBody, raw)
         self._served.check_model(body.model)
         limit = self._served.config.max_inflight
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
-        text, prompts = self._served.text, completions.prompts(body, self._served)
+        text, salt = self._served.text, body.salt(own_salt)
+        prompts = completions.prompts(body, self._served, salt)
         writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, _Job(writer, "prompt", *grammar))
+        return self._prepared(body, prompts, _Job(writer, "prompt", *grammar, salt=salt))
 
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
@@ -161,7 +164,7 @@ class Preparer:
                     prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
                 )
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
-                reqs.append(Req(len(reqs), prompt, own, output, leader))
+                reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
                 leader = leader or reqs[-1]
         options = body.stream_options
         return Prepared(

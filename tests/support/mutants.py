@@ -73,6 +73,7 @@ NASTY: list[Any] = [
 NAMES = [
     *CHAT, *COMPLETION, *ECHO, *REGEX, *TOOL_CHAT, "guided_json", "guided_choice", "guided_grammar",
     "response_format", "max_tokens", "suffix", "include_stop_str_in_output", "unheard_of", "user",
+    "cache_salt",
 ]  # fmt: skip
 
 
