@@ -242,9 +242,8 @@ class TokenLogprob(Message, frozen=True):
 class Stages(Message, frozen=True):
     """Where the time from a Generate's arrival to its first token went, in seconds.
 
-    The stages follow one another and add up to that time. What a prefill worker says of itself is a
-    duration by its own clock; everything else is by decode's. If the prefill itself drew the first
-    token, here or elsewhere, all stages after it are 0: the transfer came later.
+    The stages follow one another and add up to that time; a prefill's are by its own clock. Those
+    after the prefill are 0 if that drew the first token, and come with the second from elsewhere.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
@@ -253,6 +252,7 @@ class Stages(Message, frozen=True):
     decode_queue_s: float  # from then on, waiting for a row
     first_step_s: float  # from its row until the first token was on the host
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
+    late: bool = False  # the second token's: those after `prefill` came after the first
 
 
 class Window(Message, frozen=True):

@@ -119,6 +119,9 @@ class Req:
         at = self.stages
         if at is None:
             return None
+        after_s = self.last_token_at - self.first_token_at
+        if at.late:
+            after_s -= at.transfer_s + at.decode_queue_s + at.first_step_s
         return StageTimes(
             router_queue_s=self.queued_s,
             prefill_queue_s=at.prefill_queue_s,
@@ -126,8 +129,9 @@ class Req:
             transfer_s=at.transfer_s,
             decode_queue_s=at.decode_queue_s,
             first_step_s=at.first_step_s,
-            decode_s=self.last_token_at - self.first_token_at,
+            decode_s=max(0.0, after_s),
             first_token_s=self.first_token_at - self.arrived_at,
+            first_token_after="prefill" if at.late else "first_step",
             prefilled_by=at.prefilled_by.partition("/")[0] or None,
             decoded_by=self.decoded_by.partition("/")[0],
         )
