@@ -54,7 +54,10 @@ class Outlet:
         if self._holds and not self._held:
             self._held = part
         else:
-            self._transport.write(self._held + part)
+            # uvicorn marks only the last of several requests that were sent ahead as given up, and
+            # uvloop raises where asyncio drops what nobody will read.
+            if not self._transport.is_closing():
+                self._transport.write(self._held + part)
             self._holds, self._held = False, b""
 
     def close(self) -> None:
