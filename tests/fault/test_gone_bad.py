@@ -6,7 +6,7 @@ so that here the whole test would end.
 
 import math
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from msgspec.structs import replace
@@ -32,8 +32,10 @@ class Rogue:
     """A member with a wire of its own to every worker."""
 
     def __init__(self, cluster: Running) -> None:
-        self.events: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
-        self._wire = Wire("rogue/bad", PingConfig(), self.events.put, keyring=Keyring())
+        self.events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
+        self._wire = Wire(
+            "rogue/bad", PingConfig(), lambda events: self.events.put(events), keyring=Keyring()
+        )
         self._wire.start()
         introduce(Member("rogue", "decode", "bad", "", wire_key=self._wire.key))
         for member in cluster.members:
