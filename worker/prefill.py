@@ -40,6 +40,8 @@ class PrefillLoop(Role):
             int(config.model.max_model_len),
             self._pace,
             grain=engine.shape.grain,
+            vocab_size=engine.shape.vocab_size,
+            num_eos_ids=len(engine.shape.eos_token_ids),
         )
         metrics = engine.metrics
         self._outbound = outbound = Outbound(

@@ -272,14 +272,15 @@ class _Links:
             except zmq.ZMQError:
                 return  # nothing left, or closed since the poller named it
             try:
+                if len(route) != (socket is self._listener):
+                    raise ValueError("more parts than we send")
                 sender, addressee, place, payload = _unpack(frame.bytes)
                 message = decode(payload)
-            except (msgspec.MsgspecError, ValueError):
+            except (msgspec.MsgspecError, ValueError, RecursionError):  # lists in lists
                 self._refusals.num_frames += 1
                 continue
             if socket is not self._listener:
-                peer = self._peers.get(sender)
-                is_own = peer is not None and peer.dealer is socket
+                is_own = (peer := self._peers.get(sender)) is not None and peer.dealer is socket
             else:
                 is_own = self._keyring is None or self._keyring.vouches(sender, frame)
             if not is_own:

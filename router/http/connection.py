@@ -54,7 +54,9 @@ class Outlet:
         if self._holds and not self._held:
             self._held = part
         else:
-            self._transport.write(self._held + part)
+            # uvloop raises where asyncio drops what nobody will read.
+            if not self._transport.is_closing():
+                self._transport.write(self._held + part)
             self._holds, self._held = False, b""
 
     def close(self) -> None:
@@ -81,7 +83,6 @@ class Outlet:
     @property
     def is_gone(self) -> bool:
         """Whether the client has closed the connection."""
-        # uvicorn marks only the last of several requests that were sent ahead.
         return self._cycle.disconnected or self._transport.is_closing()
 
     def watch(self, leave: Callable[[], None] | None) -> None:
@@ -117,17 +118,22 @@ class LimitedProtocol(HttpToolsProtocol):
     _refused = ""  # why what came after the last whole request is no request
     _timed: tuple[object, object] = (None, None)  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
+    _cycles: "weakref.WeakSet[RequestResponseCycle]"  # of all requests that are not answered yet
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here."""
         super().connection_made(transport)
         # asyncio does this only for sockets that name their protocol, which accepted ones do not.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._cycles = weakref.WeakSet()
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone, or was cut."""
         self._stop()
+        for cycle in self._cycles:  # uvicorn marks only the last of those that were sent ahead
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
         if self.leave is not None:
             self.leave()
@@ -179,6 +185,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
         super().on_headers_complete()
         self._state, self._moved = _Awaited.BODY, True
+        self._cycles.add(self.cycle)
         cycle: Any = self.cycle
         cycle.transport = cycle.scope["outlet"] = Outlet(self.cycle, self)
 

@@ -28,6 +28,9 @@ NUM_PROCESSES = 2
 MAX_KNOWN = 1024  # answers that are kept
 WAIT_S = 5.0  # for one of them to be free
 HANG_S = 60.0  # of the clock, on a machine that is too busy to give it its CPU time
+REFUSED = "it is malformed"  # for want of llguidance's own words
+# With this llguidance panics where it shortens what it says of a schema: within a character.
+CUT = "is not a char boundary"
 TOO_MUCH = "it takes too much time or memory to compile"
 MAIN = "import sys; sys.path[:] = {path!r}; from router.text.trial import main; main()"
 
@@ -137,7 +140,7 @@ def main() -> None:
         try:
             answer = {"error": _error(json.loads(line), tokenizer)}
         except BaseException as error:  # a panic of a library in Rust is no `Exception`
-            answer = {"failed": repr(error)}
+            answer = {"error": REFUSED} if CUT in str(error) else {"failed": repr(error)}
         _tell(answer | {"is_worn": _data_bytes() > used + memory_bytes // 2})
 
 

@@ -17,11 +17,15 @@ class Connection:
 
     async def send(self, path: str, body: bytes, *, num_bytes: int | None = None) -> None:
         """A POST, or only the first `num_bytes` of what it is made of."""
-        if self._writer is None:
-            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self.port)
         head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         whole = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
-        self._writer.write(whole[:num_bytes])
+        await self.send_raw(whole[:num_bytes])
+
+    async def send_raw(self, raw: bytes) -> None:
+        """Bytes of whatever kind."""
+        if self._writer is None:
+            self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self._writer.write(raw)
         await self._writer.drain()
 
     async def send_json(self, path: str, body: object) -> None:

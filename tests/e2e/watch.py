@@ -2,7 +2,8 @@
 
 `python -m cluster status` takes seconds, most of which it imports Ray and joins it. Here a process
 does that once, `python -m tests.e2e.watch ADDRESS local|joined`, and prints a line for each line
-that it reads: what `status --json` would print, or null while nothing runs.
+that it reads: what `status --json` would print, or null while nothing runs. A line that is not
+empty has members for `tests.fault.admission`.
 """
 
 import json
@@ -34,9 +35,13 @@ class Watch:
 
     def rows(self) -> list[dict[str, Any]] | None:
         """One a worker, router and controller; None if no cluster runs on this Ray."""
+        return self.asked("")
+
+    def asked(self, given: str) -> Any:
+        """What the process prints for a line."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(f"{given}\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         assert line, "the watching process is gone"
@@ -54,8 +59,13 @@ def main(address: str, place: str) -> None:
     from cluster.serve import launch
 
     launch.join(address, quiet=True, loopback=place == "local")
-    for _ in sys.stdin:
+    for line in sys.stdin:
         controller = launch.find_controller()
+        if given := line.strip():
+            from tests.fault.admission import admitted
+
+            print(json.dumps(admitted(controller, given)), flush=True)
+            continue
         rows = None if controller is None else launch.ask(controller.status)
         print(json.dumps(rows and [asdict(row) for row in rows]), flush=True)
 

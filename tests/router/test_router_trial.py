@@ -79,6 +79,15 @@ def test_an_intersection_of_patterns_is_refused(trials) -> None:
     assert trials().error(grammar(MANY)) != ""
 
 
+@pytest.mark.parametrize("keyword", ["required", "properties", "prefixItems"])
+def test_a_refusal_that_llguidance_cannot_put_into_words_is_one(trials, keyword: str) -> None:
+    """It panics where it cuts what it quotes within a character: a 500 for the client's mistake."""
+    schema = {"type": "object", keyword: "\N{GRINNING FACE}" * 40}
+    tried = trials()
+    assert tried.error(grammar(schema)) != ""
+    assert tried.error(grammar(schema)) != "", "it is kept"
+
+
 def test_a_dead_process_is_replaced_and_a_failure_is_not_kept(
     trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:

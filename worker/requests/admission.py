@@ -1,18 +1,16 @@
 """Admission of requests on a decode worker, and the choice of where a prompt is prefilled."""
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
-
-from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId, Sampling
+from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
 from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
 from worker.observe.timeline import Timeline
 from worker.run.engine import Engine
+from worker.schedule.asked import fits, known
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.transfer.inbound import Inbound
@@ -145,33 +143,17 @@ class Admission:
             raise UserError("prompt and max_tokens leave nothing to generate", "max_tokens")
         if max_len > limit:
             raise UserError(f"{max_len} tokens of prompt and output; the limit is {limit}")
-        if not _known([token for token, _ in sampling.logit_bias], vocab_size):
+        if not known([token for token, _ in sampling.logit_bias], vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "logit_bias")
         if not -1 <= sampling.logprobs <= max_logprobs:
             raise UserError(f"at most {max_logprobs} alternatives", "top_logprobs")
-        if not _fits(sampling):
+        if not fits(sampling):
             raise UserError("a sampling parameter is not finite or out of range", "temperature")
-        if not _known(message.tokens, vocab_size):
+        if not known(message.tokens, vocab_size):
             raise UserError(f"token ids must be below {vocab_size}", "prompt")
-        if len(sampling.stop_ids) > max_stops or not _known(sampling.stop_ids, vocab_size):
+        if len(sampling.stop_ids) > max_stops or not known(sampling.stop_ids, vocab_size):
             text = f"at most {max_stops} stop ids below {vocab_size}"
             raise UserError(text, "stop_token_ids")
-
-
-def _fits(sampling: Sampling) -> bool:
-    """Whether the device's tensors can hold it; the router's limits are narrower."""
-    numbers = [each for each in msgspec.structs.astuple(sampling) if isinstance(each, float)]
-    numbers += [bias for _, bias in sampling.logit_bias]
-    counts = sampling.top_k, sampling.min_tokens
-    return (
-        all(map(math.isfinite, numbers))
-        and all(0 <= count < 2**31 for count in counts)
-        and 0 <= sampling.seed < 2**63
-    )
-
-
-def _known(ids: Sequence[int], vocab_size: int) -> bool:
-    return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
 @dataclass(slots=True, frozen=True)

@@ -85,7 +85,8 @@ class Requests:
 
     def claim(self, router: PeerId, message: Claim, now: float) -> None:
         """Hand a request with a key, or its complete answer, to whoever asks for it now."""
-        found, key = self.kept.find(message.key), (message.req_id, message.dispatch)
+        key = message.req_id, message.dispatch
+        found = None if key in self.reqs else self.kept.find(message.key)  # ids are given once
         self._thread.send(router, Claimed(*key, found is not None))
         if found is None:
             return

@@ -13,6 +13,7 @@ from worker.cache.book import PageBook
 from worker.config import EngineConfig
 from worker.errors import UserError
 from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
+from worker.schedule.asked import check_prefill
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
@@ -26,10 +27,19 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self, book: PageBook, engine: EngineConfig, max_len: int, pace: Pace, *, grain: int = 1
+        self,
+        book: PageBook,
+        engine: EngineConfig,
+        max_len: int,
+        pace: Pace,
+        *,
+        grain: int = 1,
+        vocab_size: int = 2**31,
+        num_eos_ids: int = 0,
     ) -> None:
         """grain: chunks that are not a prompt's last end at multiples of it."""
         self.book, self._grain = book, grain
+        self._vocab_size, self._num_eos_ids = vocab_size, num_eos_ids
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._engine = engine
         self._pace = pace
@@ -47,8 +57,9 @@ class PrefillScheduler:
     def admit(self, asked: Prefill) -> PrefillReq | None:
         """Admit a prompt of at least two tokens; None if there is no room for it now.
 
-        Raises UserError if it is longer than max_len.
+        Raises UserError if it is longer than max_len, or cannot be computed.
         """
+        check_prefill(asked, self._vocab_size, self._num_eos_ids)
         tokens = asked.tokens
         if len(tokens) > self._max_len:
             raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")

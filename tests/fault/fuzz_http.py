@@ -1,0 +1,209 @@
+"""Wrong requests at the HTTP port of a running cluster, over many connections.
+
+    python -m tests.fault.fuzz_http --seconds 60
+    python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --seed 7
+    python -m tests.fault.fuzz_http --seconds 30 --attacks
+
+Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
+leave. Prints what was sent and answered, and how a well-behaved client beside it fared. --attacks:
+then what `tests.fault.http_attacks` does.
+
+Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
+not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
+a wrong text, if somebody logs a traceback, or if memory, threads, descriptors or anything that a
+request holds does not come back. Needs root: it runs in namespaces of its own.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.e2e.harness import Serve, enter_namespace_of
+from tests.e2e.raw import Connection
+from tests.fault.http_attacks import attack
+from tests.support.disturbed import Watched
+from tests.support.heads import Request, requests
+from tests.support.mutants import judge
+from tests.support.patience import HANG_S
+
+CLUSTER = (
+    "--prefill", "1", "--decode", "1",
+    "--set", "disaggregation.mode=always",
+    "--set", "model.max_model_len=64",  # a mutated body may have no limit of tokens
+)  # fmt: skip
+MODEL = "tiny"
+NUM_CONNECTIONS = 32
+LOOK_S = 2.0
+ODD_S = 0.5  # for an answer to what may be none
+OVERLOAD = 503
+
+
+@dataclass
+class Answers:
+    """How requests were answered, and which of them not as they should."""
+
+    kinds: Counter[str] = field(default_factory=Counter[str])
+    statuses: Counter[str] = field(default_factory=Counter[str])
+    bad: list[tuple[str, Request]] = field(default_factory=list[tuple[str, Request]])
+
+    @property
+    def num(self) -> int:
+        """Requests that were sent."""
+        return sum(self.kinds.values())
+
+
+async def plain(connection: Connection, request: Request) -> int:
+    """A request with a right head to the end of its answer; raises if that is not as it must be."""
+    await connection.send_raw(request.raw)
+    status = await asyncio.wait_for(connection.head(), HANG_S)
+    body = await asyncio.wait_for(connection.body(), HANG_S)
+    if status != OVERLOAD or "retry-after" not in connection.headers:
+        judge(status, body)
+    return status
+
+
+async def odd(connection: Connection, request: Request, rng: random.Random) -> int:
+    """Something else, and the status of the first answer to it, 0 if none came."""
+    raw = request.raw
+    if request.how == "half":
+        raw = raw[: rng.randrange(1, len(raw) + 1)]
+    if request.how == "slow":
+        for at in range(0, min(len(raw), 400), 40):
+            await connection.send_raw(raw[at : at + 40])
+            await asyncio.sleep(0.001)
+        raw = raw[400:]
+    await connection.send_raw(raw)
+    status = 0
+    if request.how in ("whole", "slow"):
+        with contextlib.suppress(TimeoutError):
+            status = await asyncio.wait_for(connection.head(), ODD_S)
+        wants_retry = status == OVERLOAD and "retry-after" in connection.headers
+        # 501: a method or an encoding that HTTP knows and we do not; 505: another version.
+        assert status < 500 or wants_retry or status in (501, 505), status
+    connection.drop(reset=rng.random() < 0.5)
+    return status
+
+
+async def client(port: int, row: Iterator[Request], number: int, answers: Answers) -> None:
+    """Takes requests until there are no more."""
+    rng, connection = random.Random(number), Connection(port)
+    for request in row:
+        answers.kinds[f"{request.kind}, {request.how}"] += 1
+        try:
+            if request.is_plain and request.how == "whole":
+                status = await plain(connection, request)
+            else:
+                status = await odd(connection, request, rng)
+            answers.statuses[str(status or "none")] += 1
+        except (OSError, asyncio.IncompleteReadError) as error:
+            connection.drop()
+            answers.statuses["closed"] += 1
+            if request.is_plain and request.how == "whole":
+                answers.bad.append((f"{type(error).__name__} {error}", request))
+        except (AssertionError, ValueError, IndexError, TimeoutError, ZeroDivisionError) as error:
+            connection.drop()
+            answers.bad.append((f"{type(error).__name__} {error}", request))
+    connection.drop()
+
+
+async def fuzz(watched: Watched, *, seconds: float, num: int, seed: int) -> tuple[Answers, float]:
+    """Send so many requests (0: any number), for so long at most."""
+    answers, began = Answers(), time.monotonic()
+    over = asyncio.Event()
+
+    def row() -> Iterator[Request]:
+        for number, request in enumerate(requests(seed, MODEL)):
+            if over.is_set() or time.monotonic() - began > seconds or (num and number >= num):
+                return
+            yield request
+
+    async def look() -> None:
+        while not over.is_set():
+            watched.look()
+            if watched.is_over():
+                over.set()
+            await asyncio.sleep(LOOK_S)
+
+    shared, looking = row(), asyncio.create_task(look())
+    port = watched.serve.port
+    await asyncio.gather(*(client(port, shared, i, answers) for i in range(NUM_CONNECTIONS)))
+    over.set()
+    looking.cancel()
+    return answers, time.monotonic() - began
+
+
+def breaches_of(answers: Answers) -> list[str]:
+    """Answers that are not as they should be."""
+    return [
+        f"{why}: {request.kind}, {request.how}, {request.path}, {request.raw[:300]!r}"
+        for why, request in answers.bad[:20]
+    ]
+
+
+def kept(answers: Answers, seed: int, breaches: Sequence[str], place: Path) -> Path:
+    """A file with what is wrong, the seed, and the requests that did it."""
+    path = place / f"fuzz-http-{seed}-{int(time.time())}.json"
+    found = [{"why": why, **request._asdict(), "raw": request.raw.hex()}
+             for why, request in answers.bad[:200]]  # fmt: skip
+    path.write_text(json.dumps({"seed": seed, "breaches": list(breaches), "requests": found}))
+    return path
+
+
+def told(answers: Answers, took_s: float) -> Iterator[str]:
+    """Lines about what was sent and answered."""
+    yield f"{answers.num} requests in {took_s:.1f} s, {answers.num / took_s:.0f}/s"
+    yield f"  sent: {dict(sorted(answers.kinds.items()))}"
+    yield f"  answered: {dict(sorted(answers.statuses.items()))}"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--requests", type=int, default=0, help="then it ends; 0: any number")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--attacks", action="store_true", help="also floods of large things")
+    parser.add_argument("--undisturbed-s", type=float, default=10.0)
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="A.B=C", help="of the cluster"
+    )
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="kvl-fuzz-", dir="/tmp") as root, ExitStack() as stack:
+        more = [word for each in args.set for word in ("--set", each)]
+        serve = Serve(Path(root)).start(*CLUSTER, *more)
+        stack.callback(serve.end)
+        serve.wait_ready()
+        watched = Watched(serve)
+        stack.callback(watched.close)
+        watched.begin(args.undisturbed_s)
+        fuzzing = fuzz(watched, seconds=args.seconds, num=args.requests, seed=args.seed)
+        answers, took_s = asyncio.run(fuzzing)
+        watched.noted()
+        lines = [f"seed {args.seed}", *told(answers, took_s)]
+        breaches = breaches_of(answers)
+        if args.attacks:
+            for made in attack(watched):
+                lines.append(str(made))
+                breaches += made.breaches
+        breaches += watched.breaches()
+        print("\n".join([*lines, *watched.report()]))
+        if breaches:
+            print("\n".join(f"BREACH: {each}" for each in breaches))
+            print(f"kept in {kept(answers, args.seed, breaches, args.out)}")
+            print(serve.output[-6000:])
+    return int(bool(breaches))
+
+
+if __name__ == "__main__":
+    enter_namespace_of("tests.fault.fuzz_http")
+    sys.exit(main(sys.argv[1:]))

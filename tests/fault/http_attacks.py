@@ -1,0 +1,198 @@
+"""Floods of large things at a router: what each is told and when, and how others fare meanwhile."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+from tests.e2e.raw import Connection
+from tests.support.bystander import Stretch
+from tests.support.disturbed import Watched
+from tests.support.heads import head, post
+from tests.support.patience import HANG_S
+
+PATH = "/v1/completions"
+MIB = 1 << 20
+Told = tuple[int, float]  # a status (0: cut off without one), and after how many ms it came
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of everything."""
+
+    num_loris: int = 1000
+    loris_s: float = 10.0
+    num_large: int = 4  # at a time, of bodies and of heads
+    body_mib: int = 100
+    head_bytes: int = MIB
+    num_levels: int = 100_000
+    num_streams: int = 10_000
+    stream_tokens: int = 16
+    least_s: float = 3.0  # for which what is quick is done again and again
+
+
+BRIEF = Sizes(
+    num_loris=300, loris_s=1.0, num_large=2, num_streams=500, stream_tokens=4, least_s=0.3
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    """How one went."""
+
+    name: str
+    told: list[Told]
+    beside: Stretch
+    expected: tuple[int, ...]  # statuses that are right
+
+    @property
+    def breaches(self) -> list[str]:
+        """Answers that are not as they should be."""
+        odd = Counter(status for status, _ in self.told if status not in self.expected)
+        return [f"{self.name}: {num} times {status}" for status, num in odd.items()]
+
+    def __str__(self) -> str:
+        parts = []
+        for status, num in sorted(Counter(status for status, _ in self.told).items()):
+            took = sorted(ms for each, ms in self.told if each == status)
+            p99 = took[min(len(took) - 1, int(0.99 * len(took)))]
+            span = f"{took[0]:.0f} to {took[-1]:.0f} ms, p99 {p99:.0f}"
+            parts.append(f"{num} times {status or 'cut off'} after {span}")
+        return f"{self.name}: {'; '.join(parts)}\n  client, beside: {self.beside}"
+
+
+async def told(connection: Connection, *parts: bytes) -> Told:
+    """What comes when these are sent, one after another; it ends sooner if that comes sooner."""
+    began = time.monotonic()
+
+    async def send() -> None:
+        for part in parts:
+            await connection.send_raw(part)
+
+    await connection.send_raw(b"")  # it is connected
+    sending = asyncio.create_task(send())
+    try:
+        status = await asyncio.wait_for(connection.head(), HANG_S)
+    except (OSError, asyncio.IncompleteReadError):
+        status = 0
+    took_ms = 1e3 * (time.monotonic() - began)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    connection.drop(reset=True)
+    return status, took_ms
+
+
+async def at_once(
+    num: int, one: Callable[[Connection], Awaitable[Told]], port: int, limit: int = 500
+) -> list[Told]:
+    """So many clients, of which `limit` connect at a time."""
+    slots = asyncio.Semaphore(limit)
+
+    async def client() -> Told:
+        connection = Connection(port)
+        async with slots:
+            await connection.send_raw(b"")
+        return await one(connection)
+
+    return list(await asyncio.gather(*(client() for _ in range(num))))
+
+
+async def loris(port: int, sizes: Sizes) -> list[Told]:
+    """Heads that come byte by byte; meanwhile one request after another is answered as always."""
+    over = asyncio.Event()
+
+    async def slow(connection: Connection) -> Told:
+        try:
+            await connection.send_raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: ")
+            while not over.is_set():
+                await connection.send_raw(b"a")
+                await asyncio.sleep(0.5)
+        finally:
+            connection.drop(reset=True)
+        return 200, 0.0
+
+    async def ask(connection: Connection) -> Told:
+        return await told(connection, head("GET", "/v1/models"))
+
+    slow_ones = asyncio.create_task(at_once(sizes.num_loris, slow, port))
+    found: list[Told] = []
+    began = time.monotonic()
+    while time.monotonic() - began < sizes.loris_s:
+        found += await at_once(1, ask, port)
+        await asyncio.sleep(0.05)
+    over.set()
+    await slow_ones
+    return found
+
+
+async def large_bodies(port: int, sizes: Sizes) -> list[Told]:
+    """Each says how large it is."""
+    size = sizes.body_mib * MIB
+    begun = head("POST", PATH, b"content-length: %d" % size)
+    parts = [begun, *[bytes(MIB)] * sizes.body_mib]
+    return await at_once(sizes.num_large, lambda each: told(each, *parts), port)
+
+
+async def large_chunked_bodies(port: int, sizes: Sizes) -> list[Told]:
+    """None says how large it is."""
+    begun = head("POST", PATH, b"transfer-encoding: chunked")
+    chunk = b"%x\r\n%b\r\n" % (MIB, bytes(MIB))
+    parts = [begun, *[chunk] * sizes.body_mib, b"0\r\n\r\n"]
+    return await at_once(sizes.num_large, lambda each: told(each, *parts), port)
+
+
+async def large_heads(port: int, sizes: Sizes) -> list[Told]:
+    """Many fields."""
+    fields = [b"x-%d: %b" % (i, b"a" * 1000) for i in range(sizes.head_bytes // 1000)]
+    return await at_once(
+        sizes.num_large, lambda each: told(each, head("POST", PATH, *fields)), port
+    )
+
+
+async def deep_bodies(port: int, sizes: Sizes) -> list[Told]:
+    """Lists in lists."""
+    num = sizes.num_levels
+    body = b'{"model": "tiny", "prompt": ' + b"[" * num + b"]" * num + b"}"
+    return await at_once(sizes.num_large, lambda each: told(each, post(PATH, body)), port)
+
+
+async def streams(port: int, sizes: Sizes) -> list[Told]:
+    """All at once, each for little; who is not refused gets its first token and leaves."""
+    body = {"model": "tiny", "prompt": "hello", "stream": True, "max_tokens": sizes.stream_tokens}
+    raw = post(PATH, json.dumps(body | {"ignore_eos": True}).encode())
+    return await at_once(sizes.num_streams, lambda each: told(each, raw), port)
+
+
+ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[int, ...]], ...] = (
+    ("slow heads, others' requests", loris, (200,)),
+    ("large bodies", large_bodies, (413,)),
+    ("large bodies in chunks", large_chunked_bodies, (413,)),
+    ("large heads", large_heads, (400, 431, 0)),
+    ("deep bodies", deep_bodies, (400,)),
+    ("streams", streams, (200, 429, 503)),
+)
+
+
+def attack(watched: Watched, sizes: Sizes = Sizes()) -> Iterator[Attack]:
+    """All of them, one after another."""
+    for name, made, expected in ATTACKS:
+        watched.noted()
+
+        async def run(made: Callable[[int, Sizes], Awaitable[list[Told]]] = made) -> list[Told]:
+            looking = asyncio.create_task(_look(watched))
+            found, began = list[Told](), time.monotonic()
+            while not found or time.monotonic() - began < sizes.least_s:
+                found += await made(watched.serve.port, sizes)
+            looking.cancel()
+            return found
+
+        found = asyncio.run(run())
+        yield Attack(name, found, watched.noted(), expected)
+
+
+async def _look(watched: Watched) -> None:
+    while True:
+        watched.look()
+        await asyncio.sleep(0.5)

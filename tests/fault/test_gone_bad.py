@@ -1,0 +1,114 @@
+"""What a member gone bad may ask of a worker: it is told no, and nobody else notices.
+
+All of it was found by tests.fault.fuzz_wire. A worker whose engine thread raises ends its process,
+so that here the whole test would end.
+"""
+
+import math
+import queue
+from collections.abc import Iterator, Sequence
+
+import pytest
+from msgspec.structs import replace
+
+from tests.support.engines import Running, running
+from tests.support.laws import sections
+from tests.support.meeting import introduce
+from tests.support.patience import HANG_S, until
+from tests.support.prompts import problem_ids
+from worker import api
+from worker.api import Generate, Member, Prefill, Sampling, Xfer
+from worker.config import PingConfig
+from worker.keyring import Keyring
+from worker.wire import Event, Wire
+
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+PROMPT = problem_ids(1)[0]
+XFER = Xfer("x", 1, "bad", "i0")
+FAIR = Prefill(XFER, PROMPT, 0, 0.0, GREEDY, len(PROMPT))
+
+
+class Rogue:
+    """A member with a wire of its own to every worker."""
+
+    def __init__(self, cluster: Running) -> None:
+        self.events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
+        self._wire = Wire(
+            "rogue/bad", PingConfig(), lambda events: self.events.put(events), keyring=Keyring()
+        )
+        self._wire.start()
+        introduce(Member("rogue", "decode", "bad", "", wire_key=self._wire.key))
+        for member in cluster.members:
+            self._wire.connect(member.peer, member.address, member.wire_key)
+        self.send, self.close = self._wire.send, self._wire.close
+
+    def answer(self, kind: type) -> object:
+        """The next message of a kind."""
+        while True:
+            for _, message in self.events.get(timeout=HANG_S):
+                if isinstance(message, kind):
+                    return message
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Running]:
+    with running(sections()) as found:
+        yield found
+
+
+@pytest.fixture
+def rogue(cluster: Running) -> Iterator[Rogue]:
+    """Beside it a client's request has the text that it had before."""
+    (before,) = cluster.answers([PROMPT], GREEDY)
+    made = Rogue(cluster)
+    yield made
+    (after,) = cluster.answers([PROMPT], GREEDY)
+    assert after.tokens == before.tokens
+    made.close()
+    cluster.wait_idle()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        replace(FAIR, tokens=(*PROMPT, 2**31)),
+        replace(FAIR, tokens=(*PROMPT, -1)),
+        replace(FAIR, link_bytes_per_s=math.nan),
+        replace(FAIR, num_prompt_tokens=2**40),
+        replace(FAIR, num_prompt_tokens=0),
+        replace(FAIR, sampling=replace(GREEDY, min_tokens=2**31 - 1)),
+        replace(FAIR, sampling=replace(GREEDY, seed=2**63)),
+        replace(FAIR, sampling=replace(GREEDY, temperature=math.inf)),
+        replace(FAIR, sampling=replace(GREEDY, grammar="start: /a/")),
+        replace(FAIR, sampling=replace(GREEDY, stop_ids=(5,) * 100)),
+    ],
+)
+def test_a_prompt_that_no_device_can_compute_is_refused(rogue: Rogue, asked: Prefill) -> None:
+    rogue.send("prefill-0/i0", asked)
+    refused = rogue.answer(api.PrefillRefused)
+    assert isinstance(refused, api.PrefillRefused)
+    assert (refused.xfer, refused.error.code) == (XFER, "invalid_value")
+
+
+def test_a_count_that_no_device_can_hold_is_refused(rogue: Rogue) -> None:
+    endless = replace(GREEDY, min_tokens=2**31 - 1)
+    rogue.send("decode-0/i0", Generate("r", 1, PROMPT, len(PROMPT), endless, 9.0))
+    refused = rogue.answer(api.Refused)
+    assert isinstance(refused, api.Refused)
+    assert refused.error.code == "invalid_value"
+
+
+def test_a_claim_by_an_id_that_is_taken_finds_nothing(cluster: Running, rogue: Rogue) -> None:
+    """Else two requests would have one id, and the end of the second would be the worker's."""
+    long = replace(GREEDY, max_tokens=200, ignore_eos=True)
+    for req_id in ("a", "b"):
+        rogue.send(
+            "decode-0/i0", Generate(req_id, 1, PROMPT, len(PROMPT), long, 99.0, key=f"key {req_id}")
+        )
+    requests = cluster.workers["decode-0"].loop.requests.reqs
+    until(lambda: {("a", 1), ("b", 1)} <= set(requests))
+    rogue.send("decode-0/i0", api.Claim("a", 1, "key b", 99.0))
+    assert rogue.answer(api.Claimed) == api.Claimed("a", 1, found=False)
+    for req_id in ("a", "b"):
+        rogue.send("decode-0/i0", api.Abort(req_id, 1))
+    until(lambda: not requests)
