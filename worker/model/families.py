@@ -1,8 +1,19 @@
 """The architectures that can be served, one row each: how they differ. Free of torch."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias
+
+DeltaLayout: TypeAlias = Literal["", "flat", "by_key_head"]
+
+
+class NormNames(NamedTuple):
+    """A layer's norms in the checkpoint; "": there is none."""
+
+    attention_in: str = "input_layernorm"
+    attention_out: str = ""
+    feed_forward_in: str = "post_attention_layernorm"
+    feed_forward_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +29,37 @@ class Features:
     centred: bool = False  # norms store their weight minus 1
     # Where gated delta nets stand beside attention: how their input projections are stored, each of
     # its own or interleaved by key head.
-    delta: Literal["", "flat", "by_key_head"] = ""
+    delta: DeltaLayout = ""
+    mlp_bias: bool = False  # of all projections of the feed-forward
+    wide_qk_norm: bool = False  # RMSNorm of q whole, of all heads, and of k
+    interleaved: bool = False  # rope turns pairs (2i, 2i + 1), not (i, i + rotary_dim/2)
+    fused_qkv: bool = False  # q, k and v are one tensor of the checkpoint, qkv_proj
+    fused_gate_up: bool = False  # gate_up_proj
+    norms: NormNames = NormNames()  # noqa: RUF009 - immutable
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Features of an architecture; None: as a flag of config.json says."""
+    """Features of an architecture; a text: as this flag of config.json says."""
 
-    qkv_bias: bool | None = False  # attention_bias
-    output_bias: bool | None = False  # attention_bias
-    qk_norm: bool | None = False  # qk_norm
-    delta: Literal["", "flat", "by_key_head"] = ""
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    qk_norm: bool | str = False
+    mlp_bias: bool | str = False
+    wide_qk_norm: bool = False
+    delta: DeltaLayout = ""
+    fused_qkv: bool = False
+    fused_gate_up: bool = False
+    norms: NormNames = NormNames()  # noqa: RUF009 - immutable
+    # Which part of a head is rotated where config.json is silent; None: always the whole.
+    rotary: float | None = None
+    interleaved: bool = False
+    has_still_layers: bool = False  # `no_rope_layers`
+    scales: bool = False  # `embedding_multiplier` and the like
+    # `sliding_window` alone makes one, if absent of so many tokens (0: none); None: it needs
+    # `use_sliding_window`, or none is ever made.
+    window: int | None = None
+    unless_said: tuple[str, ...] = ()  # flags that are true where config.json has none
     # The text model of several: config.json has it in `text_config`, the checkpoint below `prefix`.
     nested: bool = False
 
@@ -37,30 +68,68 @@ class Family:
         """Of the layers' tensors."""
         return "model.language_model" if self.nested else "model"
 
-    def features(self, *, attention_bias: bool, qk_norm: bool) -> Features:
-        """Those of a model with these flags."""
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Fields of config.json that decide on features."""
+        asked = self.qkv_bias, self.output_bias, self.qk_norm, self.mlp_bias
+        return tuple(sorted({each for each in asked if isinstance(each, str)}))
+
+    def features(self, flags: Collection[str]) -> Features:
+        """Those of a model of which these flags are true."""
+
+        def has(feature: bool | str) -> bool:
+            return feature in flags if isinstance(feature, str) else feature
+
         return Features(
-            attention_bias if self.qkv_bias is None else self.qkv_bias,
-            attention_bias if self.output_bias is None else self.output_bias,
-            qk_norm if self.qk_norm is None else self.qk_norm,
+            has(self.qkv_bias),
+            has(self.output_bias),
+            has(self.qk_norm),
             output_gate=bool(self.delta),
             centred=bool(self.delta),
             delta=self.delta,
+            mlp_bias=has(self.mlp_bias),
+            wide_qk_norm=self.wide_qk_norm,
+            interleaved=self.interleaved,
+            fused_qkv=self.fused_qkv,
+            fused_gate_up=self.fused_gate_up,
+            norms=self.norms,
         )
 
 
+ANY, MLP = "attention_bias", "mlp_bias"
+HYBRID = {"qkv_bias": ANY, "output_bias": ANY, "qk_norm": True, "rotary": 0.25}
+SANDWICH = NormNames(
+    attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
+)
+OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
+    "Glm4ForCausalLM": Family(  # GLM-4-0414
+        qkv_bias=ANY, unless_said=(ANY,), fused_gate_up=True, rotary=0.5, interleaved=True,
+        norms=SANDWICH,
+    ),
+    "GlmForCausalLM": Family(  # GLM-4-9B-chat-hf
+        qkv_bias=ANY, unless_said=(ANY,), fused_gate_up=True, rotary=0.5, interleaved=True
+    ),
+    "GraniteForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, mlp_bias=MLP, scales=True),
     # Llama 2, 3.x and the models of that name; `qk_norm` is a field of derived checkpoints.
-    "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=None),
+    "LlamaForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, qk_norm="qk_norm", mlp_bias=MLP),
     "MiMoForCausalLM": Family(qkv_bias=True),  # Qwen2's, and a layer that drafts
+    "MinistralForCausalLM": Family(window=4096),
+    "MistralForCausalLM": Family(window=4096),
+    "Olmo2ForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, wide_qk_norm=True, norms=OUTER),
+    # Phi-3, Phi-3.5 and Phi-4, mini too
+    "Phi3ForCausalLM": Family(fused_qkv=True, fused_gate_up=True, rotary=1.0, window=0),
     "Qwen2ForCausalLM": Family(qkv_bias=True),  # config.json does not say so
-    "Qwen3ForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=True),
-    "Qwen3NextForCausalLM": Family(
-        qkv_bias=None, output_bias=None, qk_norm=True, delta="by_key_head"
+    "Qwen3ForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, qk_norm=True),
+    "Qwen3NextForCausalLM": Family(**HYBRID, delta="by_key_head"),
+    "Qwen3_5ForCausalLM": Family(**HYBRID, delta="flat"),
+    "Qwen3_5ForConditionalGeneration": Family(**HYBRID, delta="flat", nested=True),
+    "SeedOssForCausalLM": Family(
+        qkv_bias=ANY, output_bias="attention_out_bias", mlp_bias=MLP, unless_said=(ANY,)
     ),
-    "Qwen3_5ForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=True, delta="flat"),
-    "Qwen3_5ForConditionalGeneration": Family(
-        qkv_bias=None, output_bias=None, qk_norm=True, delta="flat", nested=True
+    "SmolLM3ForCausalLM": Family(
+        qkv_bias=ANY, output_bias=ANY, mlp_bias=MLP, has_still_layers=True
     ),
-}
+}  # fmt: skip
