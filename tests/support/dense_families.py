@@ -4,7 +4,7 @@ from typing import Any
 
 # Original lengths that the texts here exceed, and ramps that end within a head.
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 3.0, "beta_slow": 0.3,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "beta_fast": 0.5, "beta_slow": 0.05,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
 YARN_SCALED = YARN | {"mscale": 0.9, "mscale_all_dim": 0.4, "truncate": False}
@@ -39,7 +39,6 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"attention_bias": True}),
     "olmo2-mqa": ("Olmo2", {"num_key_value_heads": 1}),
     "smollm3": ("SmolLM3", NO_PAD | {"no_rope_layers": [1, 0, 1]}),
-    "smollm3-interval": ("SmolLM3", NO_PAD | {"no_rope_layer_interval": 2}),
     "seed-oss": ("SeedOss", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}),
     "glm4": ("Glm4", NO_PAD | {"head_dim": 16}),
     "glm4-mha": ("Glm4", NO_PAD | {"head_dim": 32, "num_key_value_heads": 4}),
