@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 DeltaLayout: TypeAlias = Literal["", "flat", "by_key_head"]
 
@@ -42,6 +42,7 @@ class Features:
 class Family:
     """Features of an architecture; a text: as this flag of config.json says."""
 
+    models: str  # of it, for people
     qkv_bias: bool | str = False
     output_bias: bool | str = False
     qk_norm: bool | str = False
@@ -96,40 +97,49 @@ class Family:
         )
 
 
-ANY, MLP = "attention_bias", "mlp_bias"
-HYBRID = {"qkv_bias": ANY, "output_bias": ANY, "qk_norm": True, "rotary": 0.25}
+ANY, MLP, QWEN_3_5 = "attention_bias", "mlp_bias", "Qwen3.5 (dense, text)"
+HYBRID: dict[str, Any] = {"qkv_bias": ANY, "output_bias": ANY, "qk_norm": True, "rotary": 0.25}
 SANDWICH = NormNames(
     attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
 )
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 
+BIASES: dict[str, Any] = {"qkv_bias": ANY, "output_bias": ANY}
+GLM: dict[str, Any] = {
+    "qkv_bias": ANY, "unless_said": (ANY,), "fused_gate_up": True, "rotary": 0.5,
+    "interleaved": True,
+}  # fmt: skip
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
-    "Glm4ForCausalLM": Family(  # GLM-4-0414
-        qkv_bias=ANY, unless_said=(ANY,), fused_gate_up=True, rotary=0.5, interleaved=True,
-        norms=SANDWICH,
+    "Glm4ForCausalLM": Family("GLM-4-0414", **GLM, norms=SANDWICH),
+    "GlmForCausalLM": Family("GLM-4-chat-hf", **GLM),
+    "GraniteForCausalLM": Family("Granite 3", **BIASES, mlp_bias=MLP, scales=True),
+    # `qk_norm` is a field of derived checkpoints.
+    "LlamaForCausalLM": Family("Llama 2 and 3", **BIASES, qk_norm="qk_norm", mlp_bias=MLP),
+    "MiMoForCausalLM": Family("MiMo-7B", qkv_bias=True),  # Qwen2's, and a layer that drafts
+    "MinistralForCausalLM": Family("Ministral", window=4096),
+    "MistralForCausalLM": Family("Mistral", window=4096),
+    "Olmo2ForCausalLM": Family("OLMo 2", **BIASES, wide_qk_norm=True, norms=OUTER),
+    "Phi3ForCausalLM": Family(
+        "Phi-3 and Phi-4", fused_qkv=True, fused_gate_up=True, rotary=1.0, window=0
     ),
-    "GlmForCausalLM": Family(  # GLM-4-9B-chat-hf
-        qkv_bias=ANY, unless_said=(ANY,), fused_gate_up=True, rotary=0.5, interleaved=True
-    ),
-    "GraniteForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, mlp_bias=MLP, scales=True),
-    # Llama 2, 3.x and the models of that name; `qk_norm` is a field of derived checkpoints.
-    "LlamaForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, qk_norm="qk_norm", mlp_bias=MLP),
-    "MiMoForCausalLM": Family(qkv_bias=True),  # Qwen2's, and a layer that drafts
-    "MinistralForCausalLM": Family(window=4096),
-    "MistralForCausalLM": Family(window=4096),
-    "Olmo2ForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, wide_qk_norm=True, norms=OUTER),
-    # Phi-3, Phi-3.5 and Phi-4, mini too
-    "Phi3ForCausalLM": Family(fused_qkv=True, fused_gate_up=True, rotary=1.0, window=0),
-    "Qwen2ForCausalLM": Family(qkv_bias=True),  # config.json does not say so
-    "Qwen3ForCausalLM": Family(qkv_bias=ANY, output_bias=ANY, qk_norm=True),
-    "Qwen3NextForCausalLM": Family(**HYBRID, delta="by_key_head"),
-    "Qwen3_5ForCausalLM": Family(**HYBRID, delta="flat"),
-    "Qwen3_5ForConditionalGeneration": Family(**HYBRID, delta="flat", nested=True),
+    "Qwen2ForCausalLM": Family("Qwen2.5", qkv_bias=True),  # config.json does not say so
+    "Qwen3ForCausalLM": Family("Qwen3", **BIASES, qk_norm=True),
+    "Qwen3NextForCausalLM": Family("Qwen3-Next (dense)", **HYBRID, delta="by_key_head"),
+    "Qwen3_5ForCausalLM": Family(QWEN_3_5, **HYBRID, delta="flat"),
+    "Qwen3_5ForConditionalGeneration": Family(QWEN_3_5, **HYBRID, delta="flat", nested=True),
     "SeedOssForCausalLM": Family(
-        qkv_bias=ANY, output_bias="attention_out_bias", mlp_bias=MLP, unless_said=(ANY,)
+        "Seed-OSS",
+        qkv_bias=ANY,
+        output_bias="attention_out_bias",
+        mlp_bias=MLP,
+        unless_said=(ANY,),
     ),
-    "SmolLM3ForCausalLM": Family(
-        qkv_bias=ANY, output_bias=ANY, mlp_bias=MLP, has_still_layers=True
-    ),
-}  # fmt: skip
+    "SmolLM3ForCausalLM": Family("SmolLM3", **BIASES, mlp_bias=MLP, has_still_layers=True),
+}
+
+
+def served() -> str:
+    """The models that can be served, for people."""
+    *names, last = sorted({family.models for family in FAMILIES.values()}, key=str.lower)
+    return f"{', '.join(names)} or {last}"

@@ -1,16 +1,22 @@
 """A Hugging Face model directory's configuration, read into one checked record."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
+from worker.model.refusals import DENSE, quantized, unknown_architecture
 from worker.model.rope_fields import PLAIN, ROPE_TYPES, read_rope
 from worker.ops.scaling import RopeScaling
 from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape
 
-FULL, LINEAR = "full_attention", "linear_attention"  # in `layer_types`
+FULL, LINEAR, SLIDING = (
+    "full_attention",
+    "linear_attention",
+    "sliding_attention",
+)  # in `layer_types`
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -128,9 +134,7 @@ def read_model_shape(path: Path) -> ModelShape:
     outer = fields = read_fields(path / "config.json")
     architecture = read_architecture(fields)
     if architecture not in FAMILIES:
-        supported = ", ".join(sorted(FAMILIES))
-        problem = f"{architecture!r} is not supported; supported: {supported}"
-        raise fields.unsupported("architectures", problem)
+        raise unknown_architecture(fields, architecture, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[architecture]
     if family.nested:
         fields = fields.inner("text_config")
@@ -176,23 +180,34 @@ def refuse_what_we_cannot_compute(
     sees_all = 0 < longest <= window
     if not layers:
         layer_types = fields.get("layer_types")
-        known = {FULL, "sliding_attention"} if sees_all else {FULL}
+        known = {FULL, SLIDING} if sees_all else {FULL}
         if others := set(layer_types or ()) - known:
-            raise fields.unsupported("layer_types", f"layers of type {', '.join(sorted(others))}")
+            problem = f"layers of type {', '.join(sorted(others))}"
+            raise fields.unsupported("layer_types", problem + _remedy(window, others))
         if layer_types is None and fields.flag("use_sliding_window") and not sees_all:
-            raise fields.unsupported("use_sliding_window", "sliding-window attention")
+            problem = "sliding-window attention" + _remedy(window)
+            raise fields.unsupported("use_sliding_window", problem)
     if family is not None and family.window is not None and not sees_all:
         # Null says that there is none, and an absent field what transformers takes it for.
         if "sliding_window" not in fields.values:
             window = family.window
         if 0 < window < longest:
-            raise fields.unsupported("sliding_window", f"attention to the last {window} tokens")
+            problem = f"attention to the last {window} tokens" + _remedy(window)
+            raise fields.unsupported("sliding_window", problem)
     if fields.get("hidden_act") not in (None, "silu"):
         raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
     if fields.flag("mlp_bias") and (family is None or "mlp_bias" not in family.flags):
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
     if fields.get("quantization_config") is not None:
-        raise fields.unsupported("quantization_config", "quantized weights")
+        raise quantized(fields)
+
+
+def _remedy(window: int, kinds: Collection[str] = (SLIDING,)) -> str:
+    """What can be done about layers of these kinds."""
+    if set(kinds) != {SLIDING} or not window:
+        return f"; {DENSE}"
+    reason = "a window hides nothing in texts no longer than itself"
+    return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
 
 
 def _read_delta(fields: Fields) -> dict[str, Any]:
@@ -208,7 +223,7 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
         raise fields.unsupported("layer_types", "no layer with attention")
     dense = fields.integers("mlp_only_layers")
     if fields.integer("num_experts", default=0, least=0) and len(set(dense)) < num_layers:
-        raise fields.unsupported("num_experts", "layers of experts")
+        raise fields.unsupported("num_experts", f"layers of experts; {DENSE}")
     fields.choice("linear_conv_kernel_dim", (TAPS,))
     fields.choice("attn_output_gate", (True,))
     key_heads = fields.integer("linear_num_key_heads", default=16)
