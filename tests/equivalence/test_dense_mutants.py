@@ -65,12 +65,12 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "llama-mlp-bias": {
         "model.layers:ColumnParallelLinear.gated": [("swiglu(self(x))", "self.weight.gated(x)")],
         "model.layers:RowParallelLinear.forward": [("self._local_bias)", "None)")],
-        "model.families:Family.features": [("mlp_bias=has(self.mlp_bias)", "mlp_bias=False")],
+        "model.families:Family.features": [("flag in true", "flag in true and name != 'mlp_bias'")],
     },
     "seed-oss": {
         "model.families:Family.features": [
-            ("has(self.output_bias)", "False"),
-            ("has(self.qkv_bias)", "False"),
+            ("flag in true", "flag in true and name != 'output_bias'"),
+            ("flag in true", "flag in true and name != 'qkv_bias'"),
         ],
     },
     "olmo2": {

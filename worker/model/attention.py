@@ -148,20 +148,20 @@ class SelfAttention(nn.Module):
 
     def _by_head(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
         """q, k and v head by head: their rows lie elsewhere, or they are one tensor."""
-        found: dict[str, Shard] = {}
+        found, whole = dict[str, Shard](), slice(0, self._head_dim)
+        values = ((whole, whole),)
+        rows = {"q_proj": self._moved or values, "k_proj": self._moved or values, "v_proj": values}
         for kind in ("weight", "bias") if self.qkv.bias is not None else ("weight",):
-            names = {name: f"{prefix}.{name}.{kind}" for name in ("q_proj", "k_proj", "v_proj")}
             parts = {
-                name: moved(shards[tensor], self._head_dim, *([self._moved] * (name != "v_proj")))
-                if self._moved
-                else [shards[tensor]]
-                for name, tensor in names.items()
+                name: moved(shards[f"{prefix}.{name}.{kind}"], self._head_dim, of_head)
+                for name, of_head in rows.items()
             }
             if self._fused:
                 found |= joined(f"{prefix}.qkv_proj.{kind}", parts)
                 continue
-            for name, tensor in names.items():
-                found |= {piece(tensor, str(i)): each for i, each in enumerate(parts[name])}
+            for name, held in parts.items():
+                tensor = f"{prefix}.{name}.{kind}"
+                found |= {piece(tensor, str(i)): each for i, each in enumerate(held)}
         return found
 
     def _with_gate(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:

@@ -183,13 +183,9 @@ class Decoder(nn.Module):
             )
             for number in range(shape.num_layers)
         )
-        self.norm = RMSNorm(
-            shape.hidden_size,
-            shape.rms_norm_eps,
-            placement,
-            centred=shape.features.centred,
-            reduces=not shape.features.norms.feed_forward_out,
-        )
+        size, eps, features = shape.hidden_size, shape.rms_norm_eps, shape.features
+        reduces = not features.norms.feed_forward_out
+        self.norm = RMSNorm(size, eps, placement, centred=features.centred, reduces=reduces)
         tied = shape.tie_word_embeddings
         self.head = self.embedding if tied else VocabParallelEmbedding(*vocabulary)
         self.head.divisor = shape.scales.logits

@@ -51,10 +51,6 @@ NEEDED: dict[str, tuple[str, str]] = {
         "another task than to continue a text", f"take a model ...ForCausalLM, as {QWEN}",
     ),
 }  # fmt: skip
-QUANTIZED = {
-    "fp8": "FP8", "fbgemm_fp8": "FP8", "compressed-tensors": "compressed-tensors", "awq": "AWQ",
-    "gptq": "GPTQ", "bitsandbytes": "bitsandbytes", "mxfp4": "MXFP4", "gguf": "GGUF",
-}  # fmt: skip
 _SUFFIX = re.compile(
     r"(?P<name>[\w.-]+?)-(FP8|AWQ|GPTQ|GGUF|INT[48]|W[48]A|bnb|[48]bit|MXFP|NVFP|quantized)", re.I
 )
@@ -75,7 +71,8 @@ def quantized(fields: Fields) -> Unsupported:
     """The error for a file that has a `quantization_config`."""
     config = fields.get("quantization_config")
     method = config.get("quant_method") if isinstance(config, dict) else None
-    kind = QUANTIZED.get(str(method), str(method) if method else "quantized")
+    kind = str(method or "quantized")
+    kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind
     text = f"{kind} weights; {READ}: take {_unquantized(fields.path)}"
     return fields.unsupported("quantization_config", text)
 

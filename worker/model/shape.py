@@ -138,19 +138,18 @@ def read_model_shape(path: Path) -> ModelShape:
     family = FAMILIES[architecture]
     if family.nested:
         fields = fields.inner("text_config")
-    refuse_what_we_cannot_compute(fields, layers=bool(family.delta), family=family)
+    refuse_what_we_cannot_compute(fields, layers=bool(family.layers.delta), family=family)
+    asked = sorted({*family.flags.values()})
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
         **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES),
-        **(_read_delta(fields) if family.delta else {}),
+        **(_read_delta(fields) if family.layers.delta else {}),
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
-        flags=tuple(
-            each for each in family.flags if fields.flag(each, default=each in family.unless_said)
-        ),
+        flags=tuple(x for x in asked if fields.flag(x, default=x in family.unless_said)),
         scales=_read_scales(fields) if family.scales else Scales(),
         is_still=_read_still(fields) if family.has_still_layers else (),
         max_position_embeddings=fields.integer("max_position_embeddings"),

@@ -99,23 +99,18 @@ def by_head(
     return shards
 
 
-def moved(
-    shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]] = ((slice(None), slice(None)),)
-) -> list[Shard]:
+def moved(shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]]) -> list[Shard]:
     """The same tensor head by head, and of each head in parts.
 
     rows: (of a head in the checkpoint, where they lie in `shard.dest`).
     """
     held, *inner = shard.index
     shape = shard.full_shape[0] // head_dim, head_dim, *shard.full_shape[1:]
-    heads, dest = (
-        slice(held.start // head_dim, held.stop // head_dim),
-        shard.dest.unflatten(0, (-1, head_dim)),
-    )
-    spans = [(slice(*there.indices(head_dim)), here) for there, here in rows]
+    heads = slice(held.start // head_dim, held.stop // head_dim)
+    dest = shard.dest.unflatten(0, (-1, head_dim))
     return [
         Shard(dest[:, here], shape, (heads, there, *inner), heads_merged=True)
-        for there, here in spans
+        for there, here in rows
     ]
 
 
