@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.dense_families import DENSE, RANKED, SHORT
 from tests.support.processes import on_ranks
 from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
@@ -78,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention"] * 2,
         },
     ),
+    **DENSE,
 }
 
 
@@ -132,7 +134,7 @@ class Engine:
             model.keep(delta_states(self.pool.states, shape, 2, 1))
             for states in self.pool.states:
                 states[0].fill_(float("nan"))
-        shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.head_dim**-0.5
+        shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.attention_scale
         self.attention = ReferenceAttention(self.pool, AttentionShape(*shape))
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.pages = [order[:12].tolist(), order[12:].tolist()]
@@ -201,7 +203,8 @@ class Engine:
 
 def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
     placement = Placement(collective or SingleCollective(), torch.float32, CPU)
-    return load_model(path, read_model_shape(path), placement, **options)
+    shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
+    return load_model(path, shape, placement, **options)
 
 
 def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
@@ -219,8 +222,8 @@ def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...])
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path):
-    family, changes = CASES[case]
-    assert_same(save_random(tmp_path, family, changes), tmp_path, chunks=(64, 5))
+    path = tmp_path / case
+    assert_same(save_random(path, *CASES[case]), path, chunks=(64, 5))
 
 
 def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
@@ -238,7 +241,13 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
 
 
 # KV heads that are divided, that are copied; an output bias.
-@pytest.mark.parametrize("case", ["qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"),
+        *RANKED,
+    ],
+)
 def test_two_ranks_equal_one(case: str, tmp_path: Path):
     path = tmp_path / case
     save_random(path, *CASES[case])
@@ -277,7 +286,7 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
         ({"hidden_size": "absent"}, r"config\.json: hidden_size: missing"),
         ({"vocab_size": "many"}, r"config\.json: vocab_size: must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2}}, "rope_parameters.*yarn.*llama3"),
+        ({"rope_parameters": {"rope_type": "xpos", "factor": 2}}, "rope_parameters.*xpos.*llama3"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor: missing"),
         ({"use_sliding_window": True, "layer_types": None}, "use_sliding_window"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding"),

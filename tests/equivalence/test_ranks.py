@@ -18,7 +18,7 @@ from tests.support.engines import Answer, Running, running
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
 from worker.api import Sampling
-from worker.model.decoder import SelfAttention
+from worker.model.attention import SelfAttention
 from worker.peers.gloo import GlooCollective
 from worker.peers.peer_layout import NUM_BUFFERS
 

@@ -19,8 +19,7 @@ ABSENT = "absent"  # as the value of a field: leave it out
 TARGET = ModelShape(
     architecture="Qwen2ForCausalLM", hidden_size=32, num_layers=10, num_heads=4, num_kv_heads=2,
     head_dim=8, intermediate_size=48, vocab_size=97, rms_norm_eps=1e-6, rope_theta=10000.0,
-    rope_scaling=None, rotary_dim=8, tie_word_embeddings=False, attention_bias=False,
-    qk_norm=False,
+    rope_scaling=None, rotary_dim=8, tie_word_embeddings=False, flags=(),
     max_position_embeddings=64, dtype="float32", eos_token_ids=(0,), penalizes=False,
 )  # fmt: skip
 

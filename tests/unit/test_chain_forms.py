@@ -190,9 +190,7 @@ def test_a_target_takes_no_notice_of_the_drafter_in_its_files(tmp_path, target: 
     )
     tensors = write_chain(tmp_path, "mimo", TARGET)
     spec = read_model_shape(tmp_path)
-    assert spec == replace(
-        TARGET, architecture="MiMoForCausalLM", attention_bias=True, dtype=spec.dtype
-    )
+    assert spec == replace(TARGET, architecture="MiMoForCausalLM", dtype=spec.dtype)
     whole = load_model(tmp_path, spec, PLACEMENT)
     assert weights_digest(part_sums(whole.shards())) == weights_digest(part_sums(target.shards()))
 

@@ -279,11 +279,12 @@ else:
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("turned", [1.0, 0.25])
+    @pytest.mark.parametrize("turned", [1.0, 0.25, 0.0])
     def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0.
 
-        turned: the part of a head that is rotated; where it is not all, norms are in f32.
+        turned: the part of a head that is rotated; where it is not all, norms are in f32. 0: one
+        pair by nothing, as in layers without rope.
         """
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
@@ -292,7 +293,8 @@ else:
         positions = torch.tensor([3, 63, 1, 0, 0, 0])
         slots = torch.tensor([5 * page_size - 1, page_size, 2 * page_size, 0, 0, 0])
         rotary_dim = int(head_dim * turned) // 2 * 2
-        table = rope_table(rope_inv_freq(rotary_dim, 1e4, None), 64, CPU)
+        inv_freq = rope_inv_freq(rotary_dim, 1e4, None) if turned else torch.zeros(1)
+        table = rope_table(inv_freq, 64, CPU)
         of_norms = dtype if turned == 1.0 else torch.float32
         weights = [noise(head_dim, dtype=of_norms, seed=i) for i in (1, 2)]
         norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None

@@ -17,7 +17,7 @@ from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold
-from worker.model.layers import SelfAttention
+from worker.model.attention import SelfAttention
 from worker.prefill import PrefillLoop
 from worker.start.build import Place, build_engine
 from worker.transfer.fetch import Fetch, bit_runs

@@ -23,7 +23,8 @@ from worker.drafts.drafter import DrafterModel, Features, Stack, stored_tokens
 from worker.drafts.drafter_shape import ChainShape
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.model.decoder import MTP_PREFIXES, Decoder, FeedForward, SelfAttention
+from worker.model.attention import SelfAttention
+from worker.model.decoder import MTP_PREFIXES, Decoder, FeedForward
 from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows

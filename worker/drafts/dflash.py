@@ -27,7 +27,8 @@ from worker.drafts.drafter import DrafterModel, Features, Stack, stored_tokens
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.batch import Batch
 from worker.forward.context import current, forward_context
-from worker.model.decoder import Decoder, DecoderLayer, SelfAttention
+from worker.model.attention import SelfAttention
+from worker.model.decoder import Decoder, DecoderLayer
 from worker.model.layers import ReplicatedLinear, RMSNorm
 from worker.model.loader import LoadFormat
 from worker.ops.mask import KeyMask

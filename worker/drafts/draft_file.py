@@ -91,7 +91,7 @@ class DrafterFile:
         flags = {ours: self._flag(place) for ours, place in self.form.flags.items()}
         if layer.get("model_type") == "qwen3" and self.form.flags["qk_norm"] is not False:
             flags["qk_norm"] = True
-        return read_layer_shape(layer, partial=hybrid) | flags | {
+        return read_layer_shape(layer, rotary=0.25 if hybrid else None) | flags | {
             "architecture": self.architecture,
             "vocab_size": vocab_size,
             "target_vocab_size": target.vocab_size,

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import UserError
 from worker.forward.batch import Batch
+from worker.model.attention import RotaryEmbedding
 from worker.model.decoder import Decoder, Taps
-from worker.model.layers import RotaryEmbedding, VocabParallelEmbedding
+from worker.model.layers import VocabParallelEmbedding
 from worker.model.loader import LoadFormat, fill_with_noise, read_weights
 from worker.model.shard import Shard, split_heads, whole
 from worker.step.state import StepState

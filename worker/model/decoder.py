@@ -6,20 +6,20 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet, rank_delta
 from worker.model.families import FAMILIES
 from worker.model.layers import (
     ColumnParallelLinear,
     Placement,
     RMSNorm,
-    RotaryEmbedding,
     RowParallelLinear,
-    SelfAttention,
+    Sum,
     VocabParallelEmbedding,
     selected,
 )
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Part, Shard, split_even, split_heads
+from worker.model.shard import Part, Shard, joined, split_even, split_heads
 from worker.recurrent.delta_net import DeltaState
 from worker.recurrent.delta_shape import DeltaShape
 
@@ -32,15 +32,21 @@ class FeedForward(nn.Module):
         size, width, collective = shape.hidden_size, shape.intermediate_size, placement.collective
         held = split_even("intermediate_size", width, collective.rank, collective.size)
         part = Part(width, held)
-        rows = {"gate_proj": part, "up_proj": part}
-        self.gate_up = ColumnParallelLinear(size, rows, placement, bias=False)
-        self.down = RowParallelLinear("down_proj", width, size, placement, bias=False)
+        rows, bias = {"gate_proj": part, "up_proj": part}, shape.features.mlp_bias
+        self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias)
+        self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
+        self._fused = shape.features.fused_gate_up
+        assert not (self._fused and bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down(self.gate_up.gated(hidden))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        return self.gate_up.shards(prefix) | self.down.shards(prefix)
+        shards = self.gate_up.shards(prefix)
+        if self._fused:
+            parts = {name: [shard] for name, shard in shards.items()}
+            shards = joined(f"{prefix}.gate_up_proj.weight", parts)
+        return shards | self.down.shards(prefix)
 
 
 # What a layer is made of, by the names of Features.
@@ -64,8 +70,17 @@ class DecoderLayer(nn.Module):
     ) -> None:
         """layer_id: of the pool. is_delta: has a gated delta net for its attention."""
         super().__init__()
-        features, norm = shape.features, (shape.hidden_size, shape.rms_norm_eps, placement)
-        self.input_norm = RMSNorm(*norm, centred=features.centred)
+        features, self._names = shape.features, shape.features.norms
+        self._collective, self._scale = placement.collective, shape.scales.residual
+
+        def norm(name: str, *, before: bool) -> RMSNorm | None:
+            size, eps, centred = shape.hidden_size, shape.rms_norm_eps, features.centred
+            reduces = before and not self._names.attention_out
+            made = RMSNorm(size, eps, placement, centred=centred, reduces=reduces)
+            return made if name else None
+
+        self.input_norm = norm(self._names.attention_in, before=True) or Sum()
+        self.attention_norm = norm(self._names.attention_out, before=False)
         self.attention: SelfAttention | DeltaNet
         if is_delta:
             assert isinstance(shape, ModelShape)
@@ -73,8 +88,9 @@ class DecoderLayer(nn.Module):
         else:
             self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
         self._mixer = MIXERS[is_delta]
-        self.post_norm = RMSNorm(*norm, centred=features.centred)
+        self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
         self.feed_forward = FEED_FORWARDS[features.feed_forward](shape, placement)
+        self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
 
     def forward(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, rows: Tensor | None = None
@@ -86,17 +102,23 @@ class DecoderLayer(nn.Module):
         their hidden states are returned; None: all. KV is stored and read of all tokens anyway.
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
-        part = self.attention(hidden, positions, rows)
+        part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
         hidden, residual = self.post_norm.reduce_add(part, selected(residual, rows))
-        return self.feed_forward(hidden), residual
+        return self._leaving(self.feed_forward(hidden), self.feed_forward_norm), residual
+
+    def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
+        """What attention or feed-forward adds to the residual: scaled, or whole and normed."""
+        if self._scale != 1:
+            part = part.mul_(self._scale)
+        return part if norm is None else norm(self._collective.all_reduce(part))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
-        return (
-            self.input_norm.shards(f"{prefix}.input_layernorm")
-            | self.attention.shards(f"{prefix}.{self._mixer}")
-            | self.post_norm.shards(f"{prefix}.post_attention_layernorm")
-            | self.feed_forward.shards(f"{prefix}.mlp")
-        )
+        shards = self.attention.shards(f"{prefix}.{self._mixer}")
+        shards |= self.feed_forward.shards(f"{prefix}.mlp")
+        norms = self.input_norm, self.attention_norm, self.post_norm, self.feed_forward_norm
+        for name, norm in zip(self._names, norms, strict=True):
+            shards |= {} if norm is None else norm.shards(f"{prefix}.{name}")
+        return shards
 
 
 class Taps:
@@ -145,18 +167,28 @@ class Decoder(nn.Module):
             self.delta = rank_delta(shape.delta, self.collective.rank, self.collective.size)
         vocabulary = shape.vocab_size, shape.hidden_size, placement
         self.embedding = VocabParallelEmbedding(*vocabulary)
-        rotary = RotaryEmbedding(shape, shape.max_position_embeddings, placement.device)
+        table = shape, shape.max_position_embeddings, placement.device
+        rotaries = {False: RotaryEmbedding(*table)}  # by whether a layer is still
+        if True in shape.is_still:
+            rotaries[True] = RotaryEmbedding(*table, turns=False)
+        is_still = shape.is_still or (False,) * shape.num_layers
         is_delta = shape.is_delta or (False,) * shape.num_layers
         self.layers = nn.ModuleList(
             DecoderLayer(
-                shape, number - sum(is_delta[:number]), rotary, placement, is_delta=is_delta[number]
+                shape,
+                number - sum(is_delta[:number]),
+                rotaries[is_still[number]],
+                placement,
+                is_delta=is_delta[number],
             )
             for number in range(shape.num_layers)
         )
-        centred = shape.features.centred
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, placement, centred=centred)
+        size, eps, features = shape.hidden_size, shape.rms_norm_eps, shape.features
+        reduces = not features.norms.feed_forward_out
+        self.norm = RMSNorm(size, eps, placement, centred=features.centred, reduces=reduces)
         tied = shape.tie_word_embeddings
         self.head = self.embedding if tied else VocabParallelEmbedding(*vocabulary)
+        self.head.divisor = shape.scales.logits
 
     def tap(self, layers: Sequence[int], max_tokens: int) -> Taps:
         """Keep the residual after each of `layers` in later steps of up to `max_tokens` tokens.
@@ -184,7 +216,8 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
-        return self.embedding(input_ids)
+        hidden, scale = self.embedding(input_ids), self.shape.scales.embedding
+        return hidden if scale == 1 else hidden * scale
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context(): [num_tokens, hidden_size].

@@ -1,8 +1,17 @@
 """The architectures that can be served, one row each: how they differ. Free of torch."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
+
+
+class NormNames(NamedTuple):
+    """A layer's norms in the checkpoint; "": there is none."""
+
+    attention_in: str = "input_layernorm"
+    attention_out: str = ""
+    feed_forward_in: str = "post_attention_layernorm"
+    feed_forward_out: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,16 +28,30 @@ class Features:
     # Where gated delta nets stand beside attention: how their input projections are stored, each of
     # its own or interleaved by key head.
     delta: Literal["", "flat", "by_key_head"] = ""
+    mlp_bias: bool = False  # of all projections of the feed-forward
+    wide_qk_norm: bool = False  # RMSNorm of q whole, of all heads, and of k
+    interleaved: bool = False  # rope turns pairs (2i, 2i + 1), not (i, i + rotary_dim/2)
+    fused_qkv: bool = False  # q, k and v are one tensor of the checkpoint, qkv_proj
+    fused_gate_up: bool = False  # gate_up_proj
+    norms: NormNames = NormNames()  # noqa: RUF009 - immutable
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Features of an architecture; None: as a flag of config.json says."""
+    """An architecture."""
 
-    qkv_bias: bool | None = False  # attention_bias
-    output_bias: bool | None = False  # attention_bias
-    qk_norm: bool | None = False  # qk_norm
-    delta: Literal["", "flat", "by_key_head"] = ""
+    models: str  # of it, for people
+    layers: Features = Features()
+    # Feature -> the flag of config.json that decides on it.
+    flags: Mapping[str, str] = field(default_factory=dict[str, str])
+    unless_said: tuple[str, ...] = ()  # flags that are true where config.json has none
+    # Which part of a head is rotated where config.json is silent; None: always the whole.
+    rotary: float | None = None
+    has_still_layers: bool = False  # `no_rope_layers`
+    scales: bool = False  # `embedding_multiplier` and the like
+    # `sliding_window` alone makes one, if absent of so many tokens (0: none); None: it needs
+    # `use_sliding_window`, or none is ever made.
+    window: int | None = None
     # The text model of several: config.json has it in `text_config`, the checkpoint below `prefix`.
     nested: bool = False
 
@@ -37,30 +60,53 @@ class Family:
         """Of the layers' tensors."""
         return "model.language_model" if self.nested else "model"
 
-    def features(self, *, attention_bias: bool, qk_norm: bool) -> Features:
-        """Those of a model with these flags."""
-        return Features(
-            attention_bias if self.qkv_bias is None else self.qkv_bias,
-            attention_bias if self.output_bias is None else self.output_bias,
-            qk_norm if self.qk_norm is None else self.qk_norm,
-            output_gate=bool(self.delta),
-            centred=bool(self.delta),
-            delta=self.delta,
-        )
+    def features(self, true: Collection[str]) -> Features:
+        """Those of a model of which these flags are true."""
+        return replace(self.layers, **{name: flag in true for name, flag in self.flags.items()})
 
+
+QKV = {"qkv_bias": "attention_bias"}
+BIASES = QKV | {"output_bias": "attention_bias"}
+ALL_BIASES = BIASES | {"mlp_bias": "mlp_bias"}
+QK_NORM = Features(qk_norm=True)
+HYBRID = replace(QK_NORM, output_gate=True, centred=True, delta="flat")
+GLM = Features(interleaved=True, fused_gate_up=True)
+GLM_BIAS = QKV, ("attention_bias",)
+SANDWICH = NormNames(
+    attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
+)
+OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+QWEN_3_5 = "Qwen3.5 (dense, text)"
 
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
-    # Llama 2, 3.x and the models of that name; `qk_norm` is a field of derived checkpoints.
-    "LlamaForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=None),
-    "MiMoForCausalLM": Family(qkv_bias=True),  # Qwen2's, and a layer that drafts
-    "Qwen2ForCausalLM": Family(qkv_bias=True),  # config.json does not say so
-    "Qwen3ForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=True),
+    "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), *GLM_BIAS, rotary=0.5),
+    "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, *GLM_BIAS, rotary=0.5),
+    "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales=True),
+    # `qk_norm` is a field of derived checkpoints.
+    "LlamaForCausalLM": Family("Llama 2 and 3", flags=ALL_BIASES | {"qk_norm": "qk_norm"}),
+    "MiMoForCausalLM": Family("MiMo-7B", Features(qkv_bias=True)),  # Qwen2's, and one that drafts
+    "MinistralForCausalLM": Family("Ministral", window=4096),
+    "MistralForCausalLM": Family("Mistral", window=4096),
+    "Olmo2ForCausalLM": Family("OLMo 2", Features(wide_qk_norm=True, norms=OUTER), BIASES),
+    "Phi3ForCausalLM": Family(
+        "Phi-3 and Phi-4", Features(fused_qkv=True, fused_gate_up=True), rotary=1.0, window=0
+    ),
+    "Qwen2ForCausalLM": Family("Qwen2.5", Features(qkv_bias=True)),  # config.json does not say so
+    "Qwen3ForCausalLM": Family("Qwen3", QK_NORM, BIASES),
     "Qwen3NextForCausalLM": Family(
-        qkv_bias=None, output_bias=None, qk_norm=True, delta="by_key_head"
+        "Qwen3-Next (dense)", replace(HYBRID, delta="by_key_head"), BIASES, rotary=0.25
     ),
-    "Qwen3_5ForCausalLM": Family(qkv_bias=None, output_bias=None, qk_norm=True, delta="flat"),
-    "Qwen3_5ForConditionalGeneration": Family(
-        qkv_bias=None, output_bias=None, qk_norm=True, delta="flat", nested=True
+    "Qwen3_5ForCausalLM": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25),
+    "Qwen3_5ForConditionalGeneration": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25, nested=True),
+    "SeedOssForCausalLM": Family(
+        "Seed-OSS", Features(), ALL_BIASES | {"output_bias": "attention_out_bias"}, GLM_BIAS[1]
     ),
+    "SmolLM3ForCausalLM": Family("SmolLM3", flags=ALL_BIASES, has_still_layers=True),
 }
+
+
+def served() -> str:
+    """The models that can be served, for people."""
+    *names, last = sorted({family.models for family in FAMILIES.values()}, key=str.lower)
+    return f"{', '.join(names)} or {last}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from worker.errors import UserError
+from worker.model.refusals import no_safetensors
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -22,7 +23,7 @@ def weight_files(path: Path) -> list[Path]:
     if absent:
         raise UserError(f"{index} names files that are not there: {listed(absent)}")
     if not files:
-        raise UserError(f"{path}: no *.safetensors file")
+        raise UserError(no_safetensors(path))
     return files
 
 

@@ -6,29 +6,15 @@ linear layers say how it is divided.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
-from worker.forward.context import current
-from worker.model.shape import LayerShape
-from worker.model.shard import (
-    Part,
-    Shard,
-    all_of,
-    by_head,
-    split_even,
-    split_heads,
-    stacked,
-    whole,
-)
+from worker.model.shard import Part, Shard, all_of, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
-from worker.ops.norms import add_rms_norm, rms_norm, sigmoid_gate
+from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.product import gated_product, product
-from worker.ops.rope import rope_inv_freq, rope_table
 from worker.peers.base import Collective
 
 
@@ -118,8 +104,7 @@ class ColumnParallelLinear(Linear):
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) · up of two parts: [num_tokens, in_features] -> [num_tokens, size of one]."""
-        assert self.bias is None
-        return self.weight.gated(x)
+        return self.weight.gated(x) if self.bias is None else swiglu(self(x))
 
 
 class RowParallelLinear(Linear):
@@ -169,14 +154,24 @@ class RMSNorm(nn.Module):
     """Every rank holds the whole weight; x: [..., size]."""
 
     def __init__(
-        self, size: int, eps: float, placement: Placement, *, centred: bool = False
+        self,
+        size: int,
+        eps: float,
+        placement: Placement,
+        *,
+        centred: bool = False,
+        reduces: bool = True,
     ) -> None:
-        """centred: the checkpoint has the weight minus 1; here it is f32, and rounded once."""
+        """centred: the checkpoint has the weight minus 1; here it is f32, and rounded once.
+
+        reduces: parts are to be summed over the ranks; False: they are whole.
+        """
         super().__init__()
         self.eps, self._plus = eps, float(centred)
         self.weight = placement.empty(size, dtype=torch.float32 if centred else None)
         self.tap: Tensor | None = None  # [max_tokens, size], where sums are kept; see Decoder.tap
         self._collective = placement.collective
+        self._reduces = reduces and placement.collective.size > 1
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
@@ -190,12 +185,36 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(part), part
         total = None if self.tap is None else self.tap[: len(part)]
-        if self._collective.size == 1:
-            return add_rms_norm(part, residual, self.weight, self.eps, total)
-        return self._collective.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
+        if self._reduces:
+            group = self._collective
+            return group.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
+        return add_rms_norm(part, residual, self.weight, self.eps, total)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         return {f"{prefix}.weight": whole(self.weight, self._plus)}
+
+
+class Sum(nn.Module):
+    """Stands where a layer has no norm: what is there taken is the residual itself.
+
+    Parts are whole: the norm that came before has reduced them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tap: Tensor | None = None  # see RMSNorm
+
+    def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(new residual, new residual); see RMSNorm."""
+        if residual is None:
+            return part, part
+        total = torch.add(part, residual)
+        if self.tap is not None:
+            self.tap[: len(part)] = total
+        return total, total
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        return {}
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -215,6 +234,7 @@ class VocabParallelEmbedding(nn.Module):
         self.stop = min(self.start + rows, vocab_size)
         self.weight = placement.empty(rows, hidden_size)
         self.weight.zero_()
+        self.divisor = 1.0  # of logits
         # The ids whose logits this rank computes, before any gather; None: all ids.
         self.part: VocabPart | None = None
         if collective.size > 1:
@@ -244,6 +264,8 @@ class VocabParallelEmbedding(nn.Module):
         whole: gathered from all ranks; else [n, ids of `part`].
         """
         part = product(hidden, self.weight)
+        if self.divisor != 1:
+            part = part.div_(self.divisor)
         if not whole or self._collective.size == 1:
             return part[:, : self.stop - self.start]
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
@@ -251,135 +273,3 @@ class VocabParallelEmbedding(nn.Module):
     def shards(self, prefix: str) -> dict[str, Shard]:
         rows = Part(self.vocab_size, slice(self.start, self.stop))
         return stacked(self.weight, {f"{prefix}.weight": rows}, all_of(self.weight.shape[1]))
-
-
-class RotaryEmbedding(nn.Module):
-    """Angles for positions 0 .. max_positions − 1, f32; one table serves all layers of a model."""
-
-    table: Tensor  # [max_positions, rotary_dim] f32
-
-    def __init__(self, shape: LayerShape, max_positions: int, device: torch.device) -> None:
-        super().__init__()
-        inv_freq = rope_inv_freq(shape.rotary_dim, shape.rope_theta, shape.rope_scaling)
-        table = rope_table(inv_freq, max_positions, device)
-        self.register_buffer("table", table, persistent=False)
-
-
-class SelfAttention(nn.Module):
-    """Projections, optional norms, rope and attention of one layer."""
-
-    def __init__(
-        self,
-        shape: LayerShape,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        placement: Placement,
-        in_features: int | None = None,
-    ) -> None:
-        """in_features: of q, k and v; None: the hidden size."""
-        super().__init__()
-        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
-        size, width = shape.hidden_size, num_heads * head_dim
-        heads = split_heads(num_heads, num_kv_heads, collective.rank, collective.size)
-        first, first_kv = heads.first_head * head_dim, heads.first_kv_head * head_dim
-        q = Part(width, slice(first, first + heads.num_heads * head_dim))
-        kv_rows = slice(first_kv, first_kv + heads.num_kv_heads * head_dim)
-        kv = Part(num_kv_heads * head_dim, kv_rows)
-        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
-        if features.output_gate:  # q_proj has both, head by head: see shards
-            rows = {"gate": q, **rows}
-        in_features = in_features or size
-        self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
-        self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
-        self.q_norm = self.k_norm = self._norms = None
-        if features.qk_norm:
-            self.q_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
-            self.k_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
-            self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
-        self.rotary, self.layer_id = rotary, layer_id  # of the pool
-        self._heads, self._head_dim = heads, head_dim
-        self._all_heads = num_heads
-        self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
-
-    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
-        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
-
-        The tokens attend to all stored keys, their own included. positions: [num_tokens] i64.
-        rows: see DecoderLayer.forward.
-        """
-        qkv, table = self.qkv(hidden), self.rotary.table
-        attended = qkv.new_empty(qkv.shape[0], self._heads.num_heads, self._head_dim)
-        norms = self._norms or (None, None, 0.0)
-        attend(qkv[:, self._gate_width :], positions, table, *norms, self.layer_id, attended)
-        out = selected(attended.flatten(1), rows)
-        if self._gate_width:
-            out = sigmoid_gate(out, selected(qkv[:, : self._gate_width], rows))
-        return self.output(out)
-
-    def store(self, hidden: Tensor, positions: Tensor) -> None:
-        """Only the keys and values of forward(), into the tokens' slots."""
-        context, kv = current(), self.qkv.last(hidden, 2)
-        caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
-        qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        shards = self.qkv.shards(prefix) | self.output.shards(prefix)
-        if self._gate_width:
-            shards = self._with_gate(shards, prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            shards |= self.q_norm.shards(f"{prefix}.q_norm")
-            shards |= self.k_norm.shards(f"{prefix}.k_norm")
-        return shards
-
-    def _with_gate(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
-        """q_proj holds, head by head, the rows of the query and then those of the gate."""
-        first, heads = self._heads.first_head, self._heads.num_heads
-        part, width = Part(self._all_heads, slice(first, first + heads)), self._gate_width
-        sizes = {"q": self._head_dim, "gate": self._head_dim}
-        held = [("weight", self.qkv.weight.tensor, (self.qkv.columns,))]
-        held += [("bias", self.qkv.bias, ())] if self.qkv.bias is not None else []
-        for kind, tensor, inner in held:
-            del shards[f"{prefix}.gate.{kind}"], shards[f"{prefix}.q_proj.{kind}"]
-            rows = {"gate": tensor[:width], "q": tensor[width : 2 * width]}
-            shards |= by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
-        return shards
-
-
-def attend(
-    qkv: Tensor,
-    positions: Tensor,
-    table: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    layer_id: int,
-    out: Tensor,
-) -> None:
-    """The part of a layer that reads the forward context; fills `out` and the tokens' KV slots.
-
-    In a captured pass the store belongs to the graph before the break, because it reads only
-    positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
-    run.
-
-    qkv: see qk_rope_store_ref; positions, table: see Rotation; q_weight, k_weight, eps: see
-    HeadNorms; out: [num_tokens, num_heads, head_dim], contiguous.
-    """
-    context = current()
-    caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
-    norms = None
-    if q_weight is not None and k_weight is not None:
-        norms = HeadNorms(q_weight, k_weight, eps)
-    q = qk_rope_store(qkv, Rotation(table, positions), caches, slots, norms)
-    if context.breaks is None:
-        _attend(layer_id, q, out)
-    else:
-        context.breaks.at(partial(_attend, layer_id), q, out)
-
-
-def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
-    """The break of captured passes: only from here on does code depend on the batch's requests."""
-    context = current()
-    if context.on_layer is not None:
-        context.on_layer(layer_id)
-    context.attention.forward(q, layer_id, out)

@@ -3,8 +3,8 @@
 Free of torch: what cannot be divided is refused before anything starts.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from worker.errors import Unsupported
@@ -96,6 +96,38 @@ def by_head(
         dest = dests[name].detach().unflatten(0, (len(heads), size))
         shards[piece(tensor, name)] = Shard(dest, shape, index, heads_merged=True)
         start += size
+    return shards
+
+
+def moved(shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]]) -> list[Shard]:
+    """The same tensor head by head, and of each head in parts.
+
+    rows: (of a head in the checkpoint, where they lie in `shard.dest`).
+    """
+    held, *inner = shard.index
+    shape = shard.full_shape[0] // head_dim, head_dim, *shard.full_shape[1:]
+    heads = slice(held.start // head_dim, held.stop // head_dim)
+    dest = shard.dest.unflatten(0, (-1, head_dim))
+    return [
+        Shard(dest[:, here], shape, (heads, there, *inner), heads_merged=True)
+        for there, here in rows
+    ]
+
+
+def joined(tensor: str, parts: Mapping[str, Sequence[Shard]]) -> dict[str, Shard]:
+    """Shards of a tensor in which those of several others lie one below the other.
+
+    parts: by name, in the tensor's order; all in rows, or all in heads of one size.
+    """
+    shards, start = {}, 0
+    total = sum(part[0].full_shape[0] for part in parts.values())
+    for name, part in parts.items():
+        for i, shard in enumerate(part):
+            rows, *inner = shard.index
+            index = slice(start + rows.start, start + rows.stop), *inner
+            shape = total, *shard.full_shape[1:]
+            shards[piece(tensor, f"{name}.{i}")] = replace(shard, full_shape=shape, index=index)
+        start += part[0].full_shape[0]
     return shards
 
 

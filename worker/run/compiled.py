@@ -21,9 +21,16 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.fx.passes.split_module import split_module
 
 from worker.errors import Unsupported
+from worker.model.attention import attend
 from worker.model.decoder import Decoder
-from worker.model.layers import attend
-from worker.ops.norms import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
+from worker.ops.norms import (
+    add_rms_norm,
+    add_rms_norm_ref,
+    rms_norm,
+    rms_norm_ref,
+    swiglu,
+    swiglu_ref,
+)
 from worker.ops.product import gated_product, product
 from worker.run.base import LoadedModel
 from worker.run.piecewise import PiecewiseChunks
@@ -87,6 +94,11 @@ ADD_RMS_NORM = _custom_op(
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) -> (Tensor, Tensor)",
     lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
 )
+SWIGLU = _custom_op(
+    swiglu,
+    "(Tensor gate_up) -> Tensor",
+    lambda gate_up: gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2),
+)
 # The KV pool that `attend` writes comes from the forward context and is not an argument. Mutating
 # `out` is what keeps the op in the trace, and in order.
 ATTEND = _custom_op(
@@ -98,7 +110,7 @@ ATTEND = _custom_op(
 )
 
 # In plain torch, so that Inductor fuses them.
-DEFINITIONS = {RMS_NORM: rms_norm_ref, ADD_RMS_NORM: add_rms_norm_ref}
+DEFINITIONS = {RMS_NORM: rms_norm_ref, ADD_RMS_NORM: add_rms_norm_ref, SWIGLU: swiglu_ref}
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:

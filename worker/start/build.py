@@ -123,7 +123,7 @@ def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
     paths = [path for path in SECTIONS if getattr(config, path) != getattr(before, path)]
     engine, old = config.engine, before.engine
     paths += [f"engine.{n}" for n in OF_ENGINE if getattr(engine, n) != getattr(old, n)]
-    shape, drafter = read_model_shape(config.model.directory), kept.weights.drafter
+    shape, drafter = _read_shape(config), kept.weights.drafter
     drafter_shape = None if drafter is None else drafter.shape
     if (shape, read_drafter(config, shape)) != (kept.weights.model.shape, drafter_shape):
         paths.append("model.path")
@@ -134,9 +134,13 @@ def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
     return config.model_copy(update={"engine": engine.model_copy(update=sizes)})
 
 
+def _read_shape(configured: WorkerConfig) -> ModelShape:
+    return read_model_shape(configured.model.directory).served(configured.model.max_model_len)
+
+
 def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) -> Start:
     """Read the models' shapes and resolve the configuration, equally on all ranks."""
-    shape = read_model_shape(configured.model.directory)
+    shape = _read_shape(configured)
     drafter_shape = read_drafter(configured, shape)
     config = configured.resolved(
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype

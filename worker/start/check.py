@@ -14,6 +14,7 @@ from worker.config import (
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
 from worker.model.files import check_weights
+from worker.model.refusals import check_path
 from worker.model.shape import LayerShape, ModelShape, read_model_shape
 from worker.model.shard import split_even, split_heads
 from worker.transfer.base import KINDS
@@ -48,9 +49,10 @@ def check_directories(
     ranks: path of a field -> ranks among which both are divided. UserErrors name file and field.
     """
     directory = model.directory
-    if not directory.is_dir():
-        raise UserError(f"model.path: there is no directory {directory}", "model.path")
     try:
+        check_path(directory)
+        if not directory.is_dir():
+            raise UserError(f"there is no directory {directory}")
         shape = read_model_shape(directory)
         if with_weights and model.load_format == "safetensors":
             check_weights(directory)

@@ -107,7 +107,7 @@ def tensor_sum(shard: Shard) -> Tensor:
     rows = torch.arange(math.prod(rows_shape), device=part.device).view(rows_shape)
     a = _factors(rows[shard.index[:-1]].flatten(), 1)
     b = _factors(torch.arange(num_columns, device=part.device)[shard.index[-1]], 2)
-    bits = part.view(INTEGERS[part.element_size()]).view(len(a), len(b))
+    bits = part.view(INTEGERS[part.element_size()]).reshape(len(a), len(b))
     block = CPU_BLOCK if part.device.type == "cpu" else GPU_BLOCK
     step = max(1, block // len(b))
     total = torch.zeros((), dtype=torch.int64, device=part.device)

@@ -167,8 +167,8 @@ def _assemble(
     names, heads = engine.attention.model_dump(), model.heads
     if max_width == 1:
         del names["spec"]
-    size = shape.head_dim
-    attended = AttentionShape(heads.num_heads, heads.num_kv_heads, size, size**-0.5)
+    scale = shape.attention_scale
+    attended = AttentionShape(heads.num_heads, heads.num_kv_heads, shape.head_dim, scale)
     attention = build_attentions(names, pool, attended)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(

@@ -1,0 +1,121 @@
+"""The same request gives the same ids, whatever serves it: of dense families whose layers differ.
+
+The oracle is `transformers`; test_models.py compares logits. All in float32.
+"""
+
+import random
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import GraphModule
+
+from tests.equivalence.test_models import SHAPE, expect, save_random
+from tests.support.dense_families import DENSE
+from tests.support.engines import running
+from tests.support.laws import ended
+from tests.support.lockstep import Ask, Lockstep
+from tests.support.recorded import RecordedMemory, replay
+from worker.api import Sampling
+from worker.config import WorkerConfig
+from worker.run.compiled import TracedForward
+from worker.run.piecewise import PiecewiseChunks
+from worker.start.build import Place, build_engine
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(r"ignore:::torch\."),  # of Dynamo
+]
+
+NUM_TOKENS, LENGTHS = 16, (1, 3, 17, 40, 64)
+GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+# Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope.
+CASES = ("glm4", "granite", "olmo2", "phi4-mini", "smollm3")
+SERVED: dict[str, dict[str, Any]] = {
+    "here": {"mode": "never"},
+    "pulled": {"mode": "always"},
+    "chunks, ngram": {"mode": "never", "max_prefill_tokens": 24, "widths": [1, 4]},
+    "pulled, two ranks, ngram": {"mode": "always", "widths": [4], "decode_tp": 2},
+    "pulled from two ranks": {"mode": "always", "prefill_tp": 2, "max_prefill_tokens": 24},
+}
+
+
+def prompts() -> list[tuple[int, ...]]:
+    rng = random.Random(7)
+    return [tuple(rng.randrange(2, SHAPE["vocab_size"]) for _ in range(n)) for n in LENGTHS]
+
+
+@cache
+def saved(case: str) -> tuple[Path, list[list[int]]]:
+    """(directory of the model, greedy ids of transformers for each prompt)."""
+    path = Path(mkdtemp(prefix="kvlane-dense-")) / case
+    model = save_random(path, *DENSE[case])
+    wanted = []
+    for prompt in prompts():
+        ids: list[int] = []
+        for _ in range(NUM_TOKENS):
+            # What follows changes nothing, but longrope: it is of a long text.
+            ids.append(expect(model, [*prompt], [*ids, *[0] * 32])[0][len(ids)])
+        wanted.append(ids)
+    return path, wanted
+
+
+def sections(path: Path, mode: str = "never", **engine: object) -> dict[str, Any]:
+    return {
+        "model": {"path": str(path), "dtype": "float32"},
+        "kv": {"page_size": 16},
+        "engine": {"device": "cpu", "threads": 1, "max_num_reqs": 8, "num_pages": 64, **engine},
+        "disaggregation": {"mode": mode},
+    }
+
+
+@pytest.mark.parametrize("how", SERVED)
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
+    path, wanted = saved(case)
+    config = SERVED[how].copy()
+    ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
+    widths = config.pop("widths", None)
+    made = sections(path, **config)
+    if widths:
+        made["spec"] = {"drafter": "ngram", "widths": widths}
+    with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
+        for _ in range(2):  # the second time with cached prefixes
+            answers = cluster.client.generate(prompts(), GREEDY)
+            assert [answer.tokens for answer in ended(answers)] == wanted
+
+
+@pytest.mark.parametrize("chunks", ["pieces", "whole"])
+@pytest.mark.parametrize("case", CASES)
+def test_replays_change_nothing(case: str, chunks: str) -> None:
+    path, wanted = saved(case)
+    made = Lockstep(sections(path, "always", max_prefill_tokens=32))
+    try:
+        replay(made, steps=True, chunks=chunks)
+        asks = [Ask(prompt, GREEDY, at=i) for i, prompt in enumerate(prompts())]
+        assert [answer.tokens for answer in made.serve(asks)] == wanted
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("case", [*CASES, "llama-mlp-bias"])
+def test_traced_layers_are_those_of_eager(case: str) -> None:
+    config = sections(saved(case)[0], max_prefill_tokens=16, strict=True) | {"role": "decode"}
+    engine = build_engine(WorkerConfig.model_validate(config), Place("decode-0", "1", "127.0.0.1"))
+    loaded, pieces = engine.runner.loaded, list[GraphModule]()
+
+    def keep(piece: GraphModule, _: object) -> GraphModule:
+        pieces.append(piece)
+        return piece
+
+    traced = TracedForward(loaded.model, keep)
+    runner = PiecewiseChunks(loaded, RecordedMemory(), traced, 0.0)
+    with torch.inference_mode():
+        checks = runner.capture()
+    assert checks
+    assert all(check.equal for check in checks)
+    assert pieces
+    engine.close()

@@ -1,0 +1,167 @@
+"""What cannot be served is refused with what could be done instead."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.config import ModelConfig, SpecConfig
+from worker.errors import Unsupported, UserError
+from worker.model.families import FAMILIES, served
+from worker.model.refusals import ADVISED, NEEDED, READ
+from worker.model.shape import read_model_shape
+from worker.start.check import check_directories
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+}  # fmt: skip
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+SU = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+DENSE = "take a dense model, as Qwen/Qwen3-8B"
+# Architecture, fields beside SIZES, what the refusal says.
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("Qwen3MoeForCausalLM", {}, f"layers of experts.*{DENSE}"),
+    ("MixtralForCausalLM", {}, f"layers of experts.*{DENSE}"),
+    ("Llama4ForConditionalGeneration", {}, f"layers of experts.*{DENSE}"),
+    ("GptOssForCausalLM", {}, f"MXFP4, attention sinks.*{DENSE}"),
+    ("DeepseekV3ForCausalLM", {"quantization_config": FP8}, "MLA.*distilled DeepSeek-R1"),
+    ("KimiK2ForCausalLM", {}, f"MLA.*{DENSE}"),
+    ("MambaForCausalLM", {}, "recurrent layers.*take Qwen/Qwen3.5-9B"),
+    ("GraniteMoeHybridForCausalLM", {}, "recurrent layers"),
+    ("NemotronHForCausalLM", {}, "recurrent layers"),
+    ("Gemma2ForCausalLM", {}, f"soft caps.*{DENSE}"),
+    ("Gemma3ForConditionalGeneration", {}, "images.*a model of text alone"),
+    ("Olmo3ForCausalLM", {}, "sliding windows.*OLMo-2"),
+    ("Exaone4ForCausalLM", {}, "sliding windows.*take a model without"),
+    ("CohereForCausalLM", {}, "LayerNorm.*take a model with RMSNorm"),
+    ("NemotronForCausalLM", {}, "LayerNorm.*take a model with RMSNorm"),
+    ("Qwen2_5_VLForConditionalGeneration", {}, "images.*a model of text alone"),
+    ("BertForMaskedLM", {}, "another task.*ForCausalLM"),
+    ("NobodysForCausalLM", {}, "take a model of an architecture that is: Glm4ForCausalLM"),
+    ("Qwen3ForCausalLM", {"quantization_config": FP8}, f"FP8 weights; {READ}: take"),
+    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, f"AWQ.*{READ}"),
+    ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, f"GPTQ.*{READ}"),
+    ("LlamaForCausalLM", {"quantization_config": {"load_in_4bit": True}}, f"quantized.*{READ}"),
+    ("MistralForCausalLM", {"sliding_window": 4096}, "last 4096 tokens.*embeddings to 4096 to"),
+    ("MistralForCausalLM", {}, "sliding_window.*last 4096 tokens"),
+    ("Phi3ForCausalLM", {"sliding_window": 2047}, "last 2047 tokens.*or take a dense model"),
+    (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 4096},
+        "sliding-window attention.*embeddings to 4096",
+    ),
+    (
+        "Qwen3ForCausalLM",
+        {"layer_types": ["full_attention", "chunked_attention"]},
+        f"layer_types: layers of type chunked_attention; {DENSE}",
+    ),
+    (
+        "Qwen3NextForCausalLM",
+        {"num_hidden_layers": 4, "num_experts": 8},
+        f"layers of experts; {DENSE}",
+    ),
+]
+# Architecture, fields beside SIZES, of models that are served.
+SERVED: list[tuple[str, dict[str, Any]]] = [
+    ("MistralForCausalLM", {"sliding_window": None}),
+    ("MistralForCausalLM", {"sliding_window": 32768}),
+    ("MistralForCausalLM", {"max_position_embeddings": 4096}),
+    ("Phi3ForCausalLM", {}),
+    ("Phi3ForCausalLM", {"sliding_window": 262144}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": False, "sliding_window": 131072}),
+    ("LlamaForCausalLM", {"mlp_bias": True}),
+    ("Qwen3ForCausalLM", {"rope_scaling": YARN, "head_dim": 128}),
+    (
+        "Phi3ForCausalLM",  # as Phi-3-mini-128k calls it
+        {"rope_scaling": SU, "original_max_position_embeddings": 4096},
+    ),
+    ("Glm4ForCausalLM", {"rope_scaling": YARN, "partial_rotary_factor": 0.5, "head_dim": 128}),
+    ("SmolLM3ForCausalLM", {"use_sliding_window": False}),
+]
+
+
+def write(directory: Path, architecture: str, fields: dict[str, Any]) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(SIZES | fields | {"architectures": [architecture]})
+    (directory / "config.json").write_text(text)
+    return directory
+
+
+@pytest.mark.parametrize(("architecture", "fields", "message"), REFUSED)
+def test_a_refusal_names_a_remedy(
+    architecture: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Unsupported, match=message) as caught:
+        read_model_shape(write(tmp_path, architecture, fields))
+    assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ")
+    assert re.search("take|set", str(caught.value))
+
+
+@pytest.mark.parametrize(("architecture", "fields"), SERVED)
+def test_what_hides_nothing_is_served(
+    architecture: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    assert read_model_shape(write(tmp_path, architecture, fields)).architecture == architecture
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("Qwen3-8B-FP8", "take Qwen3-8B, if"),
+        ("models--Qwen--Qwen3-8B-GPTQ-Int4/snapshots/0123abcd", "take Qwen/Qwen3-8B, if"),
+        ("Llama-3.1-8B-bnb-4bit", "take Llama-3.1-8B, if"),
+        ("mine", "take the model that it was made from"),
+    ],
+)
+def test_the_model_that_was_quantized_is_named_where_its_name_says_so(
+    name: str, wanted: str, tmp_path: Path
+) -> None:
+    config = {"quantization_config": {"quant_method": "x"}}
+    with pytest.raises(Unsupported, match=wanted):
+        read_model_shape(write(tmp_path / name, "Qwen3ForCausalLM", config))
+
+
+def check(path: Path) -> None:
+    check_directories(ModelConfig(path=str(path)), SpecConfig(), {})
+
+
+def test_a_gguf_file_is_said_to_be_one(tmp_path: Path) -> None:
+    file = tmp_path / "Qwen3-8B-Q4_K_M.gguf"
+    file.write_bytes(b"GGUF")
+    for path in (file, tmp_path):
+        with pytest.raises(Unsupported, match=f"model.path: .*GGUF .*{READ}: take") as caught:
+            check(path)
+        assert caught.value.param == "model.path"
+    with pytest.raises(UserError, match=r"model\.path: there is no directory"):
+        check(tmp_path / "absent")
+
+
+def test_weights_of_other_kinds_are_named(tmp_path: Path) -> None:
+    write(tmp_path, "LlamaForCausalLM", {})
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"no \*.safetensors file, but pytorch_model.bin; .*save_"):
+        check(tmp_path)
+
+
+def test_what_is_advised_is_served_and_what_is_served_is_not_refused() -> None:
+    assert set(ADVISED.values()) <= set(FAMILIES)
+    texts = [text for _, text in NEEDED.values()]
+    assert all(any(name in text for text in texts) for name in ADVISED)
+
+
+def test_layers_without_rope_follow_from_an_interval_where_none_are_named(tmp_path: Path) -> None:
+    sizes = {"num_hidden_layers": 5, "no_rope_layer_interval": 2}
+    shape = read_model_shape(write(tmp_path, "SmolLM3ForCausalLM", sizes))
+    assert shape.is_still == (False, True, False, True, False)
+    few = {"num_hidden_layers": 5, "no_rope_layers": [1, 0]}
+    with pytest.raises(UserError, match="no_rope_layers: names 2 of 5 layers"):
+        read_model_shape(write(tmp_path, "SmolLM3ForCausalLM", few))
+
+
+def test_the_readme_lists_what_is_served() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"Any Hugging Face directory of {served()} with " in " ".join(readme.split())

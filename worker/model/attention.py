@@ -1,0 +1,217 @@
+"""A layer's attention over heads: projections, norms of q and k, rope."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
+from worker.forward.context import current
+from worker.model.layers import (
+    ColumnParallelLinear,
+    Placement,
+    RMSNorm,
+    RowParallelLinear,
+    selected,
+)
+from worker.model.shape import LayerShape
+from worker.model.shard import Part, Shard, by_head, joined, moved, piece, split_heads
+from worker.ops.norms import sigmoid_gate
+from worker.ops.rope import rope_inv_freq, rope_table
+
+
+class RotaryEmbedding(nn.Module):
+    """Angles for positions 0 .. max_positions − 1, f32; one table serves all layers of a model."""
+
+    table: Tensor  # [max_positions, rotary_dim] f32; where rows are moved, [.., head_dim]
+
+    def __init__(
+        self, shape: LayerShape, max_positions: int, device: torch.device, *, turns: bool = True
+    ) -> None:
+        """turns: False for layers without rope, whose table turns one pair of a head by nothing."""
+        super().__init__()
+        scaling = shape.rope_scaling
+        inv_freq, factor, pairs = torch.zeros(1), 1.0, None
+        if turns:
+            inv_freq = rope_inv_freq(shape.rotary_dim, shape.rope_theta, scaling)
+            factor = 1.0 if scaling is None else scaling.attention_factor
+            pairs = shape.head_dim // 2 if shape.moved_rows else None
+        table = rope_table(inv_freq, max_positions, device, factor, pairs)
+        self.register_buffer("table", table, persistent=False)
+
+
+class WideNorms(nn.Module):
+    """RMS norms of q and of k, each over all heads of all ranks, in plain torch."""
+
+    def __init__(self, heads: tuple[Part, Part], eps: float, placement: Placement) -> None:
+        """heads: this rank's part of q, and of k."""
+        super().__init__()
+        self._parts, self._eps, self._collective = heads, eps, placement.collective
+        self.q, self.k = (placement.empty(len(part)) for part in heads)
+
+    def forward(self, qkv: Tensor) -> None:
+        """Norm q and k in place; qkv: [num_tokens, widths of this rank's q, k and v]."""
+        q_size, k_size = map(len, self._parts)
+        q, k, _ = qkv.split([q_size, k_size, qkv.shape[1] - q_size - k_size], dim=-1)
+        # Means of squares. Ranks have equally many numbers, copies of k's heads too, so the mean
+        # of their means is that of the whole. Four columns: 16 bytes, as `custom` likes them.
+        means = torch.stack([x.float().square().mean(-1) for x in (q, k, q, k)], dim=-1)
+        if self._collective.size > 1:
+            means = self._collective.all_reduce(means) / self._collective.size
+        scales = torch.rsqrt(means + self._eps)
+        for i, (x, weight) in enumerate(((q, self.q), (k, self.k))):
+            x.copy_((x.float() * scales[:, i : i + 1]).to(x.dtype) * weight)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        return {
+            f"{prefix}.{name}_norm.weight": Shard(weight.detach(), (part.size,), (part.held,))
+            for name, weight, part in zip("qk", (self.q, self.k), self._parts, strict=True)
+        }
+
+
+class SelfAttention(nn.Module):
+    """Projections, optional norms, rope and attention of one layer."""
+
+    def __init__(
+        self,
+        shape: LayerShape,
+        layer_id: int,
+        rotary: RotaryEmbedding,
+        placement: Placement,
+        in_features: int | None = None,
+    ) -> None:
+        """in_features: of q, k and v; None: the hidden size."""
+        super().__init__()
+        num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
+        size, width = shape.hidden_size, num_heads * head_dim
+        heads = split_heads(num_heads, num_kv_heads, collective.rank, collective.size)
+        first, first_kv = heads.first_head * head_dim, heads.first_kv_head * head_dim
+        q = Part(width, slice(first, first + heads.num_heads * head_dim))
+        kv_rows = slice(first_kv, first_kv + heads.num_kv_heads * head_dim)
+        kv = Part(num_kv_heads * head_dim, kv_rows)
+        rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
+        if features.output_gate:  # q_proj has both, head by head: see shards
+            rows = {"gate": q, **rows}
+        in_features = in_features or size
+        self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
+        self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
+        self.q_norm = self.k_norm = self._norms = None
+        if features.qk_norm:
+            self.q_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
+            self.k_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
+            self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
+        self.wide_norms = WideNorms((q, kv), eps, placement) if features.wide_qk_norm else None
+        self._moved, self._fused = shape.moved_rows, features.fused_qkv
+        assert not (self._moved or self._fused) or not (features.qk_norm or features.output_gate)
+        self.rotary, self.layer_id = rotary, layer_id  # of the pool
+        self._heads, self._head_dim = heads, head_dim
+        self._all_heads = num_heads
+        self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
+
+    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+        """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
+
+        The tokens attend to all stored keys, their own included. positions: [num_tokens] i64.
+        rows: see DecoderLayer.forward.
+        """
+        qkv, table = self.qkv(hidden), self.rotary.table
+        attended = qkv.new_empty(qkv.shape[0], self._heads.num_heads, self._head_dim)
+        if self.wide_norms is not None:
+            self.wide_norms(qkv)
+        norms = self._norms or (None, None, 0.0)
+        attend(qkv[:, self._gate_width :], positions, table, *norms, self.layer_id, attended)
+        out = selected(attended.flatten(1), rows)
+        if self._gate_width:
+            out = sigmoid_gate(out, selected(qkv[:, : self._gate_width], rows))
+        return self.output(out)
+
+    def store(self, hidden: Tensor, positions: Tensor) -> None:
+        """Only the keys and values of forward(), into the tokens' slots."""
+        context, kv = current(), self.qkv.last(hidden, 2)
+        caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
+        qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        shards = self.qkv.shards(prefix)
+        if self._gate_width:
+            shards = self._with_gate(shards, prefix)
+        if self._moved or self._fused:
+            shards = self._by_head(shards, prefix)
+        shards |= self.output.shards(prefix)
+        if self.wide_norms is not None:
+            shards |= self.wide_norms.shards(prefix)
+        if self.q_norm is not None and self.k_norm is not None:
+            shards |= self.q_norm.shards(f"{prefix}.q_norm")
+            shards |= self.k_norm.shards(f"{prefix}.k_norm")
+        return shards
+
+    def _by_head(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
+        """q, k and v head by head: their rows lie elsewhere, or they are one tensor."""
+        found, whole = dict[str, Shard](), slice(0, self._head_dim)
+        values = ((whole, whole),)
+        rows = {"q_proj": self._moved or values, "k_proj": self._moved or values, "v_proj": values}
+        for kind in ("weight", "bias") if self.qkv.bias is not None else ("weight",):
+            parts = {
+                name: moved(shards[f"{prefix}.{name}.{kind}"], self._head_dim, of_head)
+                for name, of_head in rows.items()
+            }
+            if self._fused:
+                found |= joined(f"{prefix}.qkv_proj.{kind}", parts)
+                continue
+            for name, held in parts.items():
+                tensor = f"{prefix}.{name}.{kind}"
+                found |= {piece(tensor, str(i)): each for i, each in enumerate(held)}
+        return found
+
+    def _with_gate(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
+        """q_proj holds, head by head, the rows of the query and then those of the gate."""
+        first, heads = self._heads.first_head, self._heads.num_heads
+        part, width = Part(self._all_heads, slice(first, first + heads)), self._gate_width
+        sizes = {"q": self._head_dim, "gate": self._head_dim}
+        held = [("weight", self.qkv.weight.tensor, (self.qkv.columns,))]
+        held += [("bias", self.qkv.bias, ())] if self.qkv.bias is not None else []
+        for kind, tensor, inner in held:
+            del shards[f"{prefix}.gate.{kind}"], shards[f"{prefix}.q_proj.{kind}"]
+            rows = {"gate": tensor[:width], "q": tensor[width : 2 * width]}
+            shards |= by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
+        return shards
+
+
+def attend(
+    qkv: Tensor,
+    positions: Tensor,
+    table: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+    layer_id: int,
+    out: Tensor,
+) -> None:
+    """The part of a layer that reads the forward context; fills `out` and the tokens' KV slots.
+
+    In a captured pass the store belongs to the graph before the break, because it reads only
+    positions and slots, which lie in fixed buffers. So the layer's KV is final when that graph has
+    run.
+
+    qkv: see qk_rope_store_ref; positions, table: see Rotation; q_weight, k_weight, eps: see
+    HeadNorms; out: [num_tokens, num_heads, head_dim], contiguous.
+    """
+    context = current()
+    caches, slots = context.attention.kv(layer_id), context.batch.slot_mapping
+    norms = None
+    if q_weight is not None and k_weight is not None:
+        norms = HeadNorms(q_weight, k_weight, eps)
+    q = qk_rope_store(qkv, Rotation(table, positions), caches, slots, norms)
+    if context.breaks is None:
+        _attend(layer_id, q, out)
+    else:
+        context.breaks.at(partial(_attend, layer_id), q, out)
+
+
+def _attend(layer_id: int, q: Tensor, out: Tensor) -> None:
+    """The break of captured passes: only from here on does code depend on the batch's requests."""
+    context = current()
+    if context.on_layer is not None:
+        context.on_layer(layer_id)
+    context.attention.forward(q, layer_id, out)
