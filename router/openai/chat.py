@@ -86,7 +86,7 @@ class ChatWriter(AnswerWriter):
             parser = self._parsers[delta.index] = self._parser()
         parsed = parser.feed(delta.text) if delta.text else Parsed()
         if delta.finish_reason is not None:
-            parsed += parser.finish()
+            parsed += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
         if parsed.calls:
             self._called.add(delta.index)
         return parsed

@@ -18,7 +18,8 @@ from router.openai.served import Served
 from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
 from router.text.grammar import Validator, composed, think_rules
-from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain, Reasoning
+from router.text.parsers import FirstCallOnly, Parser, Plain
+from router.text.reasoning import MARKERS, THINK, THINK_END, Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
