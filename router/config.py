@@ -65,6 +65,11 @@ class RouterConfig(Section):
     """What encodes prompts; auto: fastokens where its ids are Hugging Face's, else huggingface."""
     tokenizer_cache_mib: int = Field(default=64, ge=0)
     """Of parts of prompts whose tokens are kept: what a conversation repeats; 0: none."""
+    unknown_fields: Literal["tell", "refuse"] = "tell"
+    """Fields of a request that have no effect here but might change an answer elsewhere.
+
+    tell: a response header, X-Kvlane-Unknown-Fields, names them. refuse: a 400 does.
+    """
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling where a request says nothing; auto: the model's generation_config.json."""
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"

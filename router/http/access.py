@@ -24,7 +24,10 @@ PAGES = ("/metrics", "/config", "/dashboard")  # for operators, and all below
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
-EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed")
+EXPOSED = (
+    "X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed",
+    "X-Kvlane-Unknown-Fields",
+)  # fmt: skip
 
 
 class ApiKeys:

@@ -37,7 +37,10 @@ from worker.errors import Busy, KvlaneError, LibraryError, UserError, contained
 MAX_KEY_CHARS = 255  # of an idempotency key
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
-SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
+SLOW_WORDS = (
+    b"response_format", b"guided_", b"structured_outputs", b"json_schema", b"regex", b"ebnf",
+    b"tool", b"\\u",
+)  # fmt: skip
 NOT_SERVED = (
     "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
     "/v1/responses/{rest:path}", "/v1/moderations",
@@ -115,6 +118,7 @@ class Routes:
             if len(given) > MAX_KEY_CHARS:
                 raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
             prepared = await self._run(request, work)
+            exchange.unheeded = prepared.unheeded
             front.dispatcher.check_room(len(prepared.reqs))
             if self._keys is not None:
                 self._keys.begin(exchange.client, counted(prepared.reqs)[0], self._num_routers)
