@@ -138,6 +138,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
     examined = "examine what runs on this Ray cluster"
     doctor = command("doctor", _doctor, "say what is wrong here, or with what runs", examined)
     doctor.add_argument("--running", action="store_true", help="examine the serve of this machine")
+    doctor.add_argument("--ports", action="store_true", help="show its ports, and who is let in")
     drain = command("drain", _drain, "finish running requests, then stop")
     drain.add_argument("name", nargs="?", help="one worker or router; default: the whole cluster")
     drain.add_argument("--timeout", type=float, metavar="S", help="cut requests off after S s")
@@ -261,6 +262,14 @@ def _doctor(args: argparse.Namespace) -> int:
     from cluster.diagnose.finding import has_failure, shown
 
     config = load_config(args)
+    if args.ports:
+        with _connected(args) as ask:
+            from cluster.serve.launch import report_of_ports
+
+            serves = {each.pid: each.address for each in all_running(_runtime_dir())}
+            text, code = report_of_ports(ask, serves, as_json=args.json)
+        print(text)
+        return code
     if args.running or args.address:
         with _connected(args) as ask:
             cluster: running.ClusterExamination = ask("examine")

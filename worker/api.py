@@ -187,6 +187,7 @@ class Generate(OfRequest, frozen=True):
     after: str = ""
     trace: str = ""  # the span that decode's are below: `Trace.carried`; "" = not traced
     key: str = ""  # by which it can be claimed, also after its router is gone; "" = it cannot
+    salt: str = ""  # requests with another one share no KV with it; those without any do
 
 
 class Claim(OfRequest, frozen=True):
@@ -241,9 +242,8 @@ class TokenLogprob(Message, frozen=True):
 class Stages(Message, frozen=True):
     """Where the time from a Generate's arrival to its first token went, in seconds.
 
-    The stages follow one another and add up to that time. What a prefill worker says of itself is a
-    duration by its own clock; everything else is by decode's. If the prefill itself drew the first
-    token, here or elsewhere, all stages after it are 0: the transfer came later.
+    The stages follow one another and add up to that time; a prefill's are by its own clock. Those
+    after the prefill are 0 if that drew the first token, and come with the second from elsewhere.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
@@ -252,6 +252,7 @@ class Stages(Message, frozen=True):
     decode_queue_s: float  # from then on, waiting for a row
     first_step_s: float  # from its row until the first token was on the host
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
+    late: bool = False  # the second token's: those after `prefill` came after the first
 
 
 class Window(Message, frozen=True):
@@ -308,6 +309,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling | None = None  # a plain one (`Sampling.is_plain`)
     num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output
     trace: str = ""  # the span that prefill's are below, as in Generate
+    salt: str = ""  # as in Generate
 
 
 class PrefillRefused(Message, frozen=True):

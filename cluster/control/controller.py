@@ -15,7 +15,7 @@ from cluster.control.monitor import Monitor
 from cluster.control.replicas import Event, Replica, State
 from cluster.control.tasks import Background
 from cluster.sites.estate import Done, Legacy, Order, Orders
-from cluster.sites.handles import Identity
+from cluster.sites.handles import CONTROLLER, Identity
 from cluster.sites.process import Process, Record, Stage
 from cluster.sites.ray_site import Home, RaySite
 from worker.api import Lost, Member
@@ -23,8 +23,7 @@ from worker.keyring import keyring
 from worker.wire import Event as WireEvent
 from worker.wire import Wire
 
-NAME = "kvlane-controller"
-NAMESPACE = "kvlane"
+NAME, NAMESPACE = CONTROLLER
 BEAT_S = 1.0
 POLL_S = 0.2  # for which `progress` waits for an order
 

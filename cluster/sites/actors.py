@@ -5,6 +5,7 @@ monitor decides what follows. `run` blocks one of the actor's threads, but not f
 a controller that is gone would keep it.
 """
 
+import asyncio
 import gc
 import logging
 import threading
@@ -17,7 +18,7 @@ from typing import Any, cast
 from cluster import logs
 from cluster.config import ClusterConfig, Config
 from cluster.diagnose.running import Examination, examined_here
-from cluster.sites.handles import Identity
+from cluster.sites.handles import CONTROLLER, Identity, call
 from cluster.sites.process import Membership, Report, Stage
 from cluster.sites.ray_private import RAY
 from worker.api import Member
@@ -188,6 +189,30 @@ class RankActor(WorkerActor):
     """A rank above 0: its process has another name in `ps`."""
 
 
+class _Operator:
+    """Has the controller carry out what a router is told to."""
+
+    def __init__(self, drain_timeout_s: float) -> None:
+        self._drain_timeout_s = drain_timeout_s
+
+    def drain(self, name: str, timeout_s: float | None) -> bool:
+        return bool(self._ask("drain", name, self._limit_s(timeout_s)))
+
+    def turn(self, name: str, role: str, timeout_s: float | None) -> None:
+        self._ask("turn", name, role, self._limit_s(timeout_s))
+
+    def _limit_s(self, timeout_s: float | None) -> float:
+        return self._drain_timeout_s if timeout_s is None else timeout_s
+
+    def _ask(self, method: str, *args: object) -> Any:
+        name, namespace = CONTROLLER
+        try:
+            controller = RAY.get_actor(name, namespace=namespace)
+        except ValueError:
+            raise WorldError("no controller runs at present") from None
+        return asyncio.run(call(getattr(controller, method), *args))
+
+
 class RouterActor(ProcessActor):
     """One router: the OpenAI API, on the port that all routers of its node share."""
 
@@ -212,6 +237,7 @@ class RouterActor(ProcessActor):
                 config.ping,
                 config.shown(),
                 config.transport.authentication,
+                _Operator(config.cluster.drain_timeout_s),
             ),
             Place(
                 name,

@@ -6,6 +6,8 @@ from typing import Any
 import ray
 from ray._private import node, ray_constants, state, worker
 
+from cluster.diagnose.ports import RayHere
+
 # Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
 NOWHERE = b"127.0.0.1:0"
@@ -48,6 +50,21 @@ def silence_worker_deaths() -> None:
         pass
 
     setattr(worker, "listen_error_messages", ignore)  # noqa: B010
+
+
+def ray_here() -> RayHere:
+    """What a Ray that this process has joined says of its ports on this machine."""
+    private: Any = worker
+    node_id = RAY.get_runtime_context().get_node_id()
+    (mine,) = (each for each in RAY.nodes() if each["NodeID"] == node_id)
+    kinds = {
+        "NodeManagerPort": "raylet",
+        "ObjectManagerPort": "objects",
+        "MetricsExportPort": "ray metrics",
+    }
+    joined = private._global_node
+    ports = {mine[name]: kind for name, kind in kinds.items()}
+    return RayHere(str(joined.session_name), str(joined.gcs_address), ports)
 
 
 def free_resources() -> dict[str, dict[str, float]]:

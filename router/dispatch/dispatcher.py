@@ -210,6 +210,8 @@ class Dispatcher:
                 self._queue.found(req, chunk.num_cached_tokens)
             if chunk.stages is not None:
                 req.stages, req.decoded_by = chunk.stages, peer
+        elif chunk.stages is not None and chunk.stages.late and req.decoded_by == peer:
+            req.stages = chunk.stages
         tokens, logprobs = chunk.tokens, chunk.logprobs
         if first > 0:
             tokens, logprobs = tokens[first:], logprobs[first:]

@@ -35,12 +35,17 @@ class Policy(Protocol):
     """Chooses workers. One per router, used on its loop only; it must be quick and never block."""
 
     def choose(
-        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+        self,
+        prompt: Sequence[int],
+        decode: Sequence[Known],
+        prefill: Sequence[Known],
+        salt: str = "",
     ) -> Route:
         """Place a request at one of `decode`, which may take it and are at least one.
 
         `prefill` are alive; those that cannot serve the chosen decode worker (another KV layout or
-        transport) must not become candidates.
+        transport) must not become candidates. Prompts of another `salt` must not count: who asks
+        can measure where it is sent.
         """
         ...
 
@@ -55,7 +60,11 @@ class LeastLoaded(Policy):
     """
 
     def choose(
-        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+        self,
+        prompt: Sequence[int],
+        decode: Sequence[Known],
+        prefill: Sequence[Known],
+        salt: str = "",
     ) -> Route:
         best = min(decode, key=lambda known: (_load(known), random.random()))
         pool = _eligible(best, prefill)
@@ -73,9 +82,13 @@ class PrefixAware(Policy):
         self._prefixes = Prefixes()
 
     def choose(
-        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+        self,
+        prompt: Sequence[int],
+        decode: Sequence[Known],
+        prefill: Sequence[Known],
+        salt: str = "",
     ) -> Route:
-        blocks, prefixes = blocks_of(prompt), self._prefixes
+        blocks, prefixes = blocks_of(prompt, salt), self._prefixes
         weight = 1 / max(LONG_TOKENS, len(prompt))
 
         def cost(known: Known) -> tuple[float, float]:
@@ -107,7 +120,11 @@ class RoundRobin(Policy):
         self._prefill_turn = 0
 
     def choose(
-        self, prompt: Sequence[int], decode: Sequence[Known], prefill: Sequence[Known]
+        self,
+        prompt: Sequence[int],
+        decode: Sequence[Known],
+        prefill: Sequence[Known],
+        salt: str = "",
     ) -> Route:
         in_order = sorted(decode, key=lambda known: known.peer)
         chosen = in_order[self._decode_turn % len(in_order)]

@@ -10,9 +10,12 @@ CAPACITY = 1 << 16  # blocks: 2 million tokens, and some 20 MB
 SHARE = 0.2  # of the latest report in the trust in a worker's cache
 
 
-def blocks_of(tokens: Sequence[int]) -> list[int]:
-    """A number for each whole block and all before it; equal beginnings have equal numbers."""
-    numbers, number = list[int](), 0
+def blocks_of(tokens: Sequence[int], salt: str = "") -> list[int]:
+    """A number for each whole block and all before it; equal beginnings have equal numbers.
+
+    Of one salt: as in workers' prefix trees, prompts of different ones have nothing in common.
+    """
+    numbers, number = list[int](), hash(salt) if salt else 0
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         number = hash((number, tuple(tokens[end - BLOCK : end])))
         numbers.append(number)

@@ -48,6 +48,7 @@ class Req:
     sampling: Sampling
     output: OutputText
     leader: Req | None = None  # another choice with the same prompt, submitted before this one
+    salt: str = ""  # `Generate.salt`
     # Set when it is submitted.
     req_id: str = ""  # unique in the cluster: workers know it by this
     client: str = ""  # its API key's name; "": there are no keys
@@ -118,6 +119,9 @@ class Req:
         at = self.stages
         if at is None:
             return None
+        after_s = self.last_token_at - self.first_token_at
+        if at.late:
+            after_s -= at.transfer_s + at.decode_queue_s + at.first_step_s
         return StageTimes(
             router_queue_s=self.queued_s,
             prefill_queue_s=at.prefill_queue_s,
@@ -125,8 +129,9 @@ class Req:
             transfer_s=at.transfer_s,
             decode_queue_s=at.decode_queue_s,
             first_step_s=at.first_step_s,
-            decode_s=self.last_token_at - self.first_token_at,
+            decode_s=max(0.0, after_s),
             first_token_s=self.first_token_at - self.arrived_at,
+            first_token_after="prefill" if at.late else "first_step",
             prefilled_by=at.prefilled_by.partition("/")[0] or None,
             decoded_by=self.decoded_by.partition("/")[0],
         )
@@ -207,7 +212,8 @@ class Queue:
             preferred = [known for known in decode if known.peer != req.avoid]
             prefill = [k for k in self._members.live("prefill") if not k.stats.draining]
             with_leader, after = _follow(req, decode)
-            route = self._policy.choose(req.prompt, with_leader or preferred or decode, prefill)
+            among = with_leader or preferred or decode
+            route = self._policy.choose(req.prompt, among, prefill, req.salt)
             self._send(req, route, after)
         if self._begun and self._members.live("decode"):
             listed = [known.member for known in self._members.all()]
@@ -290,6 +296,7 @@ class Queue:
             after=after,
             trace=trace,
             key=req.key,
+            salt=req.salt,
         )
         log.debug("req_id=%s dispatch %d to %s", req.req_id, req.dispatch, route.decode)
         self._wire.send(route.decode, generate)

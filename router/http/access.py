@@ -21,6 +21,7 @@ log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
 PAGES = ("/metrics", "/config", "/dashboard")  # for operators, and all below
+ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
@@ -50,15 +51,20 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
         is_page = self._pages and any(path == each or path.startswith(f"{each}/") for each in PAGES)
-        if scope["type"] != "http" or not (is_page or path.startswith(GUARDED)):
+        is_order = path.startswith(ORDERS)
+        if scope["type"] != "http" or not (is_page or is_order or path.startswith(GUARDED)):
             await self._app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         try:
             if is_page:
                 self._check_page(headers, path)
+            elif is_order:
+                if not self._key(headers).admin:
+                    raise ApiError("invalid_api_key", "this API key gives no orders: admin=yes")
             else:
-                Exchange.of(scope).client = self._key(headers).name
+                key, exchange = self._key(headers), Exchange.of(scope)
+                exchange.client, exchange.own_salt = key.name, key.own_salt
         except ApiError as error:
             response = error.response
             self._refused()

@@ -21,6 +21,7 @@ from router.dispatch.policy import policy
 from router.http.access import SIBLING, origins
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
+from router.http.orders import Operator
 from router.http.port import accept_all, listen
 from router.http.routes import application
 from router.http.tls import certificate
@@ -134,6 +135,7 @@ class Settings:
     ping: PingConfig  # how the wire pings
     shown: Mapping[str, object] = field(default_factory=dict[str, object])  # for GET /config
     authentication: Literal["curve", "none"] = "curve"  # of its wire
+    operator: Operator | None = None  # carries out orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +325,7 @@ class RouterServer:
         assert self.front is not None
         limits = self._settings.router
         config = uvicorn.Config(
-            application(self.front, self._keys),
+            application(self.front, self._keys, self._settings.operator),
             http=type("Protocol", (LimitedProtocol,), {"limits": limits}),
             log_config=None,
             access_log=False,

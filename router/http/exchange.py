@@ -56,6 +56,7 @@ class Exchange:
     n: int = 1  # choices of each prompt that the client gets
     client: str = ""  # the name of its API key; "": none is needed
     unheeded: Sequence[str] = ()  # fields of its body that have no effect
+    own_salt: str = ""  # `Key.own_salt`
     failure: str = ""  # how an answer ended that did not end well
     trace: "Trace | None" = None  # its present stage is the server's span
     trace_id: str = ""  # for exemplars: of our trace, or of the client's if we make none

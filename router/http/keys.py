@@ -5,6 +5,7 @@ A line is a key, and perhaps what there is to say of it:
     sk-5f1e name=alice requests_per_minute=60 tokens_per_minute=20000 concurrency=4
     sk-77aa name=bob expires=2027-01-31
     sk-90c1 name=ops admin=yes
+    sk-09c4 name=carol cache=own
 
 Apart from `allowance.py`, so that the command line reads it at little cost.
 """
@@ -33,6 +34,7 @@ class Key:
     concurrency: int = 0  # requests at a time
     expires_at: float = math.inf  # seconds since the epoch
     admin: bool = False  # opens operators' pages; where no key says so, every key does
+    own_salt: str = ""  # a digest of the key, if what its requests leave in caches is for it alone
 
 
 def read_keys(path: str) -> tuple[Key, ...]:
@@ -57,7 +59,7 @@ def read_keys(path: str) -> tuple[Key, ...]:
 
 def _read(words: Sequence[bytes], where: str) -> Key:
     """A line's key; never shown in an error."""
-    options: dict[str, str | int | float] = {"name": _digest(words[0])}
+    options: dict[str, str | int | float] = {"name": f"key-{_digest(words[0], 4)}"}
     for word in words[1:]:
         name, _, value = word.decode("utf-8", "replace").partition("=")
         try:
@@ -68,15 +70,19 @@ def _read(words: Sequence[bytes], where: str) -> Key:
                 options["expires_at"] = (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
             elif name == "admin" and value == "yes":
                 options["admin"] = True
+            elif name == "cache" and value == "own":
+                options["own_salt"] = _digest(words[0], 16)
             elif name in LIMITS and int(value) > 0:
                 options[name] = int(value)
             else:
                 raise ValueError
         except ValueError:
-            known = ", ".join(f"{each}=…" for each in ("name", *LIMITS, "expires", "admin"))
+            known = ", ".join(
+                f"{each}=…" for each in ("name", *LIMITS, "expires", "admin", "cache")
+            )
             raise UserError(f"{where}: what follows the key is not {known}", PARAM) from None
     return Key(words[0], **options)  # type: ignore[arg-type]
 
 
-def _digest(secret: bytes) -> str:
-    return f"key-{hashlib.blake2b(secret, digest_size=4).hexdigest()}"
+def _digest(secret: bytes, num_bytes: int) -> str:
+    return hashlib.blake2b(secret, digest_size=num_bytes).hexdigest()

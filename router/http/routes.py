@@ -24,6 +24,7 @@ from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
+from router.http.orders import Operator, OrderRoutes
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reply import ModelList
@@ -81,7 +82,8 @@ class Routes:
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
-        return _json(await self._run(request, partial(tokenize, self._served)))
+        own_salt = Exchange.of(request.scope).own_salt
+        return _json(await self._run(request, partial(tokenize, self._served, own_salt)))
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
@@ -102,12 +104,14 @@ class Routes:
 
         return await asyncio.to_thread(run) if is_slow(raw) else run()
 
-    async def _generate(self, request: Request, prepare: Callable[[bytes], Prepared]) -> Response:
+    async def _generate(
+        self, request: Request, prepare: Callable[[bytes, str], Prepared]
+    ) -> Response:
         front, exchange = self._front, Exchange.of(request.scope)
         given = request.headers.get("idempotency-key", "")
 
         def work(raw: bytes) -> Prepared:
-            prepared = prepare(raw)
+            prepared = prepare(raw, exchange.own_salt)
             if given:
                 give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
             return prepared
@@ -195,8 +199,13 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
-def application(front: Front, keys: Keys | None = None) -> ASGIApp:
-    """The ASGI application over `front`. keys: a request needs one; None: none is needed."""
+def application(
+    front: Front, keys: Keys | None = None, operator: Operator | None = None
+) -> ASGIApp:
+    """The ASGI application over `front`.
+
+    keys: a request needs one; None: none is needed. operator: carries out orders; None: nobody.
+    """
     routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
@@ -207,6 +216,9 @@ def application(front: Front, keys: Keys | None = None) -> ASGIApp:
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
     post("/v1/completions", routes.completions)
+    orders = OrderRoutes(operator, keys=keys is not None)
+    post("/admin/drain", orders.drain)
+    post("/admin/role", orders.role)
     post("/tokenize", routes.tokenize)
     post("/detokenize", routes.detokenize)
     for path, endpoint in (

@@ -51,13 +51,13 @@ class TextWriter(AnswerWriter):
         )
 
 
-def prompts(body: CompletionBody, served: Served) -> list[tuple[int, ...]]:
+def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, ...]]:
     """Every prompt; raises an ApiError if one is too long, or a token id does not exist."""
     adds = body.add_special_tokens is not False
     tokens: list[tuple[int, ...]] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            tokens.append(served.encode(prompt, "prompt", adds=adds))
+            tokens.append(served.encode(prompt, "prompt", adds=adds, salt=salt))
         else:
             served.check_tokens(prompt, "prompt")
             tokens.append(tuple(prompt))

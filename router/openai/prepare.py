@@ -47,10 +47,11 @@ class _Job:
     grammar_param: str = ""  # the field that asks for the grammar
     markers: Sequence[str] = ()  # written out although they may be special tokens
     over: Callable[[], Callable[[str], bool] | None] = lambda: None  # see `OutputText`
+    salt: str = ""  # `Req.salt`
 
 
 class Preparer:
-    """Turns bodies into prepared requests."""
+    """Turns bodies into prepared requests. own_salt: `Key.own_salt` of who asks."""
 
     def __init__(self, served: Served, validator: Validator) -> None:
         self._served = served
@@ -62,18 +63,19 @@ class Preparer:
         reasons = THINK in template if config.reasoning_parser == "auto" else True
         self._reasons = reasons and config.reasoning_parser != "none"
 
-    def chat(self, raw: bytes) -> Prepared:
+    def chat(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
-        text, tools = self._served.text, tools_of(body)
+        text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
         if not (body.include_reasoning or self._reasons) and THINK in text.template_source:
             message = "include_reasoning: it is not told apart here (router.reasoning_parser)"
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
-        tokens = self._served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+        adds = bool(body.add_special_tokens)
+        tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)
         is_parsed = tools.functions or think is not Think.NEVER
         writer = chat.ChatWriter(
@@ -81,12 +83,12 @@ class Preparer:
             text.token_bytes if body.num_logprobs >= 0 else None,
             reasons=body.include_reasoning,
         )
-        job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think))
+        job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think), salt=salt)
         if is_parsed:
             job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
 
-    def completion(self, raw: bytes) -> Prepared:
+    def completion(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/completions; raises as `chat` does."""
         body = parse(CompletionBody, raw)
         self._served.check_model(body.model)
@@ -94,15 +96,16 @@ class Preparer:
         limit = self._served.config.max_inflight
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
-        text, limit = self._served.text, self._served.max_model_len
-        whole = completions.prompts(body, self._served)
-        prompts = [shortened(prompt, body, limit) for prompt in whole]
+        text, salt = self._served.text, body.salt(own_salt)
+        context = self._served.max_model_len
+        whole = completions.prompts(body, self._served, salt)
+        prompts = [shortened(prompt, body, context) for prompt in whole]
         writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, _Job(writer, "prompt", ignored, *grammar))
+        return self._prepared(body, prompts, _Job(writer, "prompt", ignored, *grammar, salt=salt))
 
     def _unheeded(self, body: GenerationBody) -> tuple[str, ...]:
         """Fields that have no effect; raises an ApiError, 400, for them if they are refused."""
@@ -185,7 +188,7 @@ class Preparer:
                     keeps_stop=body.include_stop_str_in_output,
                 )
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
-                reqs.append(Req(len(reqs), prompt, own, output, leader))
+                reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
                 leader = leader or reqs[-1]
         options = body.stream_options
         return Prepared(

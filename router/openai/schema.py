@@ -26,6 +26,7 @@ from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 16 << 10  # of all stop strings of a request
+MAX_SALT_CHARS = 256
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
@@ -104,7 +105,27 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool = False  # vLLM's: usage in every chunk
 
 
-class GenerationBody(RequestModel):
+class Salted(RequestModel):
+    """Whose prompts a prompt may share what is kept with: those of the same salt."""
+
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=MAX_SALT_CHARS,
+        description="vLLM's: only requests with the same one share cached prompts",
+    )  # fmt: skip
+
+    def salt(self, own: str) -> str:
+        """A digest of `own`, of the API key (`Key.own_salt`), and what the body says.
+
+        Without both it is empty. Workers get it: neither a key nor a client's secret leaves here.
+        """
+        if not own and self.cache_salt is None:
+            return ""
+        # `own` is hexadecimal, so that no two pairs give the same text.
+        parts = f"{own}/{self.cache_salt or ''}"
+        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+
+
+class GenerationBody(Salted):
     """What both generation endpoints share."""
 
     # Output tokens where the body names no limit; None: as many as the prompt leaves room for.

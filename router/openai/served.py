@@ -54,14 +54,17 @@ class Served:
             message = f"the model {name!r} does not exist; {self.model!r} is served here"
             raise ApiError("model_not_found", message, param="model")
 
-    def encode(self, prompt: str, param: str, *, adds: bool) -> tuple[int, ...]:
-        """The tokens of a prompt, and those that the tokenizer `adds`; 400 for one far too long."""
+    def encode(self, prompt: str, param: str, *, adds: bool, salt: str = "") -> tuple[int, ...]:
+        """The tokens of a prompt, and those that the tokenizer `adds`; 400 for one far too long.
+
+        salt: see Encoder.
+        """
         limit = self.max_model_len
         if len(prompt) > limit * self.text.max_token_chars:
             characters = f"the prompt has {len(prompt)} characters"
             message = f"the model's context is {limit} tokens; {characters}"
             raise ApiError("context_length_exceeded", message, param=param)
-        return self.text.encode(prompt, add_special_tokens=adds)
+        return self.text.encode(prompt, add_special_tokens=adds, salt=salt)
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise an ApiError, 400, for ids that the model does not have."""

@@ -7,11 +7,11 @@ from pydantic import Field
 from router.errors import invalid
 from router.openai.chat import rendered
 from router.openai.reply import DetokenizeReply, TokenizeReply
-from router.openai.schema import Many, Message, OfTemplate, RequestModel, read
+from router.openai.schema import Many, Message, OfTemplate, RequestModel, Salted, read
 from router.openai.served import Served
 
 
-class TokenizeBody(OfTemplate):
+class TokenizeBody(OfTemplate, Salted):
     """A text, or a chat on its way through the template."""
 
     model: str = ""
@@ -29,18 +29,23 @@ class DetokenizeBody(RequestModel):
     tokens: Many[int]
 
 
-def tokenize(served: Served, raw: bytes) -> TokenizeReply:
-    """Text or messages to token ids; raises an ApiError, or what `rendered` raises."""
+def tokenize(served: Served, own_salt: str, raw: bytes) -> TokenizeReply:
+    """Text or messages to token ids; raises an ApiError, or what `rendered` raises.
+
+    own_salt: `Key.own_salt` of who asks.
+    """
     body, text = read(TokenizeBody, raw), served.text
     served.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("either prompt or messages is needed", "prompt")
+    salt = body.salt(own_salt)
     if body.messages is not None:
         prompt = rendered(body.messages, body, body.tools, text)
-        tokens = served.encode(prompt, "messages", adds=bool(body.add_special_tokens))
+        adds = bool(body.add_special_tokens)
+        tokens = served.encode(prompt, "messages", adds=adds, salt=salt)
     else:
         adds = body.add_special_tokens is not False
-        tokens = served.encode(body.prompt or "", "prompt", adds=adds)
+        tokens = served.encode(body.prompt or "", "prompt", adds=adds, salt=salt)
     return TokenizeReply(
         count=len(tokens),
         max_model_len=served.max_model_len,

@@ -10,13 +10,16 @@ const STAGES = {
   decode_queue: "Waited for a row",
   first_step: "First decode step",
   messages: "Messages between router and worker",
-  decode: "Decode: first token to last",
+  decode: "Decode: all further steps",
 };
+
+const AFTER_PREFILL = ["transfer", "decode_queue", "first_step"];
 
 /** Name of each stage and its seconds, in order; what is left until the first token is messages. */
 export function timesOf(stages) {
   const times = Object.fromEntries(Object.keys(STAGES).map((name) => [name, stages[`${name}_s`] ?? 0]));
-  const known = Object.entries(times).reduce((sum, [name, s]) => sum + (name === "decode" ? 0 : s), 0);
+  const after = stages.first_token_after === "prefill" ? [...AFTER_PREFILL, "decode"] : ["decode"];
+  const known = Object.entries(times).reduce((sum, [name, s]) => sum + (after.includes(name) ? 0 : s), 0);
   times.messages = Math.max(0, stages.first_token_s - known);
   return times;
 }

@@ -3,6 +3,8 @@
 A tokenizer cuts a text at its added tokens before it does anything else. So a prompt may be cut
 where a message begins, and its pieces encoded one by one. The next turn of a conversation begins
 with the pieces of the last one, and all prompts with one system prompt begin alike.
+
+A piece is kept for the salt of its request alone: the time that a known one saves can be measured.
 """
 
 import re
@@ -46,42 +48,43 @@ class Encoder:
         self._adds = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
-        self.pieces: OrderedDict[str, array[int]] = OrderedDict()
+        self.pieces: OrderedDict[tuple[str, str], array[int]] = OrderedDict()  # by salt and text
         self.num_bytes = 0
         self.num_chars = self.num_known = 0  # of texts that were cut; of those in known pieces
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
         if self._cuts is None or len(text) < MIN_CHARS or (add_special_tokens and self._adds):
             return tuple(self.backend(text, add_special_tokens))
         ids = array("I")
         for piece in cut_up(text, self._cuts):
-            ids.extend(self._ids_of(piece))
+            ids.extend(self._ids_of(salt, piece))
         return tuple(ids)
 
-    def _ids_of(self, piece: str) -> "array[int]":
+    def _ids_of(self, salt: str, piece: str) -> "array[int]":
+        key = salt, piece
         with self._lock:
-            ids = self.pieces.get(piece)
+            ids = self.pieces.get(key)
             self.num_chars += len(piece)
             if ids is not None:
-                self.pieces.move_to_end(piece)
+                self.pieces.move_to_end(key)
                 self.num_known += len(piece)
                 return ids
         ids = array("I", self.backend(piece, False))
-        if size_of(piece, ids) > self._max_bytes // LARGEST_SHARE:
+        if size_of(key, ids) > self._max_bytes // LARGEST_SHARE:
             return ids
         with self._lock:
-            if piece not in self.pieces:
-                self.num_bytes += size_of(piece, ids)
-            self.pieces[piece] = ids
+            if key not in self.pieces:
+                self.num_bytes += size_of(key, ids)
+            self.pieces[key] = ids
             while self.num_bytes > self._max_bytes:
                 self.num_bytes -= size_of(*self.pieces.popitem(last=False))
         return ids
 
 
-def size_of(piece: str, ids: "array[int]") -> int:
+def size_of(key: tuple[str, str], ids: "array[int]") -> int:
     """Bytes of memory that a kept piece takes, about."""
-    return sys.getsizeof(piece) + ids.itemsize * len(ids) + ENTRY_BYTES
+    return sum(map(sys.getsizeof, key)) + ids.itemsize * len(ids) + ENTRY_BYTES
 
 
 def cut_up(text: str, cuts: re.Pattern[str]) -> Iterator[str]:

@@ -162,9 +162,9 @@ class Text:
         self._token_bytes = cache(self._bytes_of)
         self._token_text = cache(self._text_of)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    def encode(self, text: str, *, add_special_tokens: bool, salt: str = "") -> tuple[int, ...]:
         """Token ids of `text`; `add_special_tokens`: with those that the tokenizer adds."""
-        return self.encoder.encode(text, add_special_tokens=add_special_tokens)
+        return self.encoder.encode(text, add_special_tokens=add_special_tokens, salt=salt)
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of `tokens`; the pieces of a `Detokenizer` must add up to it."""

@@ -114,6 +114,16 @@ def test_prefix_aware_believes_what_workers_report() -> None:
     assert chosen.choose(system, decode, []).decode != home
 
 
+@pytest.mark.parametrize("own", ["", "a"])
+def test_prefix_aware_expects_nothing_of_another_salt(own: str) -> None:
+    chosen, system = policy("prefix_aware"), tuple(range(512))
+    decode, prefill = [known("d", "decode")], [known("p", "prefill")]
+    assert chosen.choose(system, decode, prefill, own).num_expected == 0
+    for other in ("", "a", "b"):
+        expected = chosen.choose(system, decode, prefill, other).num_expected
+        assert expected == (512 if other == own else 0)
+
+
 def test_prefix_aware_asks_the_prefill_worker_that_has_the_prompt() -> None:
     chosen, decode = policy("prefix_aware"), [known("d", "decode")]
     prefill = [known(f"p{i}", "prefill") for i in range(3)]

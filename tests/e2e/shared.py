@@ -42,14 +42,20 @@ AGENT_PORTS = (
     "--dashboard-agent-listen-port=52365",
     "--runtime-env-agent-port=52367",
 )
+WITHOUT = ("--include-dashboard=false", "--no-monitor")  # nothing here scales
 NUM_CPUS = 8  # Ray only counts them: room for the largest cluster
 SAME = ("pid", "incarnation", "restarts")  # of a process that nobody has disturbed
 
 
 class Ray:
-    def __init__(self) -> None:
-        environment = plain_environment() | RAY_SETTINGS | WITH_TOKEN
+    """A head that clusters join with a token; whole: with dashboard, jobs and autoscaler, as users
+    start it, and without one."""
+
+    def __init__(self, *, whole: bool = False) -> None:
+        token = {"RAY_AUTH_MODE": "disabled"} if whole else WITH_TOKEN
+        environment = plain_environment() | RAY_SETTINGS | token
         # A node that has not registered after 30 s gives up, and a busy machine may take longer.
+        self._parts = () if whole else WITHOUT
         for port in (PORT, PORT + 1):
             self.address = f"{HOST}:{port}"
             self._directory = Path(tempfile.mkdtemp(prefix="kvl-ray-", dir="/tmp"))  # short
@@ -80,9 +86,7 @@ class Ray:
                 str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
                 f"--node-ip-address={HOST}", f"--port={port}", f"--temp-dir={self._directory}/ray",
                 f"--num-cpus={NUM_CPUS}", "--num-gpus=0", "--object-store-memory=100000000",
-                "--include-dashboard=false", "--disable-usage-stats",
-                "--no-monitor",  # nothing here scales
-                *AGENT_PORTS,
+                "--disable-usage-stats", *AGENT_PORTS, *self._parts,
             ],
             env=environment,
             stdin=subprocess.DEVNULL,

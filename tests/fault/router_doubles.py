@@ -22,6 +22,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from router.config import RouterConfig
 from router.http.app import Place, RouterServer, Settings
+from router.http.orders import Operator
 from router.text.tokenizer import Text
 from tests.support.meeting import LISTENERS, MET, introduce
 from tests.support.patience import HANG_S
@@ -275,11 +276,12 @@ def routed(
     ping: PingConfig = PING,
     port: int = 0,
     tracer: Tracer | None = None,
+    operator: Operator | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
     """A started router that knows `doubles`; yields it and its base URL; all end with it."""
     model = ModelConfig(path=str(directory), served_name="small")
-    settings = Settings(RouterConfig(**config), model, ping, {"router": config})
+    settings = Settings(RouterConfig(**config), model, ping, {"router": config}, operator=operator)
     place = Place("router-0", uuid.uuid4().hex[:8], port=port)
     router = RouterServer(settings, place, tracer=tracer)
     member = introduce(router.start())

@@ -26,6 +26,7 @@ ADDRESSES = {
     name: f"10.79.0.{i}"
     for i, name in enumerate(("head", "prefill", "decode", "serve", "test"), start=1)
 }
+PLACES = {"kvlane": "config", "kvlane-ray": "token"}
 KVLANE = '#!/bin/sh\nexec python -P -m cluster "$@"\n'  # of this checkout
 PREPARE = """set -e
 mount -t tmpfs none /mnt; mkdir /mnt/repository /mnt/python
@@ -53,7 +54,7 @@ class Pod(Started):
             "PYTHONDONTWRITEBYTECODE": "1",
         }
         # The root has no /etc/kvlane to mount at.
-        args = [text.replace("/etc/kvlane/", f"{WORK}/config/") for text in container["args"]]
+        args = [there(text) for text in container["args"]]
         words = [
             "env", "-i", *(f"{key}={value}" for key, value in (environment | own).items()),
             "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs",
@@ -82,23 +83,26 @@ class Pod(Started):
         os.kill(self.first(), signal.SIGTERM)
 
 
-def environment_of(render: Render, container: dict[str, Any], address: str) -> dict[str, str]:
+def there(text: str) -> str:
+    """With the paths at which files of the ConfigMap and of Ray's token are here."""
+    for name, directory in PLACES.items():
+        text = text.replace(f"/etc/{name}/", f"{WORK}/{directory}/")
+    return text
+
+
+def environment_of(container: dict[str, Any], address: str) -> dict[str, str]:
     """Of a container, with what Kubernetes would fill in."""
     values = {"GRPC_DNS_RESOLVER": "native"}  # here is no server of names, only /etc/hosts
     for variable in container["env"]:
         if "value" in variable:
-            values[variable["name"]] = variable["value"]
-        elif reference := variable["valueFrom"].get("secretKeyRef"):
-            secret = render.named("Secret", reference["name"])
-            assert secret is not None
-            values[variable["name"]] = base64.b64decode(secret["data"][reference["key"]]).decode()
+            values[variable["name"]] = there(variable["value"])
         else:
             values[variable["name"]] = address
     return values
 
 
 def write_files(render: Render, directory: Path) -> None:
-    """What all pods see: `hosts`, and `config` with the files of the ConfigMap."""
+    """What all pods see: `hosts`, the files of the ConfigMap, and Ray's token."""
     names = {"localhost": "127.0.0.1"}
     for service in render.kind("Service"):
         component = service["spec"]["selector"]["app.kubernetes.io/component"]
@@ -108,6 +112,10 @@ def write_files(render: Render, directory: Path) -> None:
     (directory / "config").mkdir()
     for name, text in config["data"].items():
         (directory / "config" / name).write_text(text)
+    (secret,) = render.kind("Secret")
+    (token,) = secret["data"].values()
+    (directory / "token").mkdir()
+    (directory / "token" / "token").write_bytes(base64.b64decode(token))
 
 
 def serve_and_end(render: Render, start: Start) -> None:
@@ -116,7 +124,7 @@ def serve_and_end(render: Render, start: Start) -> None:
     running: dict[str, Started] = {}
 
     def begin(name: str) -> None:
-        environment = environment_of(render, specs[name]["containers"][0], ADDRESSES[name])
+        environment = environment_of(specs[name]["containers"][0], ADDRESSES[name])
         running[name] = start(name, specs[name], environment)
 
     def probe(name: str, kind: str) -> bool:

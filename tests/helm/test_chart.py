@@ -114,6 +114,7 @@ REFUSED = (
     ("config: {prefill: {replicas: 2}}", "config.prefill.replicas.*set prefill.replicas"),
     ("config: {decode: {tp: 2}}", "config.decode.tp.*set decode.gpus"),
     ("config: {cluster: {port: 80}}", "config.cluster.port"),
+    ("config: {router: {tls_key_file: /k}}", "config.router.tls_key_file.*set serve.tls"),
     ("{model: {source: hf, hf: {name: a/b}}, config: {model: {path: c}}}", "config.model.path"),
     ("model: {source: hf}", "model.hf.name"),
     ("model: {source: pvc}", "model.pvc.existingClaim"),

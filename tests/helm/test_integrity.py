@@ -71,10 +71,22 @@ MUTATIONS = {
         "default", "ConfigMap demo-kvlane", "metrics_port: 9400", "metrics_port: 9401",
     ),
     "option": ("default", SERVE, "--prefill=", "--num-prefill="),
+    "labels of a NetworkPolicy": (
+        "default", "NetworkPolicy demo-kvlane", "instance: demo", "instance: other",
+    ),
+    "port of the API's NetworkPolicy": (
+        "default", "NetworkPolicy demo-kvlane-api", "port: http", "port: api",
+    ),
+    "port of the metrics' NetworkPolicy": (
+        "monitoring", "NetworkPolicy demo-kvlane-metrics", "port: metrics", "port: m",
+    ),
+    "file of the certificate": ("edge", "Deployment llm-serve", "-tls/tls.crt", "-cert/tls.crt"),
+    "TLS of a probe": ("edge", "Deployment llm-serve", "scheme: HTTPS", "scheme: HTTP"),
+    "key of the certificate": ("edge", "Secret llm-tls", "tls.key", "key"),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
     "backend of an Ingress": ("edge", "Ingress llm", "name: http", "name: https"),
     "backend of an HTTPRoute": ("edge", "HTTPRoute llm", "port: 80", "port: 8000"),
-    "URL of the test": ("edge", "Pod llm-test", "http://llm:80", "http://llm:8000"),
+    "URL of the test": ("edge", "Pod llm-test", "https://llm:80", "https://llm:8000"),
 }  # fmt: skip
 
 Mention = tuple[str, str, str, Any]  # title, then kind, name and key of what it mentions
@@ -110,7 +122,7 @@ def mentions(render: Render) -> Iterator[Mention]:
                 kind, name = REFERENCES[field]
                 for item in value.get("items", [value]):
                     yield owner, kind, value[name], item.get("key")
-            if field == "value" and (url := re.fullmatch(r"http://([\w-]+):(\d+)", str(value))):
+            if field == "value" and (url := re.fullmatch(r"https?://([\w-]+):(\d+)", str(value))):
                 yield owner, "Service", url[1], int(url[2])
         for address in options(command(spec), "--address"):
             name, _, port = address.rpartition(":")
@@ -245,6 +257,13 @@ def misconfigured(render: Render, path: Path) -> Iterator[str]:
     for role in (config.prefill, config.decode):
         if role.replicas and not offered.issuperset(role.resources):
             yield f"serve asks for Ray's resources {role.resources}, pods offer {offered}"
+    for path_of in (config.router.tls_cert_file, config.router.tls_key_file):
+        if path_of and str(Path(path_of).parent) not in mounts:
+            yield f"serve: {path_of} is on no volume"
+    scheme = "HTTPS" if config.router.tls_cert_file else "HTTP"
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        if spec["containers"][0][probe]["httpGet"]["scheme"] != scheme:
+            yield f"serve: {probe} does not speak {scheme}"
     if port_names(spec).get("http") != config.cluster.port:
         yield f"serve: port http is not {config.cluster.port}"
     for other, _, pod in render.pods:

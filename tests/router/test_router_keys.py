@@ -59,8 +59,26 @@ def test_a_line_says_what_its_key_may_do(file: Path) -> None:
     assert three.expires_at == 86400
 
 
+def test_a_key_may_have_caches_of_its_own(file: Path) -> None:
+    """Its salt tells nothing of it, and does not change with its name or its limits."""
+    written(file, "one cache=own", "two name=b cache=own", "three")
+    one, two, three = read_keys(str(file))
+    assert len({one.own_salt, two.own_salt, three.own_salt}) == 3
+    assert three.own_salt == ""
+    assert "two" not in two.own_salt
+    written(file, "two name=c concurrency=3 cache=own")
+    assert read_keys(str(file))[0].own_salt == two.own_salt
+
+
 @pytest.mark.parametrize(
-    "line", ["secret concurrency=0", "secret colour=red", "secret expires=soon", "secret name="]
+    "line",
+    [
+        "secret concurrency=0",
+        "secret colour=red",
+        "secret expires=soon",
+        "secret name=",
+        "secret cache=mine",
+    ],
 )
 def test_a_line_that_says_something_else_is_refused_without_its_key(file: Path, line: str) -> None:
     with pytest.raises(UserError) as caught:
@@ -137,6 +155,23 @@ def test_a_key_that_has_expired_is_told_so(serve: Serve, file: Path, header: str
     ]
     assert [answer.status_code for answer in answers] == [401, 200, 401]
     assert "expired" in answers[0].json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["tokenize", "v1/chat/completions"])
+def test_what_is_encoded_for_one_salt_is_encoded_again_for_another(
+    serve: Serve, file: Path, path: str
+) -> None:
+    keys = written(file, "own cache=own", "other")
+    _, url, router = serve(DecodeDouble(script=speak([5])), api_key_file=keys)
+    encoder = router._served.text.encoder
+    said = [{"role": "user", "content": f"{i} " + "hello " * 60} for i in range(5)]
+    for key, salt, knows in (
+        ("own", None, False), ("own", None, True), ("other", None, False), ("other", "a", False),
+        ("own", "a", False), ("other", "a", True), ("other", None, True),
+    ):  # fmt: skip
+        before, body = encoder.num_known, {"messages": said, "cache_salt": salt}
+        httpx.post(f"{url}/{path}", json=body, headers={"x-api-key": key}, timeout=HANG_S)
+        assert (encoder.num_known > before) == knows, (key, salt)
 
 
 def test_a_key_changes_under_load_and_no_request_fails(
@@ -235,3 +270,53 @@ def test_routers_know_each_other_by_their_keys(file: Path, monkeypatch: pytest.M
     later = router.http.allowance.time.time() + router.http.allowance.WORD_S + 2
     monkeypatch.setattr(router.http.allowance.time, "time", lambda: later)
     assert not keys.is_sibling_word(word, "/metrics")
+
+
+class Operating:
+    """Notes orders; the second one cannot be carried out."""
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[object, ...]] = []
+
+    def drain(self, name: str, timeout_s: float | None) -> bool:
+        self.orders.append(("drain", name, timeout_s))
+        return True
+
+    def turn(self, name: str, role: str, timeout_s: float | None) -> None:
+        self.orders.append(("turn", name, role, timeout_s))
+        raise UserError("nobody would be left to decode")
+
+
+def test_orders_are_for_keys_that_say_admin(serve: Serve, file: Path) -> None:
+    operating = Operating()
+    double = DecodeDouble(script=speak([5]))
+    keys = written(file, "one", "two admin=yes")
+    _, url, _ = serve(double, api_key_file=keys, operator=operating)
+    drain, role = ({"name": "decode-0"}, {"name": "decode-0", "role": "prefill", "timeout_s": 3})
+    two = {"x-api-key": "two"}
+    for headers in ({}, {"x-api-key": "one"}):
+        assert httpx.post(f"{url}/admin/drain", json=drain, headers=headers).status_code == 401
+    for path, body in (
+        ("drain", {}),
+        ("drain", drain | {"timeout_s": -1}),
+        ("role", drain),
+        ("role", role | {"role": "router"}),
+        ("drain", drain | {"force": True}),
+    ):
+        answer = httpx.post(f"{url}/admin/{path}", json=body, headers=two)
+        assert answer.status_code == 400, answer.text
+    assert not operating.orders
+    answer = httpx.post(f"{url}/admin/drain", json=drain, headers=two)
+    assert answer.json() == {"name": "decode-0", "finished": True}
+    answer = httpx.post(f"{url}/admin/role", json=role, headers=two)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "nobody would be left to decode"
+    assert operating.orders == [("drain", "decode-0", None), ("turn", "decode-0", "prefill", 3.0)]
+
+
+def test_without_keys_nobody_gives_orders(serve: Serve) -> None:
+    operating = Operating()
+    _, url, _ = serve(DecodeDouble(script=speak([5])), operator=operating)
+    answer = httpx.post(f"{url}/admin/drain", json={"name": "decode-0"})
+    assert (answer.status_code, operating.orders) == (403, [])
+    assert "admin=yes" in answer.json()["error"]["message"]

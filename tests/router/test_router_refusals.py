@@ -39,7 +39,9 @@ def earlier(call: Any) -> Any:
 WRONG_SCHEMA = tool(name="a", parameters={"type": "strin"})
 OF_CHATS: list[Row] = [
     *wrong(messages=[], top_logprobs=2, logprobs=3, max_completion_tokens=-1, tools=3,
-           tool_choice="required", chat_template_kwargs=3),
+           tool_choice="required", chat_template_kwargs=3, cache_salt=""),
+    *wrong(cache_salt="a" * 257),
+    *wrong(cache_salt={}),
     ({"messages": None}, "messages"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0.role"),
     (said(3), "messages.0.content"),
@@ -80,7 +82,10 @@ OF_TEXTS: list[Row] = [
     *wrong(prompt=[], n=129, return_trace=3),
     *wrong(prompt=[1, "a"], return_trace="maybe"),
     *wrong(prompt=[100_000], return_trace=[True]),
-    *wrong(return_trace={"drafts": True}),
+    *wrong(return_trace={"drafts": True}, cache_salt=""),
+    *wrong(cache_salt="a" * 257),
+    *wrong(cache_salt=5),
+    *wrong(cache_salt=["a"]),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     *wrong(truncate_prompt_tokens=0, json_schema="{", regex="a(", ebnf='root ::= "a'),
     *wrong(truncate_prompt_tokens=MAX_MODEL_LEN + 1, ebnf="root ::= ." * 257),

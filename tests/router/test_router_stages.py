@@ -69,7 +69,8 @@ def check(choice: dict[str, Any], windows: list[Any] = TOLD) -> None:
     stages = choice["stages"]
     assert WANTED.items() <= stages.items()
     own = {"router_queue_s", "decode_s", "first_token_s"}
-    assert stages.keys() - WANTED.keys() == own
+    assert stages.keys() - WANTED.keys() == own | {"first_token_after"}
+    assert stages["first_token_after"] == "first_step"
     assert all(stages[name] >= 0 for name in own)
 
 

@@ -46,6 +46,7 @@ class Answer:
     windows: list[api.Window] = field(default_factory=list)
     sent_at: float = 0.0
     first_at: float = 0.0
+    end_at: float = 0.0
 
     @property
     def done(self) -> bool:
@@ -161,7 +162,8 @@ class Client:
         if chunk.tokens:
             assert chunk.position == expected, "gap"
         if chunk.tokens or chunk.finish_reason is not None:
-            answer.first_at = answer.first_at or time.monotonic()
+            answer.end_at = time.monotonic()
+            answer.first_at = answer.first_at or answer.end_at
         answer.take(chunk)
 
 

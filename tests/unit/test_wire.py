@@ -25,7 +25,7 @@ XFER = api.Xfer("r1:1:7", 2, "dec", "pre")
 MESSAGES: list[api.AnyMessage] = [
     api.Generate(
         "r1", 2, (1, 2, 3), 2, api.Sampling(5, 0.5, 0.9, 3, 0.1, 2**63 - 1, True, (7, 8), 1),
-        30.0, (api.Candidate("p/1", 10, 0.001, 16), api.Candidate("p/2")),
+        30.0, (api.Candidate("p/1", 10, 0.001, 16), api.Candidate("p/2")), salt="5a",
     ),
     Stop("r1", 2, 17),
     api.Claim("r1", 2, "key", 30.0),
@@ -37,7 +37,7 @@ MESSAGES: list[api.AnyMessage] = [
         api.TokenChunk("r1", 2, 5, (1, 2), window=api.Window(4, 4, (1, 9, -1), 1)),
         api.TokenChunk("r2", 1, 0, (), api.FinishReason.ERROR, api.Error("timeout", "")),
     )),
-    api.Prefill(XFER, tuple(range(1000)), 16),
+    api.Prefill(XFER, tuple(range(1000)), 16, salt="5a"),
     api.PrefillRefused(XFER, api.Error("busy", "")),
     api.RankMessage(b"body"),
     api.KVReady(XFER, 3, (9, 8, 7), 0, 4, True, 48),

@@ -29,6 +29,7 @@ class Hold:
     private: set[int] = field(default_factory=set)
     num_reserved: int = 0  # pages promised, not bound yet
     slot: int = 0  # of its state, where layers are recurrent; 0 = none
+    salt: str = ""  # of the prefixes that it matches and leaves behind
 
 
 class PageBook:
@@ -87,13 +88,16 @@ class PageBook:
         """Pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self.page_size)
 
-    def open(self, tokens: Sequence[int], num_slots: int, *, max_matched: int) -> Hold | None:
+    def open(
+        self, tokens: Sequence[int], num_slots: int, *, max_matched: int, salt: str = ""
+    ) -> Hold | None:
         """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.
 
         With a slot of state, where layers are recurrent. At most max_matched <= len(tokens) - 1
         tokens come from the tree. None: there is no room, and nothing has changed.
         """
-        node = self.tree.match(tokens, max_matched) if self._prefix_cache else self.tree.root
+        tree = self.tree
+        node = tree.match(tokens, max_matched, salt) if self._prefix_cache else tree.root
         self.tree.lock(node)
         pages = [ancestor.page for ancestor in node.path()]
         wanted = max(0, self.num_pages_for(num_slots) - len(pages))
@@ -104,7 +108,7 @@ class PageBook:
         self.num_holds += 1
         num_slots = len(pages) * self.page_size
         slot = 0 if self._slots is None else self._slots.take(1, for_pull=True)[0]
-        return Hold(node, num_slots, num_slots, pages, set(), wanted, slot)
+        return Hold(node, num_slots, num_slots, pages, set(), wanted, slot, salt)
 
     def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
@@ -138,7 +142,7 @@ class PageBook:
         if not self._prefix_cache:
             return
         pages = hold.pages[: len(tokens) // self.page_size]
-        node, refused, displaced = self.tree.insert(tokens, pages)
+        node, refused, displaced = self.tree.insert(tokens, pages, hold.salt)
         self._allocator.free(displaced)
         self.tree.lock(node)
         self.tree.unlock(hold.node)

@@ -1,7 +1,9 @@
 """The prefix tree: whole pages of KV by the tokens that lead to them.
 
 One node is one page. A node's key is the page's own tokens; the path from the root is the prefix.
-Locked nodes and all their ancestors stay. The others are evicted, least recently used first.
+A prompt with a salt has it in the key of its first page, so prefixes of different salts, and those
+without one, have no node in common. Locked nodes and all their ancestors stay. The others are
+evicted, least recently used first.
 """
 
 from __future__ import annotations
@@ -9,6 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+Key = tuple[int | str, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -19,9 +23,9 @@ class Node:
     """
 
     page: int
-    key: tuple[int, ...] = ()
+    key: Key = ()
     parent: Node | None = None
-    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+    children: dict[Key, Node] = field(default_factory=dict)
     num_locks: int = 0
     used_at: int = 0
     is_offered: bool = False  # has an entry in the tree's queue of leaves
@@ -47,12 +51,15 @@ class PrefixTree:
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []  # (used_at, id, node), some entries stale
 
-    def match(self, tokens: Sequence[int], max_tokens: int) -> Node:
-        """The deepest node whose prefix begins tokens[:max_tokens]."""
+    def match(self, tokens: Sequence[int], max_tokens: int, salt: str = "") -> Node:
+        """The deepest node of `salt` whose prefix begins tokens[:max_tokens]."""
         node = self.root
         self._clock += 1
         for start in range(0, max_tokens - self.page_size + 1, self.page_size):
-            child = node.children.get(tuple(tokens[start : start + self.page_size]))
+            key: Key = tuple(tokens[start : start + self.page_size])
+            if salt:
+                key, salt = (salt, *key), ""
+            child = node.children.get(key)
             if child is None:
                 break
             node = child
@@ -60,9 +67,9 @@ class PrefixTree:
         return node
 
     def insert(
-        self, tokens: Sequence[int], pages: Sequence[int]
+        self, tokens: Sequence[int], pages: Sequence[int], salt: str = ""
     ) -> tuple[Node, list[int], list[int]]:
-        """Add len(pages) whole pages of `tokens`; returns (node, refused, displaced).
+        """Add len(pages) whole pages of `tokens` to `salt`; returns (node, refused, displaced).
 
         node: the deepest of that prefix. refused: those of `pages` whose prefix the tree already
         holds in a locked page; they stay the caller's. displaced: unlocked pages of the tree that
@@ -75,7 +82,9 @@ class PrefixTree:
         refused: list[int] = []
         displaced: list[int] = []
         for index, page in enumerate(pages):
-            key = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+            key: Key = tuple(tokens[index * self.page_size : (index + 1) * self.page_size])
+            if salt:
+                key, salt = (salt, *key), ""
             child = node.children.get(key)
             if child is None:
                 child = Node(page, key, node)

@@ -11,6 +11,8 @@ another `prefill`. A preempted request is in `preempted` until its KV is got ane
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from worker.api import Error, PeerId, Stages
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class Timeline:
     landed_at: float = 0.0
     row_at: float = 0.0
     first_token_at: float = 0.0
+    early: Stages | None = None  # of a first token from a prefill worker, until the row draws one
 
     @property
     def carried(self) -> str:
@@ -84,14 +87,18 @@ class Timeline:
     def token(self, now: float, *, in_row: bool) -> Stages | None:
         """A token goes to the router; with the first one its stages.
 
+        If that came from a prefill worker they come again, whole, with the first of its row.
         in_row: a step of its row drew it, maybe launched before the request was preempted.
         """
         if in_row and self.stage != "preempted":
             self.enter("decode", now)
         if self.first_token_at:
-            return None
+            early, self.early = self.early, None
+            return None if early is None else self._whole(early, now)
         self.first_token_at = now
-        return self._stages()
+        stages = self._stages()
+        self.early = None if self.row_at else stages
+        return stages
 
     def pulled(self, num_bytes: int) -> None:
         """So many bytes of KV were pulled in the present stage."""
@@ -108,6 +115,16 @@ class Timeline:
         if self.spans is not None:
             code, why = ("", None) if error is None else (error.code, error.message)
             self.spans.leave(now, {"kvlane.output_tokens": num_output_tokens}, code, why)
+
+    def _whole(self, early: Stages, now: float) -> Stages:
+        """What came before the first token, and what came after it."""
+        return replace(
+            early,
+            transfer_s=max(0.0, self.landed_at - max(self.announced_at, self.first_token_at)),
+            decode_queue_s=max(0.0, self.row_at - max(self.landed_at, self.first_token_at)),
+            first_step_s=now - self.row_at,
+            late=True,
+        )
 
     def _stages(self) -> Stages:
         if not self.row_at:  # the prefill worker drew the token

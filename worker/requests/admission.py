@@ -69,6 +69,7 @@ class Admission:
             is_sibling=bool(message.after),
             timeline=Timeline(now, spans),
             claim_key=message.key,
+            salt=message.salt,
         )
         if not self._scheduler.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)

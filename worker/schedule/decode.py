@@ -96,7 +96,8 @@ class DecodeScheduler:
         if new and self.preempted:
             return False
         num_slots = min(len(req.tokens) + self._engine.growth_tokens, req.max_len)
-        hold = self.book.open(req.tokens, num_slots, max_matched=len(req.tokens) - 1)
+        most = len(req.tokens) - 1
+        hold = self.book.open(req.tokens, num_slots, max_matched=most, salt=req.salt)
         if hold is None:
             return False
         if new:

@@ -55,7 +55,8 @@ class PrefillScheduler:
         if len(self.waiting) >= int(self._engine.max_num_reqs) + self._engine.max_waiting:
             return None
         num_stored = len(tokens) - (asked.sampling is None)
-        hold = self.book.open(tokens, num_stored, max_matched=len(tokens) - 1)
+        most = len(tokens) - 1
+        hold = self.book.open(tokens, num_stored, max_matched=most, salt=asked.salt)
         if hold is None:
             return None
         num = hold.num_matched

@@ -74,6 +74,7 @@ class Req:
     matcher: "Matcher | None" = None  # of its grammar; None = free text
     timeline: Timeline = field(default_factory=Timeline)
     claim_key: str = ""  # `Generate.key`
+    salt: str = ""  # `Generate.salt`; kept here, as a preempted request has no hold
     sent: list[TokenChunk] | None = None  # all of it, under whatever id, if it can be claimed
     max_len: int = field(init=False)  # tokens of prompt + output at which it ends with LENGTH
     draw: Draw = field(init=False)

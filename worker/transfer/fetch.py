@@ -183,7 +183,7 @@ class Fetch:
         attributes = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
         req.timeline.enter("prefill", now, attributes, asks=True)
         asked = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
-        self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried))
+        self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried, req.salt))
 
     def announced(self, message: KVReady) -> bool:
         """Queue pages that are new; returns whether a token came, which ends req.tokens now."""

@@ -7,22 +7,27 @@ does not. So each further request is longer and comes while more others run.
 import json
 import os
 import random
+import ssl
 import threading
 import time
 import urllib.request
 
 url, prefills = os.environ["URL"], os.environ["PREFILLS"]
 headers = {"Content-Type": "application/json"}
-lines = [line.split() for line in os.environ.get("API_KEYS", "").splitlines() if line.strip()]
-for key, *_ in sorted(lines, key=lambda words: "admin=yes" not in words)[:1]:  # /config wants one
-    headers["Authorization"] = f"Bearer {key}"
+if file := os.environ.get("API_KEY_FILE"):
+    with open(file) as keys:
+        lines = [line.split() for line in keys if line.strip()]
+    lines.sort(key=lambda words: "admin=yes" not in words)  # /config wants one of these
+    headers["Authorization"] = f"Bearer {lines[0][0]}"
+# The certificate is for the names by which clients come, and we come by the Service's.
+context = ssl._create_unverified_context() if url.startswith("https") else None
 deadline = time.monotonic() + 240
 
 
 def ask(path, body=None):
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
+    with urllib.request.urlopen(request, timeout=120, context=context) as response:
         return json.load(response)
 
 

@@ -2,7 +2,7 @@
 {{- define "kvlane.checks" -}}
 {{- $root := . -}}
 {{- $config := .Values.config -}}
-{{- $ours := dict "cluster.host" "" "cluster.port" "" "cluster.local_ray" "" "router.api_key_file" "serve.apiKeys" -}}
+{{- $ours := dict "cluster.host" "" "cluster.port" "" "cluster.local_ray" "" "router.api_key_file" "serve.apiKeys" "router.tls_cert_file" "serve.tls" "router.tls_key_file" "serve.tls" -}}
 {{- range $pool := list "prefill" "decode" -}}
 {{- $_ := set $ours (printf "%s.replicas" $pool) (printf "%s.replicas" $pool) -}}
 {{- $_ := set $ours (printf "%s.num_cpus" $pool) (printf "%s.cpus" $pool) -}}

@@ -61,6 +61,10 @@ changes its name, so that after an upgrade no worker starts on a pod that is abo
       --node-ip-address="$POD_IP" --object-store-memory={{ int64 .Values.ray.objectStoreBytes }} --temp-dir=/tmp/ray --disable-usage-stats
 {{- end -}}
 
+{{- define "kvlane.scheme" -}}
+{{ ternary "https" "http" (not (empty .Values.serve.tls.existingSecret)) }}
+{{- end -}}
+
 {{- define "kvlane.headAddress" -}}
 {{ include "kvlane.fullname" . }}-head:6379
 {{- end -}}

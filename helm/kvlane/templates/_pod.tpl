@@ -92,6 +92,7 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         - {name: shm, mountPath: /dev/shm}
+        - {name: ray-token, mountPath: /etc/kvlane-ray, readOnly: true}
         {{- if and (ne $component "head") (ne $root.Values.model.source "image") }}
         {{- include "kvlane.modelMount" $root | nindent 8 }}
         {{- end }}
@@ -99,6 +100,9 @@ spec:
         - {name: config, mountPath: /etc/kvlane, readOnly: true}
         {{- if $values.apiKeys.existingSecret }}
         - {name: keys, mountPath: /etc/kvlane-keys, readOnly: true}
+        {{- end }}
+        {{- if $values.tls.existingSecret }}
+        - {name: tls, mountPath: /etc/kvlane-tls, readOnly: true}
         {{- end }}
         {{- end }}
         {{- if and (eq $component "head") $root.Values.ray.gcsFaultTolerance.enabled }}
@@ -110,6 +114,7 @@ spec:
   volumes:
     - {name: tmp, emptyDir: {}}
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ $pod.shmSize }}}}
+    - {name: ray-token, secret: {secretName: {{ include "kvlane.tokenSecret" $root }}, items: [{key: {{ $root.Values.ray.token.key }}, path: token}]}}
     {{- if and (ne $component "head") (ne $root.Values.model.source "image") }}
     {{- include "kvlane.modelVolume" $root | nindent 4 }}
     {{- end }}
@@ -119,6 +124,9 @@ spec:
     {{- if .existingSecret }}
     - {name: keys, secret: {secretName: {{ .existingSecret }}, items: [{key: {{ .key }}, path: keys}]}}
     {{- end }}
+    {{- end }}
+    {{- with $values.tls.existingSecret }}
+    - {name: tls, secret: {secretName: {{ . }}, items: [{key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]}}
     {{- end }}
     {{- end }}
     {{- with $pod.volumes }}
@@ -130,8 +138,7 @@ spec:
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: HOME, value: /tmp/home}
 - {name: RAY_AUTH_MODE, value: token}
-- name: RAY_AUTH_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ include "kvlane.tokenSecret" . }}, key: {{ .Values.ray.token.key }}}}
+- {name: RAY_AUTH_TOKEN_PATH, value: /etc/kvlane-ray/token}
 # Engines must not give way to other processes, nor be killed for memory that they were given.
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_memory_monitor_refresh_ms, value: "0"}
@@ -208,6 +215,7 @@ livenessProbe:
 
 {{- define "kvlane.run.serve" -}}
 {{- $probe := .root.Values.serve.startupProbe -}}
+{{- $scheme := include "kvlane.scheme" .root | upper -}}
 command: [sh, -ec]
 args:
   - |
@@ -220,15 +228,15 @@ lifecycle:
 ports:
   - {name: http, containerPort: 8000}
 startupProbe:
-  httpGet: {path: /ready, port: http}
+  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
   periodSeconds: {{ int $probe.periodSeconds }}
   failureThreshold: {{ int $probe.failureThreshold }}
 readinessProbe:
-  httpGet: {path: /ready, port: http}
+  httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
   periodSeconds: 5
   timeoutSeconds: 5
 livenessProbe:
-  httpGet: {path: /live, port: http}
+  httpGet: {path: /live, port: http, scheme: {{ $scheme }}}
   timeoutSeconds: 5
   failureThreshold: 6
 {{- end -}}
@@ -249,6 +257,9 @@ exec kvlane serve --address={{ include "kvlane.headAddress" . }} --config=/etc/k
 {{- end }}
 {{- if .Values.serve.apiKeys.existingSecret }} \
   --api-key-file=/etc/kvlane-keys/keys
+{{- end }}
+{{- if .Values.serve.tls.existingSecret }} \
+  --set=router.tls_cert_file=/etc/kvlane-tls/tls.crt --set=router.tls_key_file=/etc/kvlane-tls/tls.key
 {{- end }}
 {{- range $pool := list "prefill" "decode" }}
 {{- $values := index $root.Values $pool }} \

@@ -1,0 +1,87 @@
+"""`/admin`: what `kvlane drain NAME` and `kvlane role NAME ROLE` do, over HTTP."""
+
+import asyncio
+from typing import Annotated, Literal, Protocol, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from msgspec import Meta, Struct
+
+from router.errors import ApiError, invalid
+
+MAX_BYTES = 4096
+
+Seconds = Annotated[float, Meta(ge=0, le=86400)]
+
+
+class DrainOrder(Struct, forbid_unknown_fields=True):
+    """Whom to drain and remove; timeout_s: null is `cluster.drain_timeout_s`."""
+
+    name: str
+    timeout_s: Seconds | None = None
+
+
+class RoleOrder(Struct, forbid_unknown_fields=True):
+    """Which worker becomes one of `role`, after it has handed over what it has."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    timeout_s: Seconds | None = None
+
+
+class Operator(Protocol):
+    """Who carries orders out. Methods block, and raise a KvlaneError."""
+
+    def drain(self, name: str, timeout_s: float | None) -> bool:
+        """Whether all work was finished in time."""
+        ...
+
+    def turn(self, name: str, role: Literal["prefill", "decode"], timeout_s: float | None) -> None:
+        """Returns once it has the role."""
+        ...
+
+
+Order = TypeVar("Order", bound=Struct)
+
+
+class OrderRoutes:
+    """The routes below `/admin`; `access.ApiKeys` lets in whose key says admin=yes."""
+
+    def __init__(self, operator: Operator | None, *, keys: bool) -> None:
+        self._operator, self._keys = operator, keys
+
+    async def drain(self, request: Request) -> Response:
+        """POST /admin/drain."""
+        operator, order = self._allowed(), await _read(request, DrainOrder)
+        idle = await asyncio.to_thread(operator.drain, order.name, order.timeout_s)
+        return _told({"name": order.name, "finished": idle})
+
+    async def role(self, request: Request) -> Response:
+        """POST /admin/role."""
+        operator, order = self._allowed(), await _read(request, RoleOrder)
+        await asyncio.to_thread(operator.turn, order.name, order.role, order.timeout_s)
+        return _told({"name": order.name, "role": order.role})
+
+    def _allowed(self) -> Operator:
+        if not self._keys:
+            message = "orders need router.api_key_file with a key that says admin=yes"
+            raise ApiError("unsupported", message, status=403)
+        if self._operator is None:
+            raise ApiError("unsupported", "this router has no controller to ask", status=403)
+        return self._operator
+
+
+async def _read(request: Request, kind: type[Order]) -> Order:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BYTES:
+            raise ApiError("body_too_large", f"the body is larger than {MAX_BYTES} bytes")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise invalid(f"the order cannot be read: {error}") from error
+
+
+def _told(what: dict[str, object]) -> Response:
+    return Response(msgspec.json.encode(what), media_type="application/json")

@@ -1,0 +1,117 @@
+"""All ports of real clusters, Ray's included: each is known, and asks as `doctor --ports` says."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cluster.diagnose.doors import DOORS
+from cluster.diagnose.sockets import listeners
+from tests.e2e.harness import INSIDE, Serve
+from tests.e2e.shared import Clusters, Ray
+from tests.e2e.strangers import Row, gets, offer_of, reads_kv
+from tests.support.patience import HANG_S
+
+KEY = "sk-alice"
+SMALL = (
+    "--prefill", "1", "--decode", "1",
+    "--set", "transport.name=mooncake",
+    "--set", "disaggregation.mode=always",
+)  # fmt: skip
+OURS = {"api", "beside", "metrics", "wire", "mooncake", "mooncake data", "core worker"}
+OF_A_NODE = {"raylet", "objects", "agent", "agent page", "environments", "ray metrics"}
+OF_RANKS = {"store", "ranks"}
+
+
+class OnOpenRay(Serve):
+    """A cluster on a Ray without a token."""
+
+    def environment(self) -> dict[str, str]:
+        found = {k: v for k, v in super().environment().items() if k != "RAY_AUTH_TOKEN"}
+        return found | {"RAY_AUTH_MODE": "disabled"}
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, clusters: Clusters) -> Iterator[Serve]:
+    """Everything asks that can; a worker of two ranks."""
+    clusters.end_all()
+    (tmp_path / "keys").write_text(f"{KEY} name=alice\n")
+    serve = Serve(tmp_path)
+    serve.start(
+        *SMALL, "--router", "2", "--api-key-file", str(tmp_path / "keys"), "--set", "decode.tp=2"
+    )
+    yield serve.wait_ready()
+    serve.end()
+
+
+@pytest.fixture
+def open_to_all(tmp_path: Path, clusters: Clusters) -> Iterator[Serve]:
+    """Nothing asks, of all that a head of Ray may have."""
+    clusters.end_all()
+    if not os.environ.get(INSIDE):
+        pytest.skip("needs a network namespace: others could reach it")
+    ray = Ray(whole=True)
+    serve = OnOpenRay(tmp_path, ray=ray.address, watch=ray.watch)
+    try:
+        yield serve.start(*SMALL, "--set", "transport.authentication=none").wait_ready()
+    finally:
+        serve.end()
+        ray.end()
+
+
+def ports_of(serve: Serve) -> list[Row]:
+    """Of a cluster that has pulled KV once."""
+    body = {"model": "tiny", "prompt": "1 2 3 4 5 6 7 8", "max_tokens": 4}
+    key = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{serve.url}/v1/completions", json=body, headers=key, timeout=HANG_S)
+    assert answer.status_code == 200, answer.text
+    done = serve.command("doctor", "--ports", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout)
+
+
+def check(rows: list[Row], incarnations: dict[str, str]) -> None:
+    """Strangers get in where it asks nothing, and nowhere else."""
+    wrong = [row for row in rows if gets(row, incarnations) != (row["asks"] == "nothing")]
+    assert not wrong
+    engines = [row["address"] for row in rows if row["kind"] == "mooncake"]
+    offered = {offer_of(address)["tcp_data_port"] for address in engines}
+    assert offered == {port_of(row) for row in rows if row["kind"] == "mooncake data"}
+    assert reads_kv(engines) == [True] * len(engines)
+
+
+def port_of(row: Row) -> int:
+    return int(row["address"].rpartition(":")[2])
+
+
+def incarnations_of(serve: Serve) -> dict[str, str]:
+    done = serve.command("status", "--json")
+    return {row["name"]: row["incarnation"] for row in json.loads(done.stdout)}
+
+
+def test_a_stranger_gets_nothing_where_a_port_asks_who_one_is(guarded: Serve) -> None:
+    rows = ports_of(guarded)
+    if os.environ.get(INSIDE):  # where nobody else listens
+        assert {port_of(row) for row in rows} == {each.port for each in listeners()}
+    assert {row["kind"] for row in rows} == OURS | OF_A_NODE | OF_RANKS | {"gcs"}
+    assert {row["process"] for row in rows} == {
+        "serve", "controller", "router-0", "router-1", "prefill-0", "decode-0", "decode-0.1",
+        "gcs", "raylet", "agent", "runtime env agent",
+    }  # fmt: skip
+    for row in rows:
+        assert row["asks"] == DOORS[row["kind"]].asks, row
+    check(rows, incarnations_of(guarded))
+    assert guarded.command("doctor", "--ports").stdout.count("Ray's token") > len(OF_A_NODE)
+
+
+@pytest.mark.whole
+def test_what_asks_nothing_is_said_to_ask_nothing(open_to_all: Serve) -> None:
+    rows = ports_of(open_to_all)
+    kinds = {row["kind"] for row in rows}
+    whole = {"gcs", "dashboard", "client server"}
+    assert kinds == (OURS | OF_A_NODE | whole) - {"beside"}, "which a router alone has not"
+    assert {row["asks"] for row in rows} == {"nothing"}
+    check(rows, incarnations_of(open_to_all))
