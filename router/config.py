@@ -36,7 +36,7 @@ class RouterConfig(Section):
     api_key_file: str = ""
     """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
     admin_access: Literal["auto", "open"] = "auto"
-    """Who sees /metrics, /config and /dashboard; auto: where there are keys, who has one of them.
+    """Who sees /metrics, /load, /config, /dashboard; auto: where there are keys, who has one.
 
     If lines of the file say admin=yes, only those keys. A browser asks for it: any name, the key as
     password. open: whoever reaches the port.

@@ -33,7 +33,9 @@ FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of 
 REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's: it was asked before
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 # Asked every few seconds by machines.
-PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboard/own")
+PROBES = (
+    "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/dashboard/data", "/dashboard/own",
+)  # fmt: skip
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 SAMPLED_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][13579bdf]")

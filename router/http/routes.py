@@ -219,6 +219,7 @@ def application(
     orders = OrderRoutes(operator, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
+    app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
     post("/tokenize", routes.tokenize)
     post("/detokenize", routes.detokenize)
     for path, endpoint in (
@@ -226,6 +227,9 @@ def application(
         ("/v1/models/{name:path}", routes.one_model),
         ("/", status.index),
         ("/health", status.health),
+        ("/ping", status.health),
+        ("/version", status.version),
+        ("/load", status.load),
         ("/live", status.live),
         ("/ready", status.ready),
         ("/metrics", status.metrics),
