@@ -24,6 +24,7 @@ from cluster import logs
 from cluster.clients import commands as clients
 from cluster.config import Config, changed, load, origins
 from cluster.control.replicas import ReplicaStatus
+from cluster.flags import add_flags, given, tell_aliases
 from cluster.search_path import leave_directory
 from cluster.serve.lifetime import NothingRuns, all_running, find_running, made_token
 from cluster.serve.supervisor import Lent, Limits, supervise
@@ -47,22 +48,6 @@ END_MARGIN_S = 10.0
 NEXT_CONTROLLER_S = 15.0  # for one to come where another one is gone
 CUT_OFF = "; requests were cut off"
 ONE_SERVE = "the Ray cluster it runs on; default: the serve of this machine"
-# Flag, the leaf that it sets, its type, its metavar, its help.
-FLAGS: tuple[tuple[str, str, type, str, str], ...] = (
-    ("--model", "model.path", str, "PATH",
-     "'tiny' (bundled), a model directory, or a name on the hub"),
-    ("--prefill", "prefill.replicas", int, "N", "prefill workers"),
-    ("--decode", "decode.replicas", int, "N", "decode workers"),
-    ("--router", "routers.replicas", int, "N", "routers, all on one port"),
-    ("--host", "cluster.host", str, "HOST", "address that the routers listen on"),
-    ("--port", "cluster.port", int, "PORT", "port of the routers; 0: any free one"),
-    ("--api-key-file", "router.api_key_file", str, "PATH", "bearer keys to serve, one a line"),
-    ("--log-format", "cluster.log_format", str, "FORM", "text, or json: an object a line"),
-    ("--spec", "spec.drafter", str, "DRAFTER", "what drafts: none, chain, mtp, dflash, ngram"),
-    ("--spec-path", "spec.path", str, "PATH", "directory of the drafter"),
-    ("--spec-simulate-accept-len", "spec.simulate_accept_len", float, "X",
-     "to measure speculation on random weights: X tokens of a step count; answers are junk"),
-)  # fmt: skip
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -77,23 +62,25 @@ def _as_json(level: str, text: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    words = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.WARNING, format="%(levelname).1s %(name)s: %(message)s")
-    return _guarded(lambda: _run_command(given))
+    return _guarded(lambda: _run_command(words))
 
 
-def _run_command(given: Sequence[str]) -> int:
-    if given[:1] != ["serve"]:  # which has its own way, see `supervisor`
+def _run_command(words: Sequence[str]) -> int:
+    if words[:1] != ["serve"]:  # which has its own way, see `supervisor`
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if given[:1] == ["bench"]:
-        return clients.bench(given[1:])
-    if given[:1] == ["--version"]:
+    if words[:1] == ["bench"]:
+        return clients.bench(words[1:])
+    if words[:1] == ["--version"]:
         from router.show.status import version  # which others need not wait for
 
         print(f"kvlane {version()}")
         return 0
-    args = parser_of_commands().parse_args(given)
+    args = parser_of_commands().parse_args(words)
     command: Run = args.command
+    if command is not _serve:  # which may have to tell it as JSON
+        tell_aliases(args, _plainly)
     return command(args)
 
 
@@ -133,7 +120,7 @@ def parser_of_commands() -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=help)
         added.set_defaults(command=run)
         if run in (_serve, _config, _doctor, _restart):
-            _add_config(added)
+            add_flags(added, positional=run is not _restart)  # which takes a worker's name
         if address:
             added.add_argument("--address", metavar="HOST:PORT", help=address)
         return added
@@ -171,18 +158,9 @@ def parser_of_commands() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    for flag, leaf, kind, metavar, text in FLAGS:
-        parser.add_argument(flag, dest=leaf, type=kind, metavar=metavar, help=text)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML, see the config command")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="one leaf of the configuration"
-    )
-
-
 def load_config(args: argparse.Namespace) -> Config:
     """The tree that a command line asks for; raises UserError as `load`."""
-    return load(args.config, args.set, {leaf: getattr(args, leaf) for _, leaf, *_ in FLAGS})
+    return load(args.config, args.set, {leaf: value for _, leaf, value in given(args)})
 
 
 def _serve(args: argparse.Namespace) -> int:
@@ -196,6 +174,7 @@ def _serve(args: argparse.Namespace) -> int:
     if config.cluster.log_format == "json":
         tell = _as_json
         os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")  # it names the process
+    tell_aliases(args, tell)
     return _guarded(lambda: _start(config, args.offline, address, tell), tell)
 
 
@@ -245,8 +224,8 @@ def _config(args: argparse.Namespace) -> int:
         from cluster.resolve import explain
 
         config = load_config(args)
-        given = {leaf: flag for flag, leaf, *_ in FLAGS if getattr(args, leaf) is not None}
-        for line in explain(config, origins(args.config, args.set, given), _num_gpus(config)):
+        flags = {leaf: flag for flag, leaf, _ in given(args)}
+        for line in explain(config, origins(args.config, args.set, flags), _num_gpus(config)):
             print(line)
     else:
         print(yaml.safe_dump(load_config(args).shown(), sort_keys=False), end="")
@@ -315,7 +294,7 @@ def _restart(args: argparse.Namespace) -> int:
 
     with _connected(args) as ask:
         running: Config = ask("configuration")
-        flags = {leaf: getattr(args, leaf) for _, leaf, *_ in FLAGS}
+        flags = {leaf: value for _, leaf, value in given(args)}
         config = load_config(args) if args.config else changed(running, args.set, flags)
         if config.model != running.model or config.spec != running.spec:
             config = fetched(config, offline=False).anchored(Path.cwd())

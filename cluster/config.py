@@ -1,8 +1,8 @@
 """The root of the configuration tree, and how it is put together.
 
 Sources, later ones win: the YAML file, `--set a.b=c` (c is read as YAML), the plain flags. A
-mistake is a `UserError` that names the path of every field that is wrong. Nothing here reads the
-environment.
+mistake is a `UserError` that names the path of every field that is wrong. `--set engine.a=c` sets
+the leaf for both roles. Nothing here reads the environment.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from worker.config import (
 from worker.errors import UserError
 
 WorkerRole = Literal["prefill", "decode"]
+OF_BOTH = "engine"  # at the top level it stands for that section of both roles
 Resources = dict[str, float]
 
 STOP_MARGIN_S = 15.0  # beyond the configured time-outs
@@ -277,9 +278,14 @@ def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
         if not equals or not key.strip():
             raise UserError(f"--set {text}: expected PATH=VALUE, for example decode.replicas=2")
         try:
-            yield key.strip(), yaml.safe_load(value)
+            read = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise UserError(f"--set {text}: the value is not YAML: {_one_line(error)}") from error
+        path = key.strip()
+        of_both = path.partition(".")[0] == OF_BOTH
+        yield from ((f"{role}.{path}", read) for role in ("prefill", "decode") if of_both)
+        if not of_both:
+            yield path, read
 
 
 def _read(path: Path) -> dict[str, Any]:

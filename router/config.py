@@ -36,7 +36,7 @@ class RouterConfig(Section):
     api_key_file: str = ""
     """Keys, one a line, with their limits; read again when it changes. Empty: none is needed."""
     admin_access: Literal["auto", "open"] = "auto"
-    """Who sees /metrics, /config and /dashboard; auto: where there are keys, who has one of them.
+    """Who sees /metrics, /load, /config, /dashboard; auto: where there are keys, who has one.
 
     If lines of the file say admin=yes, only those keys. A browser asks for it: any name, the key as
     password. open: whoever reaches the port.
@@ -65,6 +65,11 @@ class RouterConfig(Section):
     """What encodes prompts; auto: fastokens where its ids are Hugging Face's, else huggingface."""
     tokenizer_cache_mib: int = Field(default=64, ge=0)
     """Of parts of prompts whose tokens are kept: what a conversation repeats; 0: none."""
+    unknown_fields: Literal["tell", "refuse"] = "tell"
+    """Fields of a request that have no effect here but might change an answer elsewhere.
+
+    tell: a response header, X-Kvlane-Unknown-Fields, names them. refuse: a 400 does.
+    """
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling where a request says nothing; auto: the model's generation_config.json."""
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"

@@ -20,12 +20,15 @@ from router.http.keys import Key
 log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-PAGES = ("/metrics", "/config", "/dashboard")  # for operators, and all below
+PAGES = ("/metrics", "/config", "/dashboard", "/load")  # for operators, and all below
 ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
-EXPOSED = ("X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed")
+EXPOSED = (
+    "X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed",
+    "X-Kvlane-Unknown-Fields",
+)  # fmt: skip
 
 
 class ApiKeys:

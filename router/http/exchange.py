@@ -11,7 +11,7 @@ import re
 import secrets
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.queue import Req, counted
 from router.observe.stages import by_stage, vllm_times
+from router.openai.fields import listed
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace, Tracer
@@ -27,11 +28,14 @@ log = logging.getLogger("kvlane.router")
 access_log = logging.getLogger("kvlane.access")
 
 REQUEST_ID, SERVER_TIMING = b"x-request-id", b"server-timing"
+UNKNOWN_FIELDS = b"x-kvlane-unknown-fields"
 FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of logs
 REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's: it was asked before
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 # Asked every few seconds by machines.
-PROBES = ("/health", "/live", "/ready", "/metrics", "/dashboard/data", "/dashboard/own")
+PROBES = (
+    "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/dashboard/data", "/dashboard/own",
+)  # fmt: skip
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 SAMPLED_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][13579bdf]")
@@ -53,6 +57,7 @@ class Exchange:
     reqs: list[Req] = field(default_factory=list[Req])  # the choices, of one that generates
     n: int = 1  # choices of each prompt that the client gets
     client: str = ""  # the name of its API key; "": none is needed
+    unheeded: Sequence[str] = ()  # fields of its body that have no effect
     own_salt: str = ""  # `Key.own_salt`
     failure: str = ""  # how an answer ended that did not end well
     trace: "Trace | None" = None  # its present stage is the server's span
@@ -77,6 +82,8 @@ class Exchange:
         """Those of every response."""
         timing = ", ".join(f"{name};dur={1e3 * s:.1f}" for name, s in self.stages.items())
         headers = [(REQUEST_ID, self.request_id.encode()), (SERVER_TIMING, timing.encode())]
+        if self.unheeded:
+            headers.append((UNKNOWN_FIELDS, listed(self.unheeded).encode()))
         return headers + [REPLAYED] * any(req.was_claimed for req in self.reqs)
 
     @property

@@ -150,6 +150,10 @@ OPERATIONS = (
     _get("/v1/models", "All models: one", reply.ModelList, {"object": "list", "data": [CARD]}),
     _get("/v1/models/{name}", "The model of this name", reply.Model, CARD),
     _get("/health", "Whether a decode worker answers", Status, {"status": "ok"}),
+    _get("/ping", "The same, as SageMaker asks", Status, {"status": "ok"}),
+    _get("/version", "The version of kvlane, as vLLM tells its own", None, {"version": "0.1.0"}),
+    _get("/load", "Generation requests that this router has open, as vLLM tells them",
+         None, {"server_load": 0}),
     _get("/live", "That this router's loop turns, and which workers make progress",
          Status, {"status": "live", "workers": {"decode-0": "live"}}),
     _get("/ready", "Whether requests can be served now", Status, {"status": "ready"}),
@@ -202,7 +206,7 @@ def _operation(op: Operation, model: str) -> dict[str, Any]:
         "4XX": {"description": "The request is wrong, or comes too early", "content": failed},
         "5XX": {"description": "It could not be served", "content": failed},
     }
-    if op.path in ("/health", "/ready"):
+    if op.path in ("/health", "/ping", "/ready"):
         responses["503"] = {"description": "Not now; `reason` says why", "content": content}
     shown: dict[str, Any] = {
         "summary": op.summary,

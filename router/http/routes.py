@@ -38,7 +38,10 @@ from worker.errors import Busy, KvlaneError, LibraryError, UserError, contained
 MAX_KEY_CHARS = 255  # of an idempotency key
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
-SLOW_WORDS = (b"response_format", b"guided_", b"structured_outputs", b"tool", b"\\u")
+SLOW_WORDS = (
+    b"response_format", b"guided_", b"structured_outputs", b"json_schema", b"regex", b"ebnf",
+    b"tool", b"\\u",
+)  # fmt: skip
 NOT_SERVED = (
     "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
     "/v1/responses/{rest:path}", "/v1/moderations",
@@ -119,6 +122,7 @@ class Routes:
             if len(given) > MAX_KEY_CHARS:
                 raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
             prepared = await self._run(request, work)
+            exchange.unheeded = prepared.unheeded
             front.dispatcher.check_room(len(prepared.reqs))
             if self._keys is not None:
                 self._keys.begin(exchange.client, counted(prepared.reqs)[0], self._num_routers)
@@ -215,6 +219,7 @@ def application(
     orders = OrderRoutes(operator, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
+    app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
     post("/tokenize", routes.tokenize)
     post("/detokenize", routes.detokenize)
     for path, endpoint in (
@@ -222,6 +227,9 @@ def application(
         ("/v1/models/{name:path}", routes.one_model),
         ("/", status.index),
         ("/health", status.health),
+        ("/ping", status.health),
+        ("/version", status.version),
+        ("/load", status.load),
         ("/live", status.live),
         ("/ready", status.ready),
         ("/metrics", status.metrics),

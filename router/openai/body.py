@@ -11,7 +11,14 @@ from msgspec.json import encode as to_json
 
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
-from router.openai.reply import Choice, Completion, PromptTokensDetails, TracedStep, Usage
+from router.openai.reply import (
+    Choice,
+    Completion,
+    PromptTokensDetails,
+    TextChoice,
+    TracedStep,
+    Usage,
+)
 
 
 class AnswerWriter(Protocol):
@@ -20,6 +27,7 @@ class AnswerWriter(Protocol):
     prefix: str  # of the answer's id
     whole_object: str
     chunk_object: str
+    has_one_prompt: bool  # then its ids stand beside the choices, else in them
 
     def opening(self, index: int) -> Choice | None:
         """What the endpoint sends of a choice before its first text, if anything."""
@@ -48,6 +56,8 @@ class Prepared:
     continuous_usage: bool = False
     return_stages: bool = False
     return_resumes: bool = False
+    return_token_ids: bool = False
+    unheeded: Sequence[str] = ()  # fields that have no effect
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
@@ -63,6 +73,7 @@ class Body:
         self._prepared = prepared
         self._reqs = reqs
         self._opened = set[int]()  # choices that have their first event
+        self._num_told: dict[int, int] = {}  # of each choice: token ids that were written
         self.answer_id = f"{prepared.writer.prefix}-{unique_id}"
         self._completion = Completion[Choice](
             id=self.answer_id,
@@ -72,6 +83,8 @@ class Body:
             choices=(),
             usage=None if prepared.include_usage else UNSET,
         )
+        if prepared.return_token_ids and prepared.writer.has_one_prompt:
+            self._completion.prompt_token_ids = prepared.reqs[0].prompt
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
         """An answer that is not streamed; `answers` are its choices."""
@@ -79,6 +92,7 @@ class Body:
         choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
             self._account(choice, answer)
+            self._identify(choice, answer.index)
         completion.object, completion.choices = writer.whole_object, choices
         completion.usage = self._usage()
         return to_json(completion)
@@ -98,6 +112,7 @@ class Body:
             if choice is not None:
                 if delta.finish_reason is not None:
                     self._account(choice, delta)
+                self._identify(choice, delta.index)
                 events.append(self._event(choice))
         return b"".join(events)
 
@@ -113,7 +128,9 @@ class Body:
         completion.choices = choices
         if self._prepared.continuous_usage:
             completion.usage = self._usage()
-        return b"data: %b\n\n" % to_json(completion)
+        event = b"data: %b\n\n" % to_json(completion)
+        completion.prompt_token_ids = UNSET
+        return event
 
     def _account(self, choice: Choice, delta: Delta) -> None:
         """Add the accept trace and the time of each stage, if asked for and known."""
@@ -122,6 +139,20 @@ class Body:
             choice.kvlane_trace = msgspec.convert(delta.windows, steps, from_attributes=True)
         if self._prepared.return_stages and delta.spent is not None:
             choice.stages = delta.spent
+
+    def _identify(self, choice: Choice, index: int) -> None:
+        """Add the ids of its tokens since the last time, if asked for.
+
+        They may be a little ahead of its text, of which some can wait for a client, or to be
+        parsed.
+        """
+        if not self._prepared.return_token_ids:
+            return
+        req, num_told = self._reqs[index], self._num_told.get(index)
+        if num_told is None and isinstance(choice, TextChoice):
+            choice.prompt_token_ids = req.prompt
+        choice.token_ids = req.tokens[num_told or 0 :]
+        self._num_told[index] = (num_told or 0) + len(choice.token_ids)
 
     def _usage(self) -> Usage:
         num_prompt, num_output, num_cached = counted(self._reqs)

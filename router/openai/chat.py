@@ -30,13 +30,18 @@ class ChatWriter(AnswerWriter):
     """Chat completions and their chunks.
 
     `parser` makes the parser of one choice. `bytes_of` is None when no logprobs are wanted.
+    `reasons`: the reasoning is part of the answer.
     """
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    has_one_prompt = True
 
-    def __init__(self, parser: Callable[[], Parser], bytes_of: BytesOf | None) -> None:
+    def __init__(
+        self, parser: Callable[[], Parser], bytes_of: BytesOf | None, *, reasons: bool = True
+    ) -> None:
+        self._reasons = reasons
         self._parser = parser
         self._bytes_of = bytes_of
         self._parsers: dict[int, Parser] = {}
@@ -61,6 +66,7 @@ class ChatWriter(AnswerWriter):
         new = DeltaMessage(
             content=parsed.content or UNSET,
             reasoning_content=parsed.reasoning or UNSET,
+            reasoning=parsed.reasoning or UNSET,
             tool_calls=_tool_calls(parsed.calls),
         )
         logprobs = self._logprobs(delta)
@@ -72,6 +78,7 @@ class ChatWriter(AnswerWriter):
         message = AssistantMessage(
             content=content,
             reasoning_content=parsed.reasoning or UNSET,
+            reasoning=parsed.reasoning or UNSET,
             tool_calls=_tool_calls(parsed.calls, whole=True),
         )
         reason = self._reason(delta)
@@ -86,7 +93,9 @@ class ChatWriter(AnswerWriter):
             parser = self._parsers[delta.index] = self._parser()
         parsed = parser.feed(delta.text) if delta.text else Parsed()
         if delta.finish_reason is not None:
-            parsed += parser.finish()
+            parsed += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
+        if not self._reasons:
+            parsed.reasoning = ""
         if parsed.calls:
             self._called.add(delta.index)
         return parsed
@@ -132,13 +141,15 @@ def rendered(
         role = message.role
         role = "system" if role == "developer" and not knows_developer else role
         one = {"role": role, "content": shown, **(message.model_extra or {})}
+        if "reasoning" in one:  # templates know it by its older name
+            one.setdefault("reasoning_content", one["reasoning"])
         if message.tool_calls:
             one["tool_calls"] = [
                 _earlier_call(call, f"messages.{i}.tool_calls.{j}")
                 for j, call in enumerate(message.tool_calls)
             ]
         plain.append(one)
-    begins, extra = asked.add_generation_prompt, asked.chat_template_kwargs
+    begins, extra = asked.add_generation_prompt, asked.of_template
     return text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
 
 

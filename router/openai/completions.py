@@ -21,6 +21,7 @@ class TextWriter(AnswerWriter):
     prefix = "cmpl"
     whole_object = "text_completion"
     chunk_object = "text_completion"
+    has_one_prompt = False
 
     def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
         self._echoes = echoes
@@ -64,11 +65,12 @@ def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, 
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """What each choice repeats before its own text; empty without echo."""
+    """What each choice repeats before its own text, of a prompt that was cut what is left of it."""
     if not body.echo:
         return []
+    is_cut = body.truncate_prompt_tokens is not None
     shown = [
-        prompt if isinstance(prompt, str) else text.decode(tokens)
+        prompt if isinstance(prompt, str) and not is_cut else text.decode(tokens)
         for prompt, tokens in zip(body.prompt, prompts, strict=True)
     ]
     return [prompt for prompt in shown for _ in range(body.num_samples)]

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple, cast
 from router.errors import invalid, unsupported
 from router.openai.schema import GenerationBody, mapping
 from router.text.bounded import Bounds
-from router.text.grammar import Part, quoted, regex_part, schema_part
+from router.text.grammar import Part, ebnf_part, quoted, regex_part, schema_part
 
 FIELDS = ("json", "regex", "choice", "grammar")
 NOT_BUILT = "structural_tag"  # of structured_outputs
+SGLANG = (("json", "json_schema"), ("regex", "regex"), ("ebnf", "ebnf"))
 
 
 class Constraint(NamedTuple):
@@ -30,6 +31,8 @@ def _part(kind: str, value: Any, param: str, bounds: Bounds) -> Part:
         raise invalid(f"{param}: must be a string that is not empty", param)
     if kind == "regex":
         return regex_part(value)
+    if kind == "ebnf":
+        return ebnf_part(value, param)
     return {"lark_grammar": value}
 
 
@@ -59,6 +62,7 @@ def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:
     asked = body.structured_outputs or {}
     wishes = [(kind, f"guided_{kind}", getattr(body, f"guided_{kind}")) for kind in FIELDS]
     wishes += [(kind, f"structured_outputs.{kind}", asked.get(kind)) for kind in FIELDS]
+    wishes += [(kind, name, getattr(body, name)) for kind, name in SGLANG]
     if asked.get("json_object"):
         wishes.append(("json", "structured_outputs.json_object", {"type": "object"}))
     for kind, param, value in wishes:

@@ -9,16 +9,18 @@ from msgspec.structs import replace
 
 from router.config import RouterConfig
 from router.dispatch.queue import Req
-from router.errors import ApiError, invalid
+from router.errors import ApiError, invalid, unsupported
 from router.openai import chat, completions
 from router.openai.body import AnswerWriter, Prepared
 from router.openai.constraints import constraint_of
+from router.openai.fields import listed, unheeded
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
 from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
 from router.text.grammar import Validator, composed, think_rules
-from router.text.parsers import MARKERS, THINK, THINK_END, FirstCallOnly, Parser, Plain, Reasoning
+from router.text.parsers import FirstCallOnly, Parser, Plain
+from router.text.reasoning import MARKERS, THINK, THINK_END, Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
@@ -40,6 +42,7 @@ class _Job:
 
     writer: AnswerWriter
     param: str  # the field with the prompts
+    unheeded: Sequence[str]  # fields that have no effect
     grammar: str = ""
     grammar_param: str = ""  # the field that asks for the grammar
     markers: Sequence[str] = ()  # written out although they may be special tokens
@@ -64,17 +67,23 @@ class Preparer:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
         body = parse(ChatBody, raw)
         self._served.check_model(body.model)
+        ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
+        if not (body.include_reasoning or self._reasons) and THINK in text.template_source:
+            message = "include_reasoning: it is not told apart here (router.reasoning_parser)"
+            raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
+        tokens = shortened(tokens, body, self._served.max_model_len)
         is_parsed = tools.functions or think is not Think.NEVER
         writer = chat.ChatWriter(
             (lambda: _thinking(parser(self._format, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
+            reasons=body.include_reasoning,
         )
-        job = _Job(writer, "messages", *self._grammar(body, tools, think), salt=salt)
+        job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think), salt=salt)
         if is_parsed:
             job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
@@ -83,17 +92,27 @@ class Preparer:
         """POST /v1/completions; raises as `chat` does."""
         body = parse(CompletionBody, raw)
         self._served.check_model(body.model)
+        ignored = self._unheeded(body)
         limit = self._served.config.max_inflight
         if len(body.prompt) * body.num_samples > limit:
             raise invalid(f"prompt: at most {limit} choices", "prompt")
         text, salt = self._served.text, body.salt(own_salt)
-        prompts = completions.prompts(body, self._served, salt)
+        context = self._served.max_model_len
+        whole = completions.prompts(body, self._served, salt)
+        prompts = [shortened(prompt, body, context) for prompt in whole]
         writer = completions.TextWriter(
             completions.echoes(body, prompts, text),
             text.token_bytes if body.num_logprobs >= 0 else None,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
-        return self._prepared(body, prompts, _Job(writer, "prompt", *grammar, salt=salt))
+        return self._prepared(body, prompts, _Job(writer, "prompt", ignored, *grammar, salt=salt))
+
+    def _unheeded(self, body: GenerationBody) -> tuple[str, ...]:
+        """Fields that have no effect; raises an ApiError, 400, for them if they are refused."""
+        names = unheeded(body.unknown(self._served.text.template_source))
+        if names and self._served.config.unknown_fields == "refuse":
+            raise unsupported(f"of no effect here, and refused: {listed(names)}", names[0])
+        return names
 
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
@@ -161,7 +180,12 @@ class Preparer:
             leader: Req | None = None
             for i in range(body.num_samples):
                 output = text.output(
-                    prompt, stop=body.stop, min_tokens=body.min_tokens, over=job.over(), skip=skip
+                    prompt,
+                    stop=body.stop,
+                    min_tokens=body.min_tokens,
+                    over=job.over(),
+                    skip=skip,
+                    keeps_stop=body.include_stop_str_in_output,
                 )
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
@@ -178,6 +202,8 @@ class Preparer:
             continuous_usage=options is not None and options.continuous_usage_stats,
             return_stages=body.return_stages,
             return_resumes=body.return_resumes,
+            return_token_ids=body.return_token_ids,
+            unheeded=job.unheeded,
             priority=body.priority,
             is_seeded=body.seed is not None,
             grammar_param=job.grammar_param,
@@ -186,6 +212,20 @@ class Preparer:
 
 def _thinking(inner: Parser, think: Think) -> Parser:
     return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
+
+
+def shortened(prompt: tuple[int, ...], body: GenerationBody, max_model_len: int) -> tuple[int, ...]:
+    """The last tokens of a prompt, as many as the body wants; -1: as leave room for the answer.
+
+    Raises an ApiError, 400, if it wants more than there can be.
+    """
+    asked, name = body.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if asked is None:
+        return prompt
+    if asked == 0 or asked > max_model_len:
+        raise invalid(f"{name}: must be -1, or in [1, {max_model_len}]", name)
+    room = max(1, max_model_len - (body.asked_max_tokens[0] or 1))
+    return prompt[-(room if asked < 0 else asked) :]
 
 
 def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served, param: str) -> int:

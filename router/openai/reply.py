@@ -80,6 +80,7 @@ class AssistantMessage(Struct, kw_only=True):
     content: str | None
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET  # the same, as newer clients call it
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -90,6 +91,7 @@ class DeltaMessage(Struct, kw_only=True):
     content: str | UnsetType = UNSET
     refusal: UnsetType | None = UNSET
     reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -111,10 +113,11 @@ class Choice(Struct, kw_only=True):
     """What every choice has.
 
     `stages` comes with the finish reason if return_stages was set, `kvlane_trace` if return_trace
-    was.
+    was. `token_ids` are those that are new, if return_token_ids was set.
     """
 
     index: int
+    token_ids: Sequence[int] | UnsetType = UNSET
     stages: StageTimes | UnsetType = UNSET
     kvlane_trace: Sequence[TracedStep] | UnsetType = UNSET
 
@@ -141,6 +144,7 @@ class TextChoice(Choice, kw_only=True):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: str | None
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET  # with the first `token_ids`
 
 
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
@@ -155,6 +159,9 @@ class Completion(Struct, Generic[ChoiceT], kw_only=True):
     model: str
     choices: Sequence[ChoiceT]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = (
+        UNSET  # of a chat; in a stream, of its first chunk
+    )
 
 
 class TokenizeReply(Struct, kw_only=True):

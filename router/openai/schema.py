@@ -1,11 +1,11 @@
-"""Bodies of HTTP requests, and the one table of fields that are not supported yet.
+"""Bodies of HTTP requests; null means the default. Responses: `router.openai.reply`.
 
-Unknown fields are accepted, as in vLLM; null means the default. Responses: `router.openai.reply`.
+Unknown fields are accepted, as in vLLM, but not in silence: `router.openai.fields`.
 """
 
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import (
@@ -19,8 +19,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from router.errors import ApiError, invalid, unsupported
+from router.errors import ApiError, invalid
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
+from router.openai.fields import INSIDE, check_built
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
@@ -159,13 +160,30 @@ class GenerationBody(Salted):
     guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
+    json_schema: str | dict[str, Any] | None = None  # SGLang's, as the next two
+    regex: str | None = None
+    ebnf: str | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    return_token_ids: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: what has room
     return_stages: bool = False  # ours: where the time of each choice went
     return_resumes: bool = False  # ours: a stream says where it goes on at another worker
     return_trace: bool = Field(
         False, description="kvlane's own: each choice has its accept trace, `kvlane_trace`"
     )
     add_special_tokens: bool | None = None
+
+    def unknown(self, template: str) -> Iterator[str]:
+        """The paths of fields that have no effect here; `template`: source of the chat template."""
+        yield from self.model_extra or {}
+        options = self.stream_options
+        for name, fields in (
+            ("stream_options", options.model_extra if options is not None else None),
+            ("structured_outputs", self.structured_outputs),
+            ("response_format", self.response_format),
+        ):
+            yield from (f"{name}.{key}" for key in given(fields or {}) if key not in INSIDE)
 
     @property
     def asked_max_tokens(self) -> tuple[int | None, str]:
@@ -237,6 +255,15 @@ class OfTemplate(RequestModel):
 
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] = {}
+    documents: Many[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def of_template(self) -> dict[str, Any]:
+        """All of it by the names that templates know; OpenAI's effort "none" has one of its own."""
+        named = given({name: getattr(self, name) for name in ("documents", "reasoning_effort")})
+        silent = {"enable_thinking": False} if self.reasoning_effort == "none" else {}
+        return silent | self.chat_template_kwargs | named
 
 
 class ChatBody(OfTemplate, GenerationBody):
@@ -249,6 +276,17 @@ class ChatBody(OfTemplate, GenerationBody):
     tools: Many[dict[str, Any]] = Field([], max_length=MAX_TOOLS)
     tool_choice: Any = None
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
+
+    def unknown(self, template: str) -> Iterator[str]:
+        yield from super().unknown(template)
+        named = self.of_template
+        for name in named:
+            from_kwargs = name in self.chat_template_kwargs
+            is_none = name == "reasoning_effort" and named[name] == "none"
+            known = name in template or (is_none and "enable_thinking" in template)
+            if not known and (from_kwargs or name != "enable_thinking"):
+                yield f"chat_template_kwargs.{name}" if from_kwargs else name
 
     @model_validator(mode="after")
     def _agrees(self) -> "ChatBody":
@@ -301,20 +339,6 @@ class CompletionBody(GenerationBody):
         return self.best_of or self.n
 
 
-# Fields that would change the output and are not supported yet; what is falsy changes nothing, or
-# what the table below says. Whoever builds one deletes its name and adds the field above.
-NOT_BUILT = (
-    "use_beam_search", "allowed_token_ids", "bad_words", "prompt_logprobs", "functions",
-    "modalities", "audio", "suffix", "prompt_embeds", "truncate_prompt_tokens", "structural_tag",
-    "include_stop_str_in_output", "continue_final_message", "chat_template",
-)  # fmt: skip
-HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "prompt_logprobs": lambda value, fields: False,
-    "truncate_prompt_tokens": lambda value, fields: False,
-    "modalities": lambda value, fields: value == ["text"],
-    "functions": lambda value, fields: not value or fields.get("function_call") == "none",
-}
-
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 ModelT = TypeVar("ModelT", bound=RequestModel)
 
@@ -325,11 +349,7 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     Raises an ApiError, 400, naming the field that is wrong or not supported.
     """
     body = read(model, raw)
-    extra = body.model_extra or {}
-    for name in NOT_BUILT:
-        harmless = HARMLESS.get(name, lambda value, _: not value)
-        if name in extra and not harmless(extra[name], extra):
-            raise unsupported(f"{name} is not supported yet with this value", name)
+    check_built(body.model_extra or {})
     if any(not stop for stop in body.stop):
         raise invalid("stop strings must not be empty", "stop")
     if sum(map(len, body.stop)) > MAX_STOP_CHARS:

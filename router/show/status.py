@@ -98,6 +98,14 @@ class StatusRoutes:
         ]  # fmt: skip
         return JSONResponse(targets)
 
+    async def version(self) -> Response:
+        """GET /version: in vLLM's form."""
+        return JSONResponse({"version": version()})
+
+    async def load(self) -> Response:
+        """GET /load: in vLLM's form; the generation requests that this router has open."""
+        return JSONResponse({"server_load": self._front.num_open})
+
     async def config(self) -> Response:
         """GET /config: the resolved configuration, the members, and notes on this build."""
         members = [

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from router.errors import invalid, unsupported
 from router.text.bounded import Bounds, TooLarge, bounded
@@ -19,6 +20,7 @@ from router.text.trial import Trials
 from worker.errors import contained
 
 MAX_GRAMMAR_CHARS = 1 << 18
+MAX_EBNF_CHARS, MAX_EBNF_RULES = 1 << 14, 256
 THOUGHT = r"(?s:.*)"
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
@@ -52,6 +54,20 @@ def regex_part(pattern: str) -> Part:
     """A regular expression, as llguidance writes it in a grammar."""
     grammar = json.loads(LLMatcher.grammar_from_regex(pattern))
     return {"lark_grammar": grammar["grammars"][0]["lark_grammar"]}
+
+
+def ebnf_part(text: str, param: str) -> Part:
+    """A grammar as llama.cpp, xgrammar and SGLang write it; raises an ApiError if it is none.
+
+    llguidance rewrites it in time that grows with its rules times its length, so both are bounded.
+    """
+    if len(text) > MAX_EBNF_CHARS or text.count("::=") > MAX_EBNF_RULES:
+        most = f"{MAX_EBNF_CHARS} characters and {MAX_EBNF_RULES} rules"
+        raise invalid(f"{param}: at most {most}", param)
+    try:
+        return {"lark_grammar": gbnf_to_lark(text)}
+    except Exception as error:  # the rewriter raises nothing narrower
+        raise invalid(f"{param}: {str(error)[:1000]}", param) from None
 
 
 def quoted(text: str) -> str:

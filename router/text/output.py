@@ -158,10 +158,12 @@ class _Automaton:
 class StopMatcher:
     """Finds the stop string that ends first (of those the longest), across any split of the text.
 
-    Holds back only what could still be the beginning of a stop string.
+    Holds back only what could still be the beginning of a stop string. `keeps`: the text ends
+    behind the stop string instead of before it.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
+        self._keeps = keeps
         self._automata = [_Automaton(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
 
@@ -173,7 +175,7 @@ class StopMatcher:
         if first is not None:
             end = len(self._held) + first[0]
             self._held = ""
-            return text[: end + first[1]], True
+            return text[: end if self._keeps else end + first[1]], True
         num_held = max((automaton.num_matched for automaton in self._automata), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]
@@ -196,8 +198,8 @@ class Piece(NamedTuple):
 class OutputText:
     """The text of one answer: detokenizer, then stop strings.
 
-    The text ends before the stop string, and the token that completes it is the last that counts.
-    So the result does not depend on how many tokens arrive at a time.
+    The text ends before the stop string (`keeps_stop`: behind it), and the token that completes it
+    is the last that counts. So the result does not depend on how many tokens arrive at a time.
 
     `detokenizer` is this answer's own. `stops` are not empty. `over` gets the text of each token
     and says when the answer is complete. Neither ends the text within the first `min_tokens`.
@@ -209,9 +211,11 @@ class OutputText:
         stops: Sequence[str],
         min_tokens: int = 0,
         over: Callable[[str], bool] | None = None,
+        *,
+        keeps_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops) if stops else None
+        self._matcher = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._num_unmatched = min_tokens
         self._over = over
 

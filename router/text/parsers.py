@@ -1,7 +1,8 @@
-"""Splits a model's output, as it arrives, into reasoning, content and tool calls.
+"""Splits a model's output, as it arrives, into content and tool calls.
 
 Parsers take text in pieces of any size and return what is certain so far. The sum of what they
-return does not depend on the sizes. What looks like a call and is none becomes content.
+return does not depend on the sizes. What looks like a call and is none becomes content; what a
+limit of tokens has `cut` off before it could be told, and begins like a call, is dropped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard, cast
 
-THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
-MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
 
 SURROGATE = re.compile("[\\ud800-\\udfff]")
 MAX_HEAD = 512  # JSON that has not begun like a call after so many characters is content
@@ -24,6 +23,8 @@ HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
+FIRST_KEY = re.compile(r'\s*\{\s*(?:"(\w*)("?)|$)')
+KEYS = ("type", "name", "arguments", "parameters")  # with which the JSON of a call may begin
 
 
 @dataclass(slots=True)
@@ -66,8 +67,8 @@ class Parser(Protocol):
         """What `text` adds."""
         ...
 
-    def finish(self) -> Parsed:
-        """What was held back, now that the text has ended."""
+    def finish(self, *, cut: bool = False) -> Parsed:
+        """What was held back, now that the text has ended; `cut`: by a limit of tokens."""
         ...
 
 
@@ -77,7 +78,7 @@ class Plain(Parser):
     def feed(self, text: str) -> Parsed:
         return Parsed(text)
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut: bool = False) -> Parsed:
         return Parsed()
 
 
@@ -201,12 +202,14 @@ class Hermes(_Calls):
         super().__init__()
         self._in_content = False  # content was returned since the last call
 
-    def finish(self) -> Parsed:
-        parsed, call = Parsed(), self._call
+    def finish(self, *, cut: bool = False) -> Parsed:
+        parsed, call, text = Parsed(), self._call, self._text
         if call is None:
-            parsed.content = self._text
+            num_held = held(text, CALL) if cut else 0
+            parsed.content = text[:-num_held].rstrip() if num_held else text
         elif not call.started:
-            parsed = call.whole(self._text) or Parsed(CALL + self._text)
+            whole = text[: len(text) - held(text, CALL_END)]
+            parsed = call.whole(whole) or Parsed("" if cut else CALL + text)
         self._text, self._call = "", None
         return parsed
 
@@ -266,10 +269,12 @@ class Llama3(_Calls):
     def feed(self, text: str) -> Parsed:
         return Parsed(text) if self._is_content else super().feed(text)
 
-    def finish(self) -> Parsed:
+    def finish(self, *, cut: bool = False) -> Parsed:
         rest, self._text = self._text, ""
         between = self.num_calls > 0 or self._call is not None
-        return Parsed("" if between and not rest.strip(" \r\n\t;}") else rest)
+        is_call = cut and _may_be_call(rest.lstrip(" \r\n\t;}" if between else None))
+        is_call = is_call or (between and not rest.strip(" \r\n\t;}"))
+        return Parsed("" if is_call else rest)
 
     def _step(self) -> Parsed | None:
         if self._call is not None:
@@ -310,6 +315,16 @@ class Llama3(_Calls):
         return Parsed(text)
 
 
+def _may_be_call(text: str) -> bool:
+    """Whether a text that was cut off is the beginning of one of Llama 3's calls."""
+    if PYTHON_TAG.startswith(text):
+        return bool(text)
+    key = FIRST_KEY.match(text.removeprefix(PYTHON_TAG))
+    if key is None or key[1] is None:
+        return key is not None
+    return key[1] in KEYS if key[2] else any(known.startswith(key[1]) for known in KEYS)
+
+
 class FirstCallOnly(Parser):
     """For parallel_tool_calls = false: the answer ends with its first call."""
 
@@ -324,74 +339,10 @@ class FirstCallOnly(Parser):
     def feed(self, text: str) -> Parsed:
         return self._first(self._inner.feed(text))
 
-    def finish(self) -> Parsed:
-        return self._first(self._inner.finish())
+    def finish(self, *, cut: bool = False) -> Parsed:
+        return self._first(self._inner.finish(cut=cut))
 
     def _first(self, parsed: Parsed) -> Parsed:
         """Drop what the token that ended the first call began after it."""
         parsed.calls = [part for part in parsed.calls if part.index == 0]
         return parsed
-
-
-class Reasoning(Parser):
-    """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
-
-    `inside`: the prompt has opened the reasoning.
-    """
-
-    def __init__(self, inner: Parser, *, inside: bool) -> None:
-        self._inner = inner
-        self._inside: bool | None = True if inside else None  # None = not known yet
-        self._text = ""
-        self._begun = False  # some of the reasoning was returned
-        self._stripping = False  # white space before the answer is still dropped
-
-    def feed(self, text: str) -> Parsed:
-        if self._inside is False:
-            return self._rest(text)
-        self._text += text
-        if self._inside is None:
-            start = self._text.lstrip()
-            if len(start) < len(THINK) and THINK.startswith(start):
-                return Parsed()
-            self._inside = start.startswith(THINK)
-            if not self._inside:
-                return self._rest(self._take())
-            self._text = start.removeprefix(THINK)
-        return self._reasoning()
-
-    def finish(self) -> Parsed:
-        parsed = Parsed()
-        if self._inside:
-            parsed.reasoning = self._trimmed(self._take())
-        else:
-            parsed += self._rest(self._take())
-        parsed += self._inner.finish()
-        return parsed
-
-    def _reasoning(self) -> Parsed:
-        reasoning, marker, rest = self._text.partition(THINK_END)
-        if marker:
-            self._inside, self._stripping, self._text = False, True, ""
-            parsed = Parsed(reasoning=self._trimmed(reasoning))
-            parsed += self._rest(rest)
-            return parsed
-        keep = held(reasoning, THINK_END)
-        shown = reasoning[: len(reasoning) - keep].rstrip()
-        self._text = reasoning[len(shown) :]
-        return Parsed(reasoning=self._trimmed(shown, end=False))
-
-    def _trimmed(self, text: str, *, end: bool = True) -> str:
-        text = text if self._begun else text.lstrip()
-        self._begun = self._begun or bool(text)
-        return text.rstrip() if end else text
-
-    def _rest(self, text: str) -> Parsed:
-        if self._stripping:
-            text = text.lstrip()
-            self._stripping = not text
-        return self._inner.feed(text) if text else Parsed()
-
-    def _take(self) -> str:
-        text, self._text = self._text, ""
-        return text

@@ -187,10 +187,12 @@ class Text:
         min_tokens: int = 0,
         over: Callable[[str], bool] | None = None,
         skip: frozenset[int] | None = None,
+        keeps_stop: bool = False,
     ) -> OutputText:
         """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones."""
         skip = self.special_ids if skip is None else skip
-        return OutputText(self._detokenizer(prompt, skip), stop, min_tokens, over)
+        detokenizer = self._detokenizer(prompt, skip)
+        return OutputText(detokenizer, stop, min_tokens, over, keeps_stop=keeps_stop)
 
     def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
         """The special tokens, without those of these contents."""

@@ -1,5 +1,6 @@
 """Endpoints beside generation: tokens, API keys, models, probes, configuration, metrics."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from cluster.cli import main
 from router.http.keys import read_keys
 from router.http.routes import is_slow
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak
+from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak, wait_until
 from worker.errors import UserError
 
 ROUTER = {"max_body_bytes": 20_000}
@@ -87,6 +88,27 @@ def test_slow_work_is_seen_in_the_body_however_it_is_written() -> None:
     assert is_slow(b'{"prompt": "%s"}' % (b"a" * 20_000))
     assert is_slow(b'{"prompt": "a", "guided_json": "{}"}')
     assert is_slow(b'{"prompt": "a", "guid\\u0065d_json": "{}"}')
+
+
+def test_what_others_servers_have_at_the_root(url: str, double: DecodeDouble) -> None:
+    told = httpx.get(f"{url}/").json()["version"]
+    assert httpx.get(f"{url}/version").json() == {"version": told}
+    for method in ("GET", "POST", "HEAD"):
+        assert httpx.request(method, f"{url}/ping").status_code == 200
+
+    def load() -> int:
+        return httpx.get(f"{url}/load").json()["server_load"]
+
+    double.script = None
+    with ThreadPoolExecutor(2) as pool:
+        body = {"prompt": "a", "max_tokens": 1}
+        answers = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for _ in range(2)]
+        taken = [double.take() for _ in answers]
+        assert load() == 2
+        for peer, generate in taken:
+            speak([5])(double, peer, generate)
+        assert {answer.result().status_code for answer in answers} == {200}
+    wait_until(lambda: load() == 0)
 
 
 def test_api_keys(serve: Serve, tmp_path: Path) -> None:

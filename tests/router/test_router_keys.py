@@ -207,7 +207,7 @@ def test_a_key_changes_under_load_and_no_request_fails(
 
 PAGES = (
     "/metrics", "/metrics/targets", "/config", "/dashboard", "/dashboard/data", "/dashboard/own",
-    "/dashboard/static/style.css", "/config/",
+    "/dashboard/static/style.css", "/config/", "/load",
 )  # fmt: skip
 
 

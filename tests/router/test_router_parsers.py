@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.text.parsers import FirstCallOnly, Hermes, Llama3, Parsed, Parser, Plain, Reasoning
+from router.text.parsers import FirstCallOnly, Hermes, Llama3, Parsed, Parser, Plain
+from router.text.reasoning import Reasoning
 
 NAMES = ("look", "add")
 Parts = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, (name, arguments) of calls
@@ -42,14 +43,16 @@ def parts(parsed: Parsed) -> Parts:
     return parsed.content, parsed.reasoning, [(each.name, each.arguments) for each in parsed.calls]
 
 
-def through(make: Callable[[], Parser], text: str, seed: int | None) -> Parsed:
-    """The sum of what a parser says of `text`, cut at random; None cuts nowhere."""
+def through(
+    make: Callable[[], Parser], text: str, seed: int | None, *, cut: bool = False
+) -> Parsed:
+    """The sum of what a parser says of `text`, in pieces at random; None: in one piece."""
     parser, parsed, rng = make(), Parsed(), random.Random(seed)
     while text:
         size = len(text) if seed is None else rng.randint(1, 4)
         parsed += parser.feed(text[:size])
         text = text[size:]
-    parsed += parser.finish()
+    parsed += parser.finish(cut=cut)
     assert [each.index for each in parsed.calls] == list(range(len(parsed.calls)))
     assert all(each.id.startswith("call_") for each in parsed.calls)
     assert len({each.id for each in parsed.calls}) == len(parsed.calls)
@@ -122,7 +125,47 @@ PIECES = st.sampled_from([*TAGS, *HEADS, *'{}"\\ \n;x'])
 @given(st.lists(PIECES, max_size=14).map("".join), st.integers(0, 1000))
 @pytest.mark.parametrize("make", [Hermes, llama3, thinking, opened], ids=lambda make: make.__name__)
 def test_no_cut_changes_anything(make: Callable[[], Parser], text: str, seed: int) -> None:
-    assert parts(through(make, text, seed)) == parts(through(make, text, None))
+    for cut in (False, True):
+        found = parts(through(make, text, seed, cut=cut))
+        assert found == parts(through(make, text, None, cut=cut))
+
+
+BACKWARDS = '{"arguments": {"a": 1}, "name": "look"}'
+TYPED = '{"type": "function", "name": "add", "parameters": {"x": 1}}'
+LIMITED: list[tuple[Callable[[], Parser], str]] = [
+    (Hermes, f"Let me see.\n{hermes(ONE)}\n{hermes(TWO)}"),
+    (Hermes, hermes(BACKWARDS)),
+    (first, f"Let me see.\n{hermes(ONE)}\n{hermes(TWO)}"),
+    (thinking, f"<think>a</think>\n{hermes(ONE)}\n{hermes(TWO)}"),
+    (llama3, f"<|python_tag|>{ONE}; {TYPED}"),
+    (llama3, f" {TYPED}\n;{ONE}"),
+    (llama3, BACKWARDS),
+    (lambda: FirstCallOnly(llama3()), f"{ONE}; {TYPED}"),
+]
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize(("make", "text"), LIMITED, ids=lambda value: str(value)[:30])
+def test_a_call_that_is_cut_off_leaves_no_markup(
+    make: Callable[[], Parser], text: str, seed: int | None
+) -> None:
+    """Wherever it is cut: what is found is a beginning of what the whole text holds."""
+    said, thought, calls = parts(through(make, text, None))
+    for size in range(len(text) + 1):
+        content, reasoning, found = parts(through(make, text[:size], seed, cut=True))
+        assert said.startswith(content.strip()), text[:size]
+        assert thought.startswith(reasoning.removesuffix("</think"[: len(reasoning) - 1]))
+        assert [name for name, _ in found] == [name for name, _ in calls[: len(found)]]
+        given = zip(found, calls, strict=False)
+        assert all(whole.startswith(part) for (_, part), (_, whole) in given)
+
+
+@pytest.mark.parametrize("make", [Hermes, llama3, thinking, first], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "text", ["a < b, {x}", '{"answer": [1, 2', '["name', "\n", "{ }", '{"names": 1', "a tool_call"]
+)
+def test_what_begins_no_call_is_kept_where_it_is_cut(make: Callable[[], Parser], text: str) -> None:
+    assert parts(through(make, text, None, cut=True)) == (text, "", [])
 
 
 def test_arguments_are_streamed_as_they_come() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from router.openai import prepare
-from router.openai.schema import NOT_BUILT
+from router.openai.fields import NOT_BUILT
 from router.text.grammar import MAX_GRAMMAR_CHARS
 from tests.fault.router_doubles import HELLO, KEEP, MAX_MODEL_LEN, DecodeDouble, Served
 from tests.support.mutants import TOOLS
@@ -87,6 +87,10 @@ OF_TEXTS: list[Row] = [
     *wrong(cache_salt=5),
     *wrong(cache_salt=["a"]),
     ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    *wrong(truncate_prompt_tokens=0, json_schema="{", regex="a(", ebnf='root ::= "a'),
+    *wrong(truncate_prompt_tokens=MAX_MODEL_LEN + 1, ebnf="root ::= ." * 257),
+    *wrong(truncate_prompt_tokens=-2, ebnf='root ::= "' + "a" * 16384 + '"'),
+    ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
     ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
     ({"echo": True, "logprobs": 1}, "echo"),
@@ -102,7 +106,8 @@ OF_TEXTS: list[Row] = [
 ]  # fmt: skip
 UNSUPPORTED = wrong(
     use_beam_search=True, allowed_token_ids=[1], bad_words=["a"], prompt_logprobs=1,
-    functions=[{"name": "f"}], suffix="b", include_stop_str_in_output=True, structural_tag="{}",
+    functions=[{"name": "f"}], suffix="b", structural_tag="{}", no_stop_trim=True,
+    vllm_xargs={"a": 1}, separate_reasoning=False,
 )  # fmt: skip
 OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
     *(("unsupported", TEXT, *row) for row in UNSUPPORTED),

@@ -217,6 +217,17 @@ def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
     assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
+def test_no_limit_of_tokens_lets_markup_into_the_content(
+    served: Served, text: Text, streamed: bool
+) -> None:
+    tokens = text.encode(f"I look.\n{CALL}", add_special_tokens=False)
+    first = len(text.encode("I look.", add_special_tokens=False))
+    for num in range(first, len(tokens), 3):
+        served.double.script = speak(tokens[:num], finish=FinishReason.LENGTH)
+        (choice,), _ = served.told("chat/completions", streamed, messages=HELLO, tools=TOOLS)
+        assert (choice["text"].strip(), choice["reason"]) == ("I look.", "length")
+
+
 def test_an_answer_of_one_call_ends_with_the_call(
     served: Served, text: Text, streamed: bool
 ) -> None:

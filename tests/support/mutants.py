@@ -73,7 +73,8 @@ NASTY: list[Any] = [
 NAMES = [
     *CHAT, *COMPLETION, *ECHO, *REGEX, *TOOL_CHAT, "guided_json", "guided_choice", "guided_grammar",
     "response_format", "max_tokens", "suffix", "include_stop_str_in_output", "unheard_of", "user",
-    "cache_salt",
+    "return_token_ids", "truncate_prompt_tokens", "documents", "reasoning_effort", "json_schema",
+    "ebnf", "regex", "include_reasoning", "chat_template_kwargs", "stream_options", "cache_salt",
 ]  # fmt: skip
 
 

@@ -101,6 +101,38 @@ def test_a_later_source_of_a_whole_section_wins() -> None:
     assert origins(None, sets, {"decode.replicas": "--decode"})["decode.replicas"] == "--decode"
 
 
+def test_what_others_call_a_flag_is_taken_and_ours_is_named() -> None:
+    words = ["config", "m", "--tensor-parallel-size", "2", "--max-model-len=4096"]
+    done = run([*words, "--gpu-memory-utilization", "0.5", "--served-model-name", "n"])
+    assert done.stderr.splitlines() == [
+        "--tensor-parallel-size 2: here this is --set prefill.tp=2 --set decode.tp=2",
+        "--max-model-len 4096: here this is --set model.max_model_len=4096",
+        "--gpu-memory-utilization 0.5: here this is --set engine.memory_fraction=0.5",
+        "--served-model-name n: here this is --set model.served_name=n",
+    ]
+    told = [line.split(": here this is ")[1].split() for line in done.stderr.splitlines()]
+    ours = run(["config", "--model", "m", *(word for line in told for word in line)])
+    assert (ours.returncode, ours.stderr, ours.stdout) == (0, "", done.stdout)
+    (row,) = (
+        line for line in run([*words, "--explain"]).stdout.splitlines() if "decode.tp " in line
+    )
+    assert row.split()[-1] == "--tensor-parallel-size"
+
+
+def test_a_model_is_named_once_and_a_key_never() -> None:
+    for command in ("serve", "config", "doctor"):
+        done = run([command, "tiny", "--model", "tiny"])
+        assert (done.returncode, done.stderr) == (
+            2, "error: both tiny and --model name a model; name one\n"
+        )  # fmt: skip
+    done = run(["serve", "tiny", "--api-key", "secret-7"])
+    assert done.returncode == 2
+    assert "--api-key-file" in done.stderr
+    assert "secret-7" not in done.stderr
+    done = run(["serve", "no/such/model", "--offline"])
+    assert (done.returncode, "no/such/model" in done.stderr) == (2, True)
+
+
 def test_simulated_acceptance_has_a_flag() -> None:
     path = "spec.simulate_accept_len"
     done = run(["config", "--explain", "--spec-simulate-accept-len", "2.5"])

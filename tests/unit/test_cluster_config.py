@@ -42,6 +42,15 @@ def test_flags_win_over_sets_and_sets_over_the_file(tmp_path: Path) -> None:
     assert config.cluster.port == 8000
 
 
+def test_the_engine_at_the_top_is_that_of_both_roles_until_one_is_named() -> None:
+    config = load(None, ["engine.threads=2", "prefill.engine.threads=3", "engine.strict=true"])
+    assert (config.prefill.engine.threads, config.decode.engine.threads) == (3, 2)
+    assert config.prefill.engine.strict
+    assert config.decode.engine.strict
+    assert load(None, ["engine={threads: 4}"]).decode.engine.threads == 4
+    assert "decode.engine.thread: unknown key" in message("engine.thread=1")
+
+
 def test_a_set_value_is_yaml() -> None:
     config = load(None, ["prefill.resources={rdma: 1}", "decode.resources.nvme=2"])
     assert config.prefill.resources == {"rdma": 1}

@@ -38,7 +38,7 @@ CLUSTER_SEES = {
 }
 # Of cluster, lowest first; a folder imports from those before it.
 CLUSTER_FLOORS = (
-    *("search_path", "config", "logs", "resolve", "download", "tables"),
+    *("search_path", "config", "flags", "logs", "resolve", "download", "tables"),
     *("diagnose", "sites", "control", "serve", "clients"),
     *("cli", "__main__"),
 )
