@@ -141,6 +141,7 @@ def test_a_client_that_asks_much_keeps_nobody_waiting(
     double, url, _ = serve(
         DecodeDouble(stats=WorkerStats(max_num_reqs=1, num_free_pages=9)),
         api_key_file=str(tmp_path / "keys"),
+        admin_access="open",  # `metric` has no key
     )
 
     def asked(key: str) -> httpx.Response:

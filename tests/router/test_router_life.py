@@ -67,10 +67,10 @@ def test_client_that_goes_while_its_body_is_prepared_leaves_nothing(
 ) -> None:
     entered, go_on, prepare = threading.Event(), threading.Event(), Preparer.completion
 
-    def slowly(preparer: Preparer, raw: bytes) -> Prepared:
+    def slowly(preparer: Preparer, raw: bytes, own_salt: str) -> Prepared:
         entered.set()
         assert go_on.wait(HANG_S)
-        return prepare(preparer, raw)
+        return prepare(preparer, raw, own_salt)
 
     monkeypatch.setattr(Preparer, "completion", slowly)
     double, url, router = serve(DecodeDouble())
