@@ -32,7 +32,7 @@ CAUSES = [each.code for each in (Revoked, PeerLost, Busy, TransferError, Transfe
 
 
 def outcomes(answers: Sequence[Answer]) -> Outcomes:
-    assert all(len(answer.stages) == 1 for answer in ended(answers))
+    assert all(len(each.stages) == 1 + each.stages[-1].late for each in ended(answers))
     return [(answer.tokens, answer.finish_reason) for answer in answers]
 
 

@@ -94,7 +94,7 @@ class Timeline:
             self.enter("decode", now)
         if self.first_token_at:
             early, self.early = self.early, None
-            return None if early is None else self._whole(early, now)
+            return self._whole(early, now) if early is not None and self.row_at else None
         self.first_token_at = now
         stages = self._stages()
         self.early = None if self.row_at else stages
