@@ -124,6 +124,10 @@ REFUSED = (
     ("decode: {pdb: {enabled: true}}", "decode.pdb.maxUnavailable"),
     ("decode: {autoscaling: {kind: hpa}}", "monitoring.podMonitor"),
     ("monitoring: {prometheusRule: {enabled: true}}", "serviceMonitor"),
+    (
+        "{monitoring: {serviceMonitor: {enabled: true}}, serve: {apiKeys: {existingSecret: k}}}",
+        "serviceMonitor.apiKey.*admin_access: open",
+    ),
     ("{cluster: {kind: kuberay}, decode: {autoscaling: {kind: hpa}}}", "decode.autoscaling"),
     ("ingress: {enabled: true}", "ingress.hosts"),
 )

@@ -60,6 +60,10 @@
 {{- if and .prometheusRule.enabled (not (and .serviceMonitor.enabled .podMonitor.enabled)) -}}
 {{- fail "monitoring.prometheusRule: alerts read metrics of routers and workers; enable serviceMonitor and podMonitor" -}}
 {{- end -}}
+{{- $guarded := and $root.Values.serve.apiKeys.existingSecret (ne (dig "router" "admin_access" "auto" $config) "open") -}}
+{{- if and .serviceMonitor.enabled $guarded (not .serviceMonitor.apiKey.existingSecret) -}}
+{{- fail "monitoring.serviceMonitor.apiKey: with serve.apiKeys, /metrics asks for a key; name a Secret that holds one, or set config.router.admin_access: open" -}}
+{{- end -}}
 {{- if and .podMonitor.enabled (not (get $cluster "worker_metrics_port" | int)) -}}
 {{- fail "config.cluster.worker_metrics_port: monitoring.podMonitor needs a fixed port" -}}
 {{- end -}}
