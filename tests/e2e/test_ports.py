@@ -92,6 +92,7 @@ def incarnations_of(serve: Serve) -> dict[str, str]:
     return {row["name"]: row["incarnation"] for row in json.loads(done.stdout)}
 
 
+@pytest.mark.whole
 def test_a_stranger_gets_nothing_where_a_port_asks_who_one_is(guarded: Serve) -> None:
     rows = ports_of(guarded)
     if os.environ.get(INSIDE):  # where nobody else listens

@@ -4,6 +4,7 @@ The oracle is `transformers`; test_models.py compares logits. All in float32.
 """
 
 import random
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -72,8 +73,17 @@ def sections(path: Path, mode: str = "never", **engine: object) -> dict[str, Any
     }
 
 
-@pytest.mark.parametrize("how", SERVED)
-@pytest.mark.parametrize("case", CASES)
+def paired(ways: Iterable[str]) -> list[Any]:
+    """(case, way): each case in one way; all with --whole."""
+    ways = list(ways)
+    return [
+        pytest.param(case, way, marks=[pytest.mark.whole] * (i % len(ways) != j))
+        for i, case in enumerate(CASES)
+        for j, way in enumerate(ways)
+    ]
+
+
+@pytest.mark.parametrize(("case", "how"), paired(SERVED))
 def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
     path, wanted = saved(case)
     config = SERVED[how].copy()
@@ -88,8 +98,7 @@ def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
             assert [answer.tokens for answer in ended(answers)] == wanted
 
 
-@pytest.mark.parametrize("chunks", ["pieces", "whole"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "chunks"), paired(["pieces", "whole"]))
 def test_replays_change_nothing(case: str, chunks: str) -> None:
     path, wanted = saved(case)
     made = Lockstep(sections(path, "always", max_prefill_tokens=32))

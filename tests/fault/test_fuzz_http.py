@@ -10,7 +10,7 @@ from tests.fault.fuzz_http import breaches_of, fuzz, kept, told
 from tests.support import pairwise
 from tests.support.disturbed import Watched
 
-SECONDS, NUM = (60.0, 0) if pairwise.whole else (20.0, 600)
+SECONDS, NUM = (60.0, 0) if pairwise.whole else (10.0, 400)
 SIZES = http_attacks.Sizes() if pairwise.whole else http_attacks.BRIEF
 UNDISTURBED_S = 1.0
 
