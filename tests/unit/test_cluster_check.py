@@ -256,7 +256,8 @@ def test_dummy_weights_need_no_weight_files(model: Path) -> None:
 
 def test_an_architecture_that_cannot_be_served_is_told(model: Path) -> None:
     message = model_refused(rewritten(model, architectures=["MambaForCausalLM"]))
-    assert "'MambaForCausalLM' is not supported; supported: LlamaFor" in message
+    assert "'MambaForCausalLM' is not supported, for it needs recurrent layers" in message
+    assert "; take Qwen/Qwen3.5-9B" in message
 
 
 def test_a_length_beyond_the_model_s_is_told() -> None:

@@ -61,7 +61,7 @@ def unknown_architecture(fields: Fields, name: str, supported: str) -> Unsupport
     field = "architectures"
     for pattern, (needs, instead) in NEEDED.items():
         if re.search(pattern, name):
-            text = f"{name!r} needs {needs}, which is not supported; {instead}"
+            text = f"{name!r} is not supported, for it needs {needs}; {instead}"
             return fields.unsupported(field, f"{text}; supported: {supported}")
     text = f"{name!r} is not supported; take a model of an architecture that is: {supported}"
     return fields.unsupported(field, text)
