@@ -71,6 +71,7 @@ def num_files(rows: dict[str, dict]) -> dict[str, int]:
 
 
 @pytest.mark.timeout(400)  # of whole ones, 45 s on two cores of its own
+@pytest.mark.whole  # tests.fault.test_fuzz_http sends such bodies as well
 def test_mutated_bodies_make_no_5xx_and_leave_nothing(
     clusters: Clusters, pytestconfig: pytest.Config
 ) -> None:

@@ -7,7 +7,7 @@ from tests.fault.fuzz_wire import fuzz, kept, told
 from tests.support import pairwise
 from tests.support.disturbed import Watched
 
-SECONDS, NUM = (60.0, 0) if pairwise.whole else (10.0, 3_000)
+SECONDS, NUM = (60.0, 0) if pairwise.whole else (10.0, 2_000)
 UNDISTURBED_S = 1.0
 
 

@@ -74,6 +74,7 @@ def test_a_port_is_found_with_its_owner(host: str) -> None:
         assert pid in families(lambda pid, _: pid == os.getpid()), "a child belongs, too"
 
 
+@pytest.mark.whole  # each greeting is given its time
 def test_a_port_that_nobody_knows_is_unknown() -> None:
     with listening(f"--session-name={SESSION}") as (pid, port):
         walk = Walk([], RayHere(SESSION, "", {}), set())
