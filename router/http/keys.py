@@ -77,9 +77,8 @@ def _read(words: Sequence[bytes], where: str) -> Key:
             else:
                 raise ValueError
         except ValueError:
-            known = ", ".join(
-                f"{each}=…" for each in ("name", *LIMITS, "expires", "admin", "cache")
-            )
+            known = ", ".join(f"{each}=…" for each in ("name", *LIMITS, "expires"))
+            known += ", admin=yes, cache=own"
             raise UserError(f"{where}: what follows the key is not {known}", PARAM) from None
     return Key(words[0], **options)  # type: ignore[arg-type]
 

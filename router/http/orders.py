@@ -7,7 +7,9 @@ import msgspec
 from fastapi import Request, Response
 from msgspec import Meta, Struct
 
+from router.config import RouterConfig
 from router.errors import ApiError, invalid
+from router.http.request_body import read_body
 
 MAX_BYTES = 4096
 
@@ -47,20 +49,27 @@ Order = TypeVar("Order", bound=Struct)
 class OrderRoutes:
     """The routes below `/admin`; `access.ApiKeys` lets in whose key says admin=yes."""
 
-    def __init__(self, operator: Operator | None, *, keys: bool) -> None:
-        self._operator, self._keys = operator, keys
+    def __init__(self, operator: Operator | None, config: RouterConfig, *, keys: bool) -> None:
+        self._operator, self._config, self._keys = operator, config, keys
 
     async def drain(self, request: Request) -> Response:
         """POST /admin/drain."""
-        operator, order = self._allowed(), await _read(request, DrainOrder)
+        operator, order = self._allowed(), await self._read(request, DrainOrder)
         idle = await asyncio.to_thread(operator.drain, order.name, order.timeout_s)
         return _told({"name": order.name, "finished": idle})
 
     async def role(self, request: Request) -> Response:
         """POST /admin/role."""
-        operator, order = self._allowed(), await _read(request, RoleOrder)
+        operator, order = self._allowed(), await self._read(request, RoleOrder)
         await asyncio.to_thread(operator.turn, order.name, order.role, order.timeout_s)
         return _told({"name": order.name, "role": order.role})
+
+    async def _read(self, request: Request, kind: type[Order]) -> Order:
+        body = await read_body(request, MAX_BYTES, self._config.body_timeout_s)
+        try:
+            return msgspec.json.decode(body, type=kind)
+        except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+            raise invalid(f"the order cannot be read: {error}") from error
 
     def _allowed(self) -> Operator:
         if not self._keys:
@@ -69,18 +78,6 @@ class OrderRoutes:
         if self._operator is None:
             raise ApiError("unsupported", "this router has no controller to ask", status=403)
         return self._operator
-
-
-async def _read(request: Request, kind: type[Order]) -> Order:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BYTES:
-            raise ApiError("body_too_large", f"the body is larger than {MAX_BYTES} bytes")
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise invalid(f"the order cannot be read: {error}") from error
 
 
 def _told(what: dict[str, object]) -> Response:

@@ -25,6 +25,7 @@ from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
+from router.http.request_body import read_body
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reply import ModelList
@@ -145,26 +146,8 @@ class Routes:
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            message = f"Content-Encoding {encoding[:40]}: send the body as it is"
-            raise ApiError("unsupported", message, status=415)
-        limit = config.max_body_bytes
-        error = ApiError("body_too_large", f"the body is larger than {limit} bytes")
-        length = request.headers.get("content-length", "")
-        if length.isdecimal() and int(length) > limit:
-            raise error
-        body = bytearray()
-        try:
-            async with asyncio.timeout(config.body_timeout_s):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        raise error
-        except TimeoutError:
-            message = f"the body did not arrive within {config.body_timeout_s:g} s"
-            raise ApiError("request_timeout", message) from None
-        return bytes(body.removeprefix(BOM_UTF8))
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        return body.removeprefix(BOM_UTF8)
 
 
 def _json(body: Struct) -> Response:
@@ -216,7 +199,7 @@ def application(
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
     post("/v1/completions", routes.completions)
-    orders = OrderRoutes(operator, keys=keys is not None)
+    orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
     app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
