@@ -14,24 +14,22 @@ a wrong text, if somebody logs a traceback, or if memory, threads, descriptors o
 request holds does not come back. Needs root: it runs in namespaces of its own.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.e2e.harness import Serve, enter_namespace_of
+from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.fault.http_attacks import attack
 from tests.support.disturbed import Watched
+from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
 from tests.support.heads import Request, requests
 from tests.support.mutants import judge
 from tests.support.patience import HANG_S
@@ -167,25 +165,10 @@ def told(answers: Answers, took_s: float) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, default=0, help="then it ends; 0: any number")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__, "requests")
     parser.add_argument("--attacks", action="store_true", help="also floods of large things")
-    parser.add_argument("--undisturbed-s", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="of the cluster"
-    )
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kvl-fuzz-", dir="/tmp") as root, ExitStack() as stack:
-        more = [word for each in args.set for word in ("--set", each)]
-        serve = Serve(Path(root)).start(*CLUSTER, *more)
-        stack.callback(serve.end)
-        serve.wait_ready()
-        watched = Watched(serve)
-        stack.callback(watched.close)
-        watched.begin(args.undisturbed_s)
+    with watched_cluster(args, *CLUSTER) as (serve, watched):
         fuzzing = fuzz(watched, seconds=args.seconds, num=args.requests, seed=args.seed)
         answers, took_s = asyncio.run(fuzzing)
         watched.noted()
@@ -198,9 +181,7 @@ def main(argv: Sequence[str]) -> int:
         breaches += watched.breaches()
         print("\n".join([*lines, *watched.report()]))
         if breaches:
-            print("\n".join(f"BREACH: {each}" for each in breaches))
-            print(f"kept in {kept(answers, args.seed, breaches, args.out)}")
-            print(serve.output[-6000:])
+            tell_breaches(serve, breaches, kept(answers, args.seed, breaches, args.out))
     return int(bool(breaches))
 
 

@@ -13,12 +13,10 @@ fails or gets a wrong text, if somebody logs a traceback, or if memory, threads,
 anything that a request holds does not come back. Needs root: it runs in namespaces of its own.
 """
 
-import argparse
 import json
 import random
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -29,6 +27,7 @@ from tests.fault.admission import let_in
 from tests.fault.rogues import Impostor, Ledger, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
+from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
 
 CLUSTER = (
     "--prefill", "1", "--decode", "1",
@@ -152,25 +151,10 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--frames", type=int, default=0, help="then it ends; 0: any number")
-    parser.add_argument("--seed", type=int, default=0)
+    parser = parser_of(__doc__, "frames")
     parser.add_argument("--rate", type=float, default=0.0, help="frames a second; 0: no limit")
-    parser.add_argument("--undisturbed-s", type=float, default=10.0)
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="A.B=C", help="of the cluster"
-    )
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="kvl-fuzz-", dir="/tmp") as root, ExitStack() as stack:
-        more = [word for each in args.set for word in ("--set", each)]
-        serve = Serve(Path(root)).start(*CLUSTER, *more)
-        stack.callback(serve.end)
-        serve.wait_ready()
-        watched = Watched(serve)
-        stack.callback(watched.close)
-        watched.begin(args.undisturbed_s)
+    with watched_cluster(args, *CLUSTER) as (serve, watched):
         ledger, took_s = fuzz(
             watched, seconds=args.seconds, num=args.frames, seed=args.seed, rate=args.rate
         )
@@ -178,10 +162,7 @@ def main(argv: Sequence[str]) -> int:
         breaches = watched.breaches()
         print("\n".join([f"seed {args.seed}", *told(ledger, took_s), *watched.report()]))
         if breaches:
-            path = kept(ledger, args.seed, breaches, args.out)
-            print("\n".join(f"BREACH: {each}" for each in breaches))
-            print(f"kept in {path}")
-            print(serve.output[-6000:])
+            tell_breaches(serve, breaches, kept(ledger, args.seed, breaches, args.out))
     return int(bool(breaches))
 
 
