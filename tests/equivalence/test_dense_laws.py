@@ -33,8 +33,12 @@ pytestmark = [
 
 NUM_TOKENS, LENGTHS = 16, (1, 3, 17, 40, 64)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-# Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope.
-CASES = ("glm4", "granite", "olmo2", "phi4-mini", "smollm3")
+# Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope;
+# windows of all layers and of some, caps, two ropes, layer norms, an activation without a gate.
+CASES = (
+    *("glm4", "granite", "olmo2", "phi4-mini", "smollm3"),
+    *("mistral-window", "gemma2", "gemma3", "exaone4", "command-r-norms", "nemotron"),
+)
 SERVED: dict[str, dict[str, Any]] = {
     "here": {"mode": "never"},
     "pulled": {"mode": "always"},
