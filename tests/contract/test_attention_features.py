@@ -71,7 +71,7 @@ def test_long_chunks_match_the_dense_oracle(
     """By the kernel for them: units before the window, across its edge, within, and beyond."""
     monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
     launched = plain.spied(monkeypatch)
-    options = ASKED[asked] | {"mask": KeyMask(window=window)}
+    options: dict[str, Any] = ASKED[asked] | {"mask": KeyMask(window=window)}
     plain.check(
         "triton", [(330, 40), (0, 3), (64, 1), (0, 140)], page_size=64, head_dim=head_dim,
         groups=2, dtype="bfloat16", padded_rows=20, padded_reqs=1, **options,
@@ -211,7 +211,8 @@ if not INTERPRETED:
         options = {"num_warps": prompt.NUM_WARPS, "num_stages": prompt.NUM_STAGES[wide]}
         ptx = ptx_of(prompt._prompt_kernel, types, prompt.prompt_constants(shape), **options)
         assert "wgmma" in ptx
-        gathered = dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
+        gathered: dict[str, Any] = {}
+        gathered |= dict.fromkeys(("k_cache", "v_cache", "keys", "values"), "*bf16")
         names = ("page_table", "seq_lens", "first_rows", "query_start")
         gathered |= dict.fromkeys(names, "*i32")
         strides = ("stride_table", "stride_page", "stride_cache_head", "stride_head")

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -187,7 +187,7 @@ def build_attentions(
     unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
     `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
     """
-    built: dict[str, AttentionBackend] = {}
+    built: dict[str, Any] = {}
     for kind, name in names.items():
         param = f"engine.attention.{kind}"
         if name not in built:
