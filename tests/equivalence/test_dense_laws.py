@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from tests.equivalence.test_models import SHAPE, expect, save_random
-from tests.support.dense_families import DENSE
+from tests.equivalence import test_models as models
 from tests.support.engines import running
 from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep
@@ -50,22 +49,27 @@ SERVED: dict[str, dict[str, Any]] = {
 
 def prompts() -> list[tuple[int, ...]]:
     rng = random.Random(7)
-    return [tuple(rng.randrange(2, SHAPE["vocab_size"]) for _ in range(n)) for n in LENGTHS]
+    size = models.SHAPE["vocab_size"]
+    return [tuple(rng.randrange(2, size) for _ in range(n)) for n in LENGTHS]
 
 
 @cache
 def saved(case: str) -> tuple[Path, list[list[int]]]:
     """(directory of the model, greedy ids of transformers for each prompt)."""
     path = Path(mkdtemp(prefix="kvlane-dense-")) / case
-    model = save_random(path, *DENSE[case])
+    return path, greedy(models.save_random(path, *models.CASES[case]))
+
+
+def greedy(model: torch.nn.Module) -> list[list[int]]:
+    """What transformers continues each prompt with."""
     wanted = []
     for prompt in prompts():
         ids: list[int] = []
         for _ in range(NUM_TOKENS):
             # What follows changes nothing, but longrope: it is of a long text.
-            ids.append(expect(model, [*prompt], [*ids, *[0] * 32])[0][len(ids)])
+            ids.append(models.expect(model, [*prompt], [*ids, *[0] * 32])[0][len(ids)])
         wanted.append(ids)
-    return path, wanted
+    return wanted
 
 
 def sections(path: Path, mode: str = "never", **engine: object) -> dict[str, Any]:

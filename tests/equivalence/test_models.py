@@ -210,7 +210,10 @@ def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
     return load_model(path, shape, placement, **options)
 
 
-def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
+def compared(
+    reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]
+) -> Iterator[tuple[float, bool]]:
+    """(largest difference of logits, whether the greedy ids are equal), by chunks and prompts."""
     for chunk in chunks:
         engine = Engine(load(path))
         for prompt, (ids, logits) in zip(PROMPTS, engine.run(chunk), strict=True):
@@ -218,9 +221,14 @@ def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...])
             assert len(ids) == NUM_GREEDY
             assert logits.dtype == torch.float32
             assert logits.shape == wanted.shape
-            assert (logits - wanted).abs().max() < BOUND
-            assert ids == wanted_ids
+            yield float((logits - wanted).abs().max()), ids == wanted_ids
         engine.pool.close()
+
+
+def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
+    for error, same in compared(reference, path, chunks):
+        assert error < BOUND
+        assert same
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
