@@ -32,9 +32,10 @@ from worker.attention.paged_triton import (
 from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
 from worker.ops.launch import has_dependent_launch, power_of_two
+from worker.ops.mask import KEY_BLOCK
 
 BLOCK_M = 128
-UNIT = 128  # gathered rows of a request are a multiple of it
+UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it
 HEAD_DIMS = (64, 96, 128, 256)
 BLOCKS_N = {64: 128, 128: 128, 256: 64}  # keys of a step, by head_dim, or the next power of two
 SHARED_BYTES = 228 << 10  # of an SM

@@ -9,7 +9,7 @@ from worker.model.fields import Fields, read_fields
 from worker.model.refusals import DENSE, quantized, unknown_architecture
 from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
 from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
-from worker.ops.mask import KeyMask
+from worker.ops.mask import KEY_BLOCK, KeyMask
 from worker.ops.scaling import RopeScaling
 from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape
 
@@ -120,6 +120,12 @@ class ModelShape(LayerShape):
         longest = self.max_position_embeddings
         seen = [window if window < longest else 0 for window in self.windows]
         return tuple(KeyMask(window=x or None) for x in seen) if any(seen) else ()
+
+    @property
+    def span(self) -> int:
+        """So many tokens before its end are read of a text, by kernels in whole blocks; 0: all."""
+        widest = [mask.window or 0 for mask in self.masks]
+        return max(widest) + KEY_BLOCK - 1 if all(widest) and widest else 0
 
     def rope(self, layer: int) -> Rope | None:
         """How this layer turns; None: it has no rope."""
