@@ -27,6 +27,7 @@ from benchmarks.instruments import (
     add_engine_options,
     build,
     decode_floor_ms,
+    expert_steps,
     prefill_floor_ms,
 )
 from benchmarks.output import ints, parser, shown, write
@@ -64,17 +65,21 @@ class Case(NamedTuple):
         return Sampling(num_tokens, ignore_eos=True, seed=seed, **SAMPLINGS[self.sampling])
 
 
-def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> list[float]:
-    """Milliseconds a step, one figure a repetition."""
-    lengths, times = (SHORT_OUTPUT, options.output_len), []
+def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> tuple[list[float], float]:
+    """(milliseconds a step, one figure a repetition; experts of a layer that had tokens in one)."""
+    lengths, times, met = (SHORT_OUTPUT, options.output_len), [], [0, 0]
     for number in range(options.repeat + 1):
         seed = 0 if options.cached else number
-        short_s, long_s = (
-            bench.generate(case.batch, case.prompt_len, case.draws(length, number), seed)
-            for length in lengths
-        )
+        took_s, experts = list[float](), [expert_steps(bench.engine)]
+        for length in lengths:
+            draws = case.draws(length, number)
+            took_s.append(bench.generate(case.batch, case.prompt_len, draws, seed))
+            experts.append(expert_steps(bench.engine))
+        short_s, long_s = took_s
+        for i, (before, short, long) in enumerate(zip(*experts, strict=True)):
+            met[i] += (long - short) - (short - before)
         times.append(1e3 * (long_s - short_s) / (lengths[1] - lengths[0]))
-    return times[1:]  # the first one warms up
+    return times[1:], met[0] / max(met[1], 1)  # the first one warms up
 
 
 def measure_decode(
@@ -88,14 +93,16 @@ def measure_decode(
         if case.batch > max_rows(width, case.batch):
             continue
         bench.verify_with([width])
-        times = step_times(bench, case, options)
+        times, distinct = step_times(bench, case, options)
         mean_len = case.prompt_len + options.output_len / 2
-        floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth)
+        floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
         figures = (statistics.median(times), min(times), max(times), floor)
         windows = "" if width == 1 else f", windows of {width}"
+        windows += f", {distinct:.1f} experts" if distinct else ""
         numbers = "".join(f"{figure:9.3f}" for figure in figures)
         print(f"{case.batch:5}{case.prompt_len:8}{numbers}  {case.sampling}{windows}", flush=True)
-        measured = {"width": width, "median_ms": figures[0], "times_ms": times, "floor_ms": floor}
+        measured = {"distinct_experts": distinct} if distinct else {}
+        measured |= {"width": width, "median_ms": figures[0], "times_ms": times, "floor_ms": floor}
         rows.append({**case._asdict(), **measured, "path": bench.path})
     return rows
 

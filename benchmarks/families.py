@@ -27,10 +27,12 @@ from benchmarks.output import parser, write
 from tests.equivalence import test_dense_laws as laws
 from tests.equivalence import test_models as models
 from tests.support.engines import running
+from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
 from worker.errors import UserError
 from worker.model.families import FAMILIES
 
+CASES = models.CASES | EXPERTS
 # What transformers has not, or has with more around it.
 ELSEWHERE = {
     "MiMoForCausalLM": "tests/equivalence/test_mtp.py",
@@ -57,14 +59,14 @@ class Found(NamedTuple):
 
 def architecture_of(case: str) -> str:
     """The architecture that the case's checkpoint has."""
-    family, changes = models.CASES[case]
+    family, changes = CASES[case]
     sees_images = family == "Gemma3" and changes.get("tie_word_embeddings")
     return f"{family}For{'ConditionalGeneration' if sees_images else 'CausalLM'}"
 
 
 def untested() -> list[str]:
     """Architectures that neither a case has nor another test."""
-    return sorted(set(FAMILIES) - {*map(architecture_of, models.CASES), *ELSEWHERE})
+    return sorted(set(FAMILIES) - {*map(architecture_of, CASES), *ELSEWHERE})
 
 
 def check(case: str) -> Found:
@@ -75,7 +77,7 @@ def check(case: str) -> Found:
     with tempfile.TemporaryDirectory(prefix="kvlane-families-") as directory:
         path = Path(directory) / case
         try:
-            model = models.save_random(path, *models.CASES[case])
+            model = models.save_random(path, *CASES[case])
             rows = list(models.compared(model, path, chunks=(64, 5)))
             served = _served(path, laws.greedy(model), models.SHORT.get(case))
         except (UserError, AssertionError) as problem:
@@ -116,9 +118,9 @@ def main(arguments: list[str] | None = None) -> int:
     made.add_argument("cases", nargs="*", help="by name; default: all")
     made.add_argument("--architecture", help="all cases of it")
     options = made.parse_args(arguments)
-    cases = options.cases or sorted(models.CASES)
-    if unknown := set(cases) - set(models.CASES):
-        made.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(models.CASES)}")
+    cases = options.cases or sorted(CASES)
+    if unknown := set(cases) - set(CASES):
+        made.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     if options.architecture:
         cases = [case for case in cases if architecture_of(case) == options.architecture]
     found = list(checked(cases))

@@ -307,7 +307,11 @@ CHECKS = (
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
     """Check the model's directory and, `with_weights`, its drafter's; raises UserError."""
-    ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
+    ranks = {
+        f"{role}.tp": (part.tp, part.engine.experts)
+        for role in ROLES
+        if (part := config.role(role)).replicas
+    }
     check_directories(config.model, config.spec, ranks, with_weights=with_weights)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":

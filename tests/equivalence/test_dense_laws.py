@@ -1,4 +1,4 @@
-"""The same request gives the same ids, whatever serves it: of dense families whose layers differ.
+"""The same request gives the same ids, whatever serves it: of families whose layers differ.
 
 The oracle is `transformers`; test_models.py compares logits. All in float32.
 """
@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from tests.equivalence import test_models as models
 from tests.support.engines import running
+from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.recorded import RecordedMemory, replay
@@ -34,10 +35,13 @@ NUM_TOKENS, LENGTHS = 16, (1, 3, 17, 40, 64)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 # Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope;
 # windows of all layers and of some, caps, two ropes, layer norms, an activation without a gate.
+# Experts are not traced.
 CASES = (
     *("glm4", "granite", "olmo2", "phi4-mini", "smollm3"),
     *("mistral-window", "gemma2", "gemma3", "exaone4", "command-r-norms", "nemotron"),
 )
+SPARSE = ("qwen3-moe-mixed", "mixtral")
+MODELS = models.CASES | EXPERTS
 SERVED: dict[str, dict[str, Any]] = {
     "here": {"mode": "never"},
     "pulled": {"mode": "always"},
@@ -57,7 +61,7 @@ def prompts() -> list[tuple[int, ...]]:
 def saved(case: str) -> tuple[Path, list[list[int]]]:
     """(directory of the model, greedy ids of transformers for each prompt)."""
     path = Path(mkdtemp(prefix="kvlane-dense-")) / case
-    return path, greedy(models.save_random(path, *models.CASES[case]))
+    return path, greedy(models.save_random(path, *MODELS[case]))
 
 
 def greedy(model: torch.nn.Module) -> list[list[int]]:
@@ -86,7 +90,7 @@ def paired(ways: Iterable[str]) -> list[Any]:
     ways = list(ways)
     return [
         pytest.param(case, way, marks=[pytest.mark.whole] * (i % len(ways) != j))
-        for i, case in enumerate(CASES)
+        for i, case in enumerate((*CASES, *SPARSE))
         for j, way in enumerate(ways)
     ]
 
@@ -136,3 +140,14 @@ def test_traced_layers_are_those_of_eager(case: str) -> None:
     assert all(check.equal for check in checks)
     assert pieces
     engine.close()
+
+
+@pytest.mark.parametrize("case", SPARSE)
+@pytest.mark.parametrize(("prefill", "decode"), [("expert", "tensor"), ("tensor", "expert")])
+def test_workers_may_divide_experts_in_other_ways(case: str, prefill: str, decode: str) -> None:
+    path, wanted = saved(case)
+    made = sections(path, "always", experts=prefill)
+    other = {"engine": made["engine"] | {"experts": decode}}
+    with running(made, decode_sections=other, prefill_tp=2, decode_tp=2) as cluster:
+        answers = cluster.client.generate(prompts(), GREEDY)
+        assert [answer.tokens for answer in ended(answers)] == wanted

@@ -15,6 +15,7 @@ from tests.support.processes import on_ranks
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
+from worker.experts.shape import Division
 from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
@@ -101,6 +102,8 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
                 centred = "linear_num_key_heads" in changes and "linear_attn" not in name
                 centred |= family in ("Gemma2", "Gemma3", "Nemotron")
                 weight.copy_(0.2 * noise + (not centred))
+            elif "experts." in name:  # matrices, in a stack
+                weight.copy_(0.2 * noise)
             else:
                 weight.copy_(noise * (0.5, 0.5, 0.2, 1.0, 1.0)[weight.dim()])
     model.save_pretrained(path, **save)
@@ -204,8 +207,8 @@ class Engine:
         return list(zip(ids, logits, strict=True))
 
 
-def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
-    placement = Placement(collective or SingleCollective(), torch.float32, CPU)
+def load(path: Path, collective: Any = None, experts: Division = "auto", **options: Any) -> Decoder:
+    placement = Placement(collective or SingleCollective(), torch.float32, CPU, experts)
     shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
     return load_model(path, shape, placement, **options)
 

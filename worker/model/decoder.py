@@ -1,6 +1,7 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet, rank_delta
+from worker.model.experts import Experts
 from worker.model.families import FAMILIES, Features
 from worker.model.layers import (
     ColumnParallelLinear,
@@ -51,7 +53,8 @@ class FeedForward(nn.Module):
         self._fused = shape.features.fused_gate_up
         assert not (self._fused and bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """rows: those of the step's tokens that these are; experts want to know."""
         if self._activation is not None:
             return self.down(self._activation(self.gate_up(hidden)))
         return self.down(self.gate_up.gated(hidden))
@@ -68,7 +71,6 @@ class FeedForward(nn.Module):
 ATTENTIONS: Mapping[str, type[SelfAttention]] = {"heads": SelfAttention}
 MIXERS = {False: "self_attn", True: "linear_attn"}  # name in the checkpoint; is it a delta net?
 MTP_PREFIXES = ("model.mtp_layers.", "mtp.")  # of a layer that drafts, in the same files
-FEED_FORWARDS: Mapping[str, type[FeedForward]] = {"dense": FeedForward}
 
 
 def norm_of(
@@ -93,8 +95,10 @@ class DecoderLayer(nn.Module):
         placement: Placement,
         *,
         is_delta: bool = False,
+        is_sparse: bool = False,
     ) -> None:
-        """layer_id: of the pool. is_delta: has a gated delta net for its attention."""
+        """layer_id: of the pool. is_delta: has a gated delta net for its attention; is_sparse: has
+        experts for its feed-forward."""
         super().__init__()
         features, self._names = shape.features, shape.features.norms
         self._collective, self._scale = placement.collective, shape.scales.residual
@@ -115,7 +119,15 @@ class DecoderLayer(nn.Module):
             self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
         self._mixer = MIXERS[is_delta]
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
-        self.feed_forward = FEED_FORWARDS[features.feed_forward](shape, placement)
+        self._block = "mlp"
+        self.feed_forward: FeedForward | Experts
+        if is_sparse:
+            assert isinstance(shape, ModelShape)
+            assert features.experts is not None
+            self.feed_forward = _experts(shape, placement)
+            self._block = features.experts.block
+        else:
+            self.feed_forward = FeedForward(shape, placement)
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
 
     def forward(
@@ -129,11 +141,11 @@ class DecoderLayer(nn.Module):
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
         if self._parallel:
-            part = self.feed_forward(selected(hidden, rows))
+            part = self.feed_forward(selected(hidden, rows), rows)
             return part.add_(self.attention(hidden, positions, rows)), selected(residual, rows)
         part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
         hidden, residual = self.post_norm.reduce_add(part, selected(residual, rows))
-        return self._leaving(self.feed_forward(hidden), self.feed_forward_norm), residual
+        return self._leaving(self.feed_forward(hidden, rows), self.feed_forward_norm), residual
 
     def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """What attention or feed-forward adds to the residual: scaled, or whole and normed."""
@@ -143,11 +155,20 @@ class DecoderLayer(nn.Module):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         shards = self.attention.shards(f"{prefix}.{self._mixer}")
-        shards |= self.feed_forward.shards(f"{prefix}.mlp")
+        shards |= self.feed_forward.shards(f"{prefix}.{self._block}")
         norms = self.input_norm, self.attention_norm, self.post_norm, self.feed_forward_norm
         for name, norm in zip(self._names, norms, strict=True):
             shards |= {} if norm is None else norm.shards(f"{prefix}.{name}")
         return shards
+
+
+def _experts(shape: ModelShape, placement: Placement) -> Experts:
+    """Those of a layer, and the one that all tokens share."""
+    assert shape.experts is not None
+    width, shared = shape.experts.shared_width, None
+    if width:
+        shared = FeedForward(replace(shape, intermediate_size=width), placement)
+    return Experts(shape, placement, shared)
 
 
 class Taps:
@@ -203,6 +224,7 @@ class Decoder(nn.Module):
             for rope in dict.fromkeys(ropes)
         }
         is_delta = shape.is_delta or (False,) * shape.num_layers
+        is_sparse = shape.is_sparse or (False,) * shape.num_layers
         self.layers = nn.ModuleList(
             DecoderLayer(
                 shape,
@@ -210,6 +232,7 @@ class Decoder(nn.Module):
                 tables[ropes[number]],
                 placement,
                 is_delta=is_delta[number],
+                is_sparse=is_sparse[number],
             )
             for number in range(shape.num_layers)
         )
@@ -241,6 +264,12 @@ class Decoder(nn.Module):
         nets = [each for each in self.modules() if isinstance(each, DeltaNet)]
         for net, state in zip(nets, states, strict=True):
             net.state = state
+
+    def pad_below(self, sink: int) -> None:
+        """Tokens whose KV goes to slots below `sink` are padding, in later steps: no expert's."""
+        for each in self.modules():
+            if isinstance(each, Experts):
+                each.sink = sink
 
     @property
     def states(self) -> list[DeltaState]:
@@ -288,4 +317,5 @@ class Decoder(nn.Module):
     def ignores(self, name: str) -> bool:
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
-        return tied_head or ignored
+        experts = next((each for each in self.modules() if isinstance(each, Experts)), None)
+        return tied_head or ignored or (experts is not None and experts.is_elsewhere(name))

@@ -14,6 +14,15 @@ class NormNames(NamedTuple):
     feed_forward_out: str = ""
 
 
+class ExpertNames(NamedTuple):
+    """A layer's experts in the checkpoint."""
+
+    block: str  # what stands in the place of `mlp`
+    gate: str
+    up: str
+    down: str
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """What a model's layers are made of, beyond their sizes."""
@@ -22,7 +31,7 @@ class Features:
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMSNorm of each head's q and k, before rope
     attention: Literal["heads"] = "heads"
-    feed_forward: Literal["dense"] = "dense"
+    experts: ExpertNames | None = None  # None: every feed-forward is dense
     output_gate: bool = False  # attention's output times the sigmoid of a projection
     centred: bool = False  # norms store their weight minus 1
     # Where gated delta nets stand beside attention: how their input projections are stored, each of
@@ -83,6 +92,8 @@ GLM_BIAS = QKV, ("attention_bias",)
 SANDWICH = NormNames(
     attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
 )
+MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = "Qwen3.5 (dense, text)"
 COMMAND_R: dict[str, Any] = {
@@ -158,6 +169,7 @@ FAMILIES: Mapping[str, Family] = {
     "MiMoForCausalLM": Family("MiMo-7B", Features(qkv_bias=True), windows="flag"),
     "MinistralForCausalLM": Family("Ministral", windows="all", defaults={"sliding_window": 4096}),
     "MistralForCausalLM": Family("Mistral", windows="all", defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family("Mixtral", Features(experts=MIXTRAL), windows="all"),
     "NemotronForCausalLM": Family(
         "Nemotron (dense)",
         Features(layer_norm="biased", centred=True, activation="relu2", gated=False),
@@ -181,8 +193,12 @@ FAMILIES: Mapping[str, Family] = {
     # config.json does not say that there is a bias.
     "Qwen2ForCausalLM": Family("Qwen2.5", Features(qkv_bias=True), windows="flag"),
     "Qwen3ForCausalLM": Family("Qwen3", QK_NORM, BIASES, windows="flag"),
+    "Qwen3MoeForCausalLM": Family("Qwen3 MoE", replace(QK_NORM, experts=MLP_EXPERTS), BIASES),
     "Qwen3NextForCausalLM": Family(
-        "Qwen3-Next (dense)", replace(HYBRID, delta="by_key_head"), BIASES, rotary=0.25
+        "Qwen3-Next",
+        replace(HYBRID, delta="by_key_head", experts=MLP_EXPERTS),
+        BIASES,
+        rotary=0.25,
     ),
     "Qwen3_5ForCausalLM": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25),
     "Qwen3_5ForConditionalGeneration": Family(

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker.experts.shape import Division
 from worker.model.shard import Part, Shard, all_of, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
@@ -25,6 +26,7 @@ class Placement:
     collective: Collective
     dtype: torch.dtype
     device: torch.device
+    experts: Division = "auto"  # how layers of experts are divided
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight without gradient, of the model's dtype; the loader fills it."""

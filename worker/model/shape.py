@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.experts.shape import ExpertShape
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
 from worker.model.refusals import DENSE, quantized, unknown_architecture
@@ -100,6 +101,9 @@ class ModelShape(LayerShape):
     is_still: tuple[bool, ...] = ()  # which layers have no rope; (): none
     windows: tuple[int, ...] = ()  # keys that a layer's tokens see, 0: all; (): no layer has one
     local_rope: Rope | None = None  # of layers with a window; None: as of the others
+    # Which layers have experts in the place of a feed-forward; (): none.
+    is_sparse: tuple[bool, ...] = ()
+    experts: ExpertShape | None = None
 
     def served(self, max_len: int | str) -> "ModelShape":
         """For requests of up to `max_len` tokens; another text than a number: of any length.
@@ -175,6 +179,7 @@ def read_model_shape(path: Path) -> ModelShape:
         architecture=architecture,
         **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES, eps=family.eps),
         **(_read_delta(fields) if family.layers.delta else {}),
+        **(_read_experts(fields, family) if family.layers.experts else {}),
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
@@ -225,9 +230,6 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
         raise fields.error("layer_types", problem)
     if FULL not in kinds:
         raise fields.unsupported("layer_types", "no layer with attention")
-    dense = fields.integers("mlp_only_layers")
-    if fields.integer("num_experts", default=0, least=0) and len(set(dense)) < num_layers:
-        raise fields.unsupported("num_experts", f"layers of experts; {DENSE}")
     fields.choice("linear_conv_kernel_dim", (TAPS,))
     fields.choice("attn_output_gate", (True,))
     key_heads = fields.integer("linear_num_key_heads", default=16)
@@ -242,6 +244,31 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
             raise fields.unsupported(name, f"{size}; supported: powers of two from 16 on")
     delta = DeltaShape(key_heads, value_heads // key_heads, *dims)
     return {"is_delta": tuple(kind == LINEAR for kind in kinds), "delta": delta}
+
+
+def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
+    """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
+    num_layers, places = fields.integer("num_hidden_layers"), ("num_experts", "num_local_experts")
+    num_experts = fields.integer(*places, default=0, least=0)
+    dense = set(fields.integers("mlp_only_layers"))
+    step = fields.integer("decoder_sparse_step", default=1)
+    is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
+    if not num_experts or not any(is_sparse):
+        return {}
+    own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        problem = f"{top_k} is more than {places[0]} {num_experts}"
+        raise fields.error("num_experts_per_tok", problem)
+    fields.choice("hidden_act", ("silu",))
+    delta = bool(family.layers.delta)
+    experts = ExpertShape(
+        num_experts,
+        top_k,
+        fields.integer("intermediate_size" if own is None else "moe_intermediate_size"),
+        renormalizes=own is None or fields.flag("norm_topk_prob", default=delta),
+        shared_width=fields.integer("shared_expert_intermediate_size") if delta else 0,
+    )
+    return {"is_sparse": is_sparse, "experts": experts}
 
 
 def _read_scales(fields: Fields, whose: str) -> Scales:

@@ -148,6 +148,9 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     config = within_block(config, drafter_shape)
     if shape.delta is not None:
         _check_recurrent(config)
+    if shape.experts is not None and config.engine.graph.prefill == "compiled":
+        param = "engine.graph.prefill"
+        raise Unsupported(f"{param}: compiled cannot trace layers of experts", param)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs

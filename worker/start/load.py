@@ -142,7 +142,7 @@ def _load_weights(start: Start) -> Weights:
     model = load_model(
         config.model.directory,
         start.shape,
-        Placement(_collective(start), dtype, device),
+        Placement(_collective(start), dtype, device, config.engine.experts),
         load_format=load_format,
         seed=seed,
         progress=start.progress,
@@ -205,6 +205,7 @@ def _assemble(
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
         recurrent=model.delta is not None,
     )
+    model.pad_below(page_size)
     if model.delta is not None:
         num_rows = int(engine.max_num_reqs)
         model.keep(delta_states(pool.states, model.delta, num_rows, max_width))
