@@ -79,7 +79,7 @@ def check(case: str) -> Found:
         try:
             model = models.save_random(path, *CASES[case])
             rows = list(models.compared(model, path, chunks=(64, 5)))
-            served = _served(path, laws.greedy(model), models.SHORT.get(case))
+            served = _served(path, model, models.SHORT.get(case))
         except (UserError, AssertionError) as problem:
             seconds = time.monotonic() - began
             return Found(case, architecture, 0.0, False, False, seconds, str(problem) or "failed")
@@ -87,11 +87,15 @@ def check(case: str) -> Found:
     return Found(case, architecture, error, same, served, time.monotonic() - began)
 
 
-def _served(path: Path, wanted: list[list[int]], max_len: int | None) -> bool:
-    sections = laws.sections(path, "always")
+def _served(path: Path, model: torch.nn.Module, max_len: int | None) -> bool:
+    sections, shape = laws.sections(path, "always"), models.read_model_shape(path)
+    scaling = shape.served(max_len or "auto").rope_scaling
+    # transformers turns a short text by other frequencies than we do, which serve long ones.
+    is_long = scaling is not None and scaling.rope_type == "longrope" and scaling.is_long
+    wanted = laws.greedy(model, more=32 if is_long else 0)
     if max_len is not None:
         sections["model"]["max_model_len"] = max_len
-    longest = models.read_model_shape(path).max_position_embeddings - laws.NUM_TOKENS
+    longest = shape.max_position_embeddings - laws.NUM_TOKENS
     prompts = [prompt for prompt in laws.prompts() if len(prompt) <= longest]
     with running(sections, num_prefill=1) as cluster:
         for _ in range(2):

@@ -64,14 +64,14 @@ def saved(case: str) -> tuple[Path, list[list[int]]]:
     return path, greedy(models.save_random(path, *MODELS[case]))
 
 
-def greedy(model: torch.nn.Module) -> list[list[int]]:
-    """What transformers continues each prompt with."""
+def greedy(model: torch.nn.Module, more: int = 32) -> list[list[int]]:
+    """What transformers continues each prompt with; more: tokens that follow, for longrope."""
     wanted = []
     for prompt in prompts():
         ids: list[int] = []
         for _ in range(NUM_TOKENS):
             # What follows changes nothing, but longrope: it is of a long text.
-            ids.append(models.expect(model, [*prompt], [*ids, *[0] * 32])[0][len(ids)])
+            ids.append(models.expect(model, [*prompt], [*ids, *[0] * more, 0])[0][len(ids)])
         wanted.append(ids)
     return wanted
 
