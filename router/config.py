@@ -7,6 +7,9 @@ from pydantic import Field
 from worker.config import Auto, Section
 
 TokenizerBackend = Literal["auto", "huggingface", "fastokens"]
+CallFormat = Literal[
+    "hermes", "llama3", "mistral", "mistral11", "granite", "phi", "glm", "harmony", "none"
+]
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 
 
@@ -57,10 +60,13 @@ class RouterConfig(Section):
     """Also serve the metrics under vLLM's names, for endpoint pickers, KEDA and dashboards."""
     access_log: bool = False
     """A line at INFO for every HTTP request but probes; false: at DEBUG."""
-    tool_parser: Literal["auto", "hermes", "llama3", "none"] = "auto"
+    tool_parser: Auto | CallFormat = "auto"
     """Format of tool calls in the model's text; auto: by the chat template."""
-    reasoning_parser: Literal["auto", "qwen3", "none"] = "auto"
-    """Format of the model's reasoning (qwen3: <think>…</think>); auto: by the chat template."""
+    reasoning_parser: Literal["auto", "qwen3", "mistral", "seed_oss", "none"] = "auto"
+    """Format of the model's reasoning (qwen3: <think>…</think>, mistral: [THINK]…[/THINK]).
+
+    auto: by the chat template.
+    """
     tokenizer_backend: TokenizerBackend = "auto"
     """What encodes prompts; auto: fastokens where its ids are Hugging Face's, else huggingface."""
     tokenizer_cache_mib: int = Field(default=64, ge=0)

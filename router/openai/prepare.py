@@ -7,7 +7,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from router.config import RouterConfig
+from router.config import CallFormat, RouterConfig
 from router.dispatch.queue import Req
 from router.errors import ApiError, invalid, unsupported
 from router.openai import chat, completions
@@ -16,11 +16,12 @@ from router.openai.constraints import constraint_of
 from router.openai.fields import listed, unheeded
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
-from router.openai.tools import CallFormat, Tools, call_rules, detected, parser, tools_of
+from router.openai.tools import MARKS, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
-from router.text.grammar import Validator, composed, think_rules
+from router.text.grammar import Validator, composed, quoted, think_rules
 from router.text.parsers import FirstCallOnly, Parser, Plain
-from router.text.reasoning import MARKERS, THINK, THINK_END, Reasoning
+from router.text.reasoning import MARKS as THINKS
+from router.text.reasoning import Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
@@ -60,8 +61,10 @@ class Preparer:
         asked = config.tool_parser
         self._format: CallFormat = detected(template) if asked == "auto" else asked
         self._bounds = _bounds(config, served.model_max_len)
-        reasons = THINK in template if config.reasoning_parser == "auto" else True
-        self._reasons = reasons and config.reasoning_parser != "none"
+        whose = config.reasoning_parser
+        if whose == "auto":
+            whose = next((name for name, marks in THINKS.items() if marks[0] in template), "")
+        self._marks = THINKS.get(whose)  # of reasoning; None: it is not told apart
 
     def chat(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
@@ -69,7 +72,8 @@ class Preparer:
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
-        if not (body.include_reasoning or self._reasons) and THINK in text.template_source:
+        may_reason = any(opened in text.template_source for opened, _ in THINKS.values())
+        if not (body.include_reasoning or self._marks) and may_reason:
             message = "include_reasoning: it is not told apart here (router.reasoning_parser)"
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
@@ -77,15 +81,16 @@ class Preparer:
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)
-        is_parsed = tools.functions or think is not Think.NEVER
+        is_parsed = tools.functions or think is not Think.NEVER or self._format == "harmony"
         writer = chat.ChatWriter(
-            (lambda: _thinking(parser(self._format, tools), think)) if is_parsed else Plain,
+            (lambda: self._thinking(parser(self._format, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
             reasons=body.include_reasoning,
         )
         job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think), salt=salt)
         if is_parsed:
-            job.markers, job.over = MARKERS, partial(self._end_of_calls, tools, think)
+            job.markers = *(self._marks or ()), *MARKS["hermes"], *MARKS.get(self._format, ())
+            job.over = partial(self._end_of_calls, tools, think)
         return self._prepared(body, [tokens], job)
 
     def completion(self, raw: bytes, own_salt: str = "") -> Prepared:
@@ -116,19 +121,19 @@ class Preparer:
 
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
-        if not self._reasons:
+        if self._marks is None:
             return Think.NEVER
         end = prompt.rstrip()
-        if end.endswith(THINK_END):
+        if end.endswith(self._marks[1]):
             return Think.NEVER
-        return Think.OPENED if end.endswith(THINK) else Think.MAYBE
+        return Think.OPENED if end.endswith(self._marks[0]) else Think.MAYBE
 
     def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
         """A function that says when the only call allowed has ended; None if more are allowed."""
         calls = parser(self._format, tools)
         if not isinstance(calls, FirstCallOnly):
             return None
-        answer = _thinking(calls, think)
+        answer = self._thinking(calls, think)
 
         def over(text: str) -> bool:
             answer.feed(text)
@@ -136,21 +141,32 @@ class Preparer:
 
         return over
 
+    def _thinking(self, inner: Parser, think: Think) -> Parser:
+        if think is Think.NEVER or self._marks is None:
+            return inner
+        return Reasoning(inner, inside=think is Think.OPENED, marks=self._marks)
+
     def _is_token(self, mark: str) -> bool:
         token = self._served.text.token_of(mark)
         return token is not None and self._validator.is_special(token)
+
+    def _symbol(self, mark: str) -> str:
+        """A mark in a lark grammar: as a token if it is a special one, else as text."""
+        if not self._is_token(mark):
+            return quoted(mark)
+        return mark if mark.startswith("<") else f"<[{self._served.text.token_of(mark)}]>"
 
     def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
         """The grammar of the output and the field that asks for it; both empty without any."""
         constraint = constraint_of(body, self._bounds)
         if constraint is None and not tools.demanded:
             return "", ""
-        may_call = tools.demanded or (tools.functions and self._format != "none")
+        may_call = tools.demanded or (tools.functions and self._format not in ("none", "harmony"))
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
         parts, rules = [], []
         if may_call:
-            parts, rules = call_rules(self._format, tools, self._is_token, self._bounds)
+            parts, rules = call_rules(self._format, tools, self._symbol, self._bounds)
         alternatives = ["calls"] if may_call else []
         if constraint is not None and not tools.demanded:
             if may_call:  # checked alone first, so that an error names the right field
@@ -159,8 +175,10 @@ class Preparer:
             alternatives = ["@form", *alternatives]
         first = ""
         if think is not Think.NEVER:
-            opened, tokens = think is Think.OPENED, all(map(self._is_token, (THINK, THINK_END)))
-            first = think_rules(THINK, THINK_END, opened=opened, as_tokens=tokens)
+            assert self._marks is not None
+            opened, tokens = think is Think.OPENED, all(map(self._is_token, self._marks))
+            marks = tuple(map(self._symbol, self._marks)) if tokens else self._marks
+            first = think_rules(*marks, opened=opened, as_tokens=tokens)
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
         self._validator.check(grammar, param)
         return grammar, param
@@ -208,10 +226,6 @@ class Preparer:
             is_seeded=body.seed is not None,
             grammar_param=job.grammar_param,
         )
-
-
-def _thinking(inner: Parser, think: Think) -> Parser:
-    return inner if think is Think.NEVER else Reasoning(inner, inside=think is Think.OPENED)
 
 
 def shortened(prompt: tuple[int, ...], body: GenerationBody, max_model_len: int) -> tuple[int, ...]:

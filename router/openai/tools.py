@@ -1,22 +1,53 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from router.config import CallFormat
 from router.errors import invalid
 from router.openai.schema import ChatBody, RequestModel, mapping, refused
 from router.text.bounded import Bounds
+from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
 from router.text.grammar import Part, quoted, schema_part
-from router.text.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain
+from router.text.parsers import (
+    CALL,
+    CALL_END,
+    Calls,
+    FirstCallOnly,
+    Hermes,
+    Llama3,
+    Parser,
+    Plain,
+)
 
 # Keys of `parameters` that say nothing of what parameters there are.
 WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})
 
-CallFormat = Literal["hermes", "llama3", "none"]
+# Formats by what a chat template has that writes them; the first that is there counts.
+SIGNS: tuple[tuple[str, CallFormat], ...] = (
+    ("<|channel|>", "harmony"),
+    ("[ARGS]", "mistral11"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|start_of_role|>", "granite"),
+    (CALL, "hermes"),
+    ("<|tool|>", "phi"),
+    ("[gMASK]", "glm"),
+    ("<|python_tag|>", "llama3"),
+    ("ipython", "llama3"),
+)
+# What is written out although it may be a special token; what calls begin with comes first.
+MARKS: Mapping[CallFormat, tuple[str, ...]] = {
+    "hermes": (CALL, CALL_END),
+    "mistral": ("[TOOL_CALLS]",),
+    "mistral11": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "granite": ("<|tool_call|>", CALL),
+    "phi": ("<|tool_call|>", "functools"),
+    "harmony": (CHANNEL, MESSAGE, "<|constrain|>", *ENDS),
+}
 
 
 class Function(RequestModel):
@@ -87,31 +118,41 @@ def detected(template: str) -> CallFormat:
 
     A required call follows a grammar. So even a model that does not know tools keeps to the format.
     """
-    if CALL in template:
-        return "hermes"
-    return "llama3" if "<|python_tag|>" in template or "ipython" in template else "hermes"
+    for sign, form in SIGNS:
+        if sign in template:
+            return form
+    return "hermes"
 
 
 def parser(form: CallFormat, tools: Tools) -> Parser:
     """A parser that takes the calls out of an answer."""
-    if form == "none" or not tools.functions:
+    if form == "none" or not (tools.functions or form == "harmony"):
         return Plain()
     names = [function.name for function in tools.functions]
-    calls = Hermes() if form == "hermes" else Llama3(names)
+    calls: Calls = Hermes()
+    if form == "llama3":
+        calls = Llama3(names)
+    elif form == "glm":
+        calls = Bare(names)
+    elif form == "harmony":
+        calls = Harmony()
+    elif form != "hermes":
+        calls = Marked(MARKS[form][:1] if form.startswith("mistral") else MARKS[form])
     return calls if tools.parallel else FirstCallOnly(calls)
 
 
 def call_rules(
-    form: CallFormat, tools: Tools, is_token: Callable[[str], bool], bounds: Bounds
+    form: CallFormat, tools: Tools, symbol: Callable[[str], str], bounds: Bounds
 ) -> tuple[list[tuple[str, Part]], list[str]]:
     """Grammars and lark rules of `calls`: of the demanded functions if there are any, else of all.
 
-    Raises an ApiError if the model has no format for calls.
+    symbol: of a mark in a grammar, as a token or a text. Raises an ApiError if the model has no
+    format for calls, or one that cannot be demanded yet (harmony).
     """
-    if form == "none":
+    if form in ("none", "harmony"):
         message = "no format of tool calls is known for this model (router.tool_parser)"
         raise invalid(f"tool_choice: {message}", "tool_choice")
-    key = "arguments" if form == "hermes" else "parameters"
+    key = "parameters" if form == "llama3" else "arguments"
     parts: list[tuple[str, Part]] = []
     rules: list[str] = []
     for i, function in enumerate(tools.demanded or tools.functions):
@@ -121,15 +162,25 @@ def call_rules(
         part = schema_part(schema, "tools", bounds, lenient=not function.strict)
         parts.append((f"arguments_{i}", part))
         head = f'{{"name": {json.dumps(function.name)}, "{key}": '
-        rules.append(f'object_{i}: {quoted(head)} @arguments_{i} "}}"')
+        rule = f'{quoted(head)} @arguments_{i} "}}"'
+        if form == "glm":
+            rule = f"{quoted(function.name + chr(10))} @arguments_{i}"
+        elif form == "mistral11":
+            rule = f"{symbol('[TOOL_CALLS]')} {quoted(function.name)} {symbol('[ARGS]')}"
+            rule += f" @arguments_{i}"
+        rules.append(f"object_{i}: {rule}")
     rules.append("object: " + " | ".join(f"object_{i}" for i in range(len(parts))))
-    if form == "llama3":
-        call, between = "object", quoted("; ")
-    else:
-        opened, closed = (mark if is_token(mark) else quoted(mark) for mark in (CALL, CALL_END))
+    call, between, first, last = "object", quoted("; "), "", ""
+    if form == "hermes":
+        opened, closed = symbol(CALL), symbol(CALL_END)
         call, between = f'{opened} "\\n" object "\\n" {closed}', quoted("\n")
+    elif form == "mistral11":
+        between = ""
+    elif form in ("mistral", "granite", "phi"):
+        between, first, last = quoted(", "), f'{symbol(MARKS[form][0])} "[" ', ' "]"'
     rules.append(f"call: {call}")
-    most = bounds.max_calls if tools.parallel else 1
+    most = bounds.max_calls if tools.parallel and form != "glm" else 1
     more = f"{{0,{most - 1}}}" if most else "*"
-    rules.append("calls: call" if most == 1 else f"calls: call ({between} call){more}")
+    several = "" if most == 1 else f" ({between} call){more}"
+    rules.append(f"calls: {first}call{several}{last}")
     return parts, rules

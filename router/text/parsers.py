@@ -90,7 +90,7 @@ def held(text: str, marker: str) -> int:
     return 0
 
 
-class _JsonEnd:
+class JsonEnd:
     """Finds the end of a JSON object that arrives in pieces, from its opening brace on."""
 
     def __init__(self) -> None:
@@ -116,13 +116,13 @@ class _JsonEnd:
         return -1
 
 
-class _Call:
+class Call:
     """One call. It begins once its head is complete; arguments are passed on as they arrive."""
 
     def __init__(self, index: int) -> None:
         self.started = False
         self._index = index
-        self._arguments: _JsonEnd | None = None
+        self._arguments: JsonEnd | None = None
 
     def head(self, text: str) -> tuple[Parsed, int]:
         """The first part, and where in `text` the arguments begin; or nothing, and 0."""
@@ -130,7 +130,7 @@ class _Call:
         name = _loaded(head.group(1)) if head else None
         if head is None or not _is_text(name):
             return Parsed(), 0
-        self.started, self._arguments = True, _JsonEnd()
+        self.started, self._arguments = True, JsonEnd()
         return self._first(name, ""), head.end()
 
     def whole(self, text: str) -> Parsed | None:
@@ -158,6 +158,16 @@ class _Call:
         part = CallPart(self._index, text[:taken])
         return Parsed(calls=[part] if taken else []), taken
 
+    @property
+    def over(self) -> bool:
+        """Whether all of it is here."""
+        return self.started and self._arguments is None
+
+    def named(self, name: str) -> Parsed:
+        """The first part of a call whose name stood apart; its arguments follow."""
+        self.started, self._arguments = True, JsonEnd()
+        return self._first(name, "")
+
     def _first(self, name: str, arguments: str) -> Parsed:
         call_id = f"call_{uuid.uuid4().hex[:24]}"
         return Parsed(calls=[CallPart(self._index, arguments, call_id, name)])
@@ -175,13 +185,13 @@ def _is_text(value: Any) -> TypeGuard[str]:
     return isinstance(value, str) and not SURROGATE.search(value)
 
 
-class _Calls(Parser):
-    """What both formats share: the text that is not parsed yet, taken step by step."""
+class Calls(Parser):
+    """What formats share: the text that is not parsed yet, taken step by step."""
 
     def __init__(self) -> None:
         self._text = ""  # not parsed yet
-        self._call: _Call | None = None
-        self.num_calls = 0  # that have ended
+        self._call: Call | None = None
+        self.num_calls: int = 0  # that have ended
 
     def feed(self, text: str) -> Parsed:
         self._text += text
@@ -195,7 +205,7 @@ class _Calls(Parser):
         raise NotImplementedError
 
 
-class Hermes(_Calls):
+class Hermes(Calls):
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>; the rest is content."""
 
     def __init__(self) -> None:
@@ -246,7 +256,7 @@ class Hermes(_Calls):
             self._text = self._text.lstrip()
         before, marker, after = self._text.partition(CALL)
         if marker:
-            self._text, self._call, self._in_content = after, _Call(self.num_calls), False
+            self._text, self._call, self._in_content = after, Call(self.num_calls), False
             return Parsed(before.rstrip())
         cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
         if not cut:
@@ -255,7 +265,7 @@ class Hermes(_Calls):
         return Parsed(text)
 
 
-class Llama3(_Calls):
+class Llama3(Calls):
     """All of the answer is calls, {"name": ..., "parameters": {...}} with ; between, or content.
 
     JSON with a name that is not among `names` is content.
@@ -285,10 +295,10 @@ class Llama3(_Calls):
             return None
         if not text.startswith("{"):
             return self._give_up()
-        call = _Call(self.num_calls)
+        call = Call(self.num_calls)
         parsed, start = call.head(text)
         if not call.started:
-            end = _JsonEnd().feed(text)
+            end = JsonEnd().feed(text)
             if end < 0:
                 return None if len(text) < MAX_HEAD else self._give_up()
             parsed, start = call.whole(text[:end]) or Parsed(), end
@@ -297,7 +307,7 @@ class Llama3(_Calls):
         self._text, self._call = text[start:], call
         return parsed
 
-    def _more(self, call: _Call) -> Parsed | None:
+    def _more(self, call: Call) -> Parsed | None:
         parsed, taken = call.arguments(self._text)
         self._text = self._text[taken:]
         if parsed:
@@ -328,7 +338,7 @@ def _may_be_call(text: str) -> bool:
 class FirstCallOnly(Parser):
     """For parallel_tool_calls = false: the answer ends with its first call."""
 
-    def __init__(self, inner: _Calls) -> None:
+    def __init__(self, inner: Calls) -> None:
         self._inner = inner
 
     @property

@@ -1,19 +1,28 @@
 """Splits the reasoning off a model's output, as it arrives; see `parsers`."""
 
-from router.text.parsers import CALL, CALL_END, Parsed, Parser, held
+from collections.abc import Mapping
 
-THINK, THINK_END = "<think>", "</think>"
-MARKERS = (THINK, THINK_END, CALL, CALL_END)  # written out although they may be special tokens
+from router.text.parsers import Parsed, Parser, held
+
+# What opens and closes the reasoning, by whose models write it so.
+MARKS: Mapping[str, tuple[str, str]] = {
+    "qwen3": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+    "seed_oss": ("<seed:think>", "</seed:think>"),
+}
 
 
 class Reasoning(Parser):
-    """<think>…</think> at the beginning is reasoning; what follows goes to `inner`.
+    """What stands between `marks` at the beginning is reasoning; what follows goes to `inner`.
 
     `inside`: the prompt has opened the reasoning.
     """
 
-    def __init__(self, inner: Parser, *, inside: bool) -> None:
+    def __init__(
+        self, inner: Parser, *, inside: bool, marks: tuple[str, str] = MARKS["qwen3"]
+    ) -> None:
         self._inner = inner
+        self._open, self._close = marks
         self._inside: bool | None = True if inside else None  # None = not known yet
         self._text = ""
         self._begun = False  # some of the reasoning was returned
@@ -25,31 +34,31 @@ class Reasoning(Parser):
         self._text += text
         if self._inside is None:
             start = self._text.lstrip()
-            if len(start) < len(THINK) and THINK.startswith(start):
+            if len(start) < len(self._open) and self._open.startswith(start):
                 return Parsed()
-            self._inside = start.startswith(THINK)
+            self._inside = start.startswith(self._open)
             if not self._inside:
                 return self._rest(self._take())
-            self._text = start.removeprefix(THINK)
+            self._text = start.removeprefix(self._open)
         return self._reasoning()
 
     def finish(self, *, cut: bool = False) -> Parsed:
         parsed, rest = Parsed(), self._take()
         if self._inside:
             parsed.reasoning = self._trimmed(rest)
-        elif self._inside is False or not (cut and rest.strip()):  # else it is part of THINK
+        elif self._inside is False or not (cut and rest.strip()):  # else it is part of what opens
             parsed += self._rest(rest)
         parsed += self._inner.finish(cut=cut)
         return parsed
 
     def _reasoning(self) -> Parsed:
-        reasoning, marker, rest = self._text.partition(THINK_END)
+        reasoning, marker, rest = self._text.partition(self._close)
         if marker:
             self._inside, self._stripping, self._text = False, True, ""
             parsed = Parsed(reasoning=self._trimmed(reasoning))
             parsed += self._rest(rest)
             return parsed
-        keep = held(reasoning, THINK_END)
+        keep = held(reasoning, self._close)
         shown = reasoning[: len(reasoning) - keep].rstrip()
         self._text = reasoning[len(shown) :]
         return Parsed(reasoning=self._trimmed(shown, end=False))

@@ -1,0 +1,202 @@
+"""How further families write calls, and gpt-oss all that it says; see `parsers`.
+
+Marked   MARK [{"name": ..., "arguments": {...}}, ...]    Granite, Phi-4-mini, Mistral
+         MARK name {...} MARK name [ARGS] {...}           Mistral from v11 on
+Bare     name, a new line, {...}, and nothing else        GLM-4-0414
+Harmony  <|channel|>...<|message|>...<|end|>              gpt-oss: reasoning, calls, content
+"""
+
+import re
+from collections.abc import Sequence
+
+from router.text.parsers import Call, Calls, JsonEnd, Parsed, held
+
+CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message in harmony
+RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
+NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s*(?:\[ARGS\])?\s*(?=\{)")
+BARE_NAME = re.compile(r"([\w.-]+)\s*(?=\{)")
+BEGUN = re.compile(r"[\w.-]+(\[\w*\]?[\w-]*)*\s*")  # of NAME, as far as it is here
+MAX_NAME = 256  # characters after which what begins like a name is none
+
+
+def held_of(text: str, marks: Sequence[str]) -> int:
+    """How many of the last characters of `text` could be the beginning of one of `marks`."""
+    return max(held(text, mark) for mark in marks)
+
+
+def first_of(text: str, marks: Sequence[str]) -> tuple[str, str, str] | None:
+    """`text` before, at and behind the mark that comes first; None: there is none."""
+    found = [(text.index(mark), -len(mark), mark) for mark in marks if mark in text]
+    if not found:
+        return None
+    at, _, mark = min(found)
+    return text[:at], mark, text[at + len(mark) :]
+
+
+class _Streamed(Calls):
+    """A call's arguments end the call."""
+
+    def _arguments(self, call: Call) -> Parsed | None:
+        """More of a call that has begun."""
+        parsed, taken = call.arguments(self._text)
+        self._text = self._text[taken:]
+        if call.over:
+            self._call = None
+            self.num_calls += 1
+            return parsed
+        return parsed or None
+
+
+class Marked(_Streamed):
+    """Content, and behind a mark calls: in JSON, one or a list, or each a name and its arguments.
+
+    What stands behind calls, and is none, is content again.
+    """
+
+    def __init__(self, marks: Sequence[str]) -> None:
+        super().__init__()
+        self._marks = marks
+        self._mark = ""  # behind which the text is
+        self._num_before = 0  # calls before this mark
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        text, self._text = self._text, ""
+        if self._call is not None:
+            return Parsed()
+        if not self._mark:
+            num_held = held_of(text, self._marks) if cut else 0
+            text = text[: len(text) - num_held] if num_held else text
+            return Parsed(text.rstrip() if num_held or self.num_calls else text)
+        begins_call = cut or self.num_calls > self._num_before
+        return Parsed("" if begins_call else self._mark + text)
+
+    def _step(self) -> Parsed | None:
+        if self._call is not None:
+            return self._arguments(self._call)
+        if not self._mark:
+            return self._content()
+        is_first = self.num_calls == self._num_before
+        text = self._text.lstrip(" \r\n\t[" if is_first else " \r\n\t,;]}")
+        if not text or (not is_first and any(mark.startswith(text) for mark in self._marks)):
+            return None
+        if text.startswith("{"):
+            return self._json(text)
+        if is_first and (found := NAME.match(text)):
+            self._text, self._call = text[found.end() :], Call(self.num_calls)
+            return self._call.named(found[1])
+        begun = BEGUN.fullmatch(text)
+        if is_first and begun is not None and len(text) < MAX_NAME:
+            return None
+        return self._no_call(is_first, text)
+
+    def _json(self, text: str) -> Parsed | None:
+        call = Call(self.num_calls)
+        parsed, start = call.head(text)
+        if not call.started:
+            end = JsonEnd().feed(text)
+            if end < 0:
+                return None
+            whole, start = call.whole(text[:end]), end
+            if whole is None:
+                return self._no_call(self.num_calls == self._num_before, text)
+            self.num_calls += 1
+            self._text = text[start:]
+            return whole
+        self._text, self._call = text[start:], call
+        return parsed
+
+    def _content(self) -> Parsed | None:
+        if found := first_of(self._text, self._marks):
+            before, self._mark, self._text = found
+            self._num_before = self.num_calls
+            return Parsed(before.rstrip())
+        cut = len(self._text[: len(self._text) - held_of(self._text, self._marks)].rstrip())
+        if not cut:
+            return None
+        text, self._text = self._text[:cut], self._text[cut:]
+        return Parsed(text)
+
+    def _no_call(self, is_first: bool, text: str) -> Parsed:
+        """What followed the mark, or the last call, is content."""
+        shown = self._mark if is_first else ""
+        self._text = self._text if is_first else text
+        self._mark = ""
+        return Parsed(shown)
+
+
+class Bare(_Streamed):
+    """All of the answer is one call, of a function with one of these names, or content."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self._names = names
+        self._is_content = False
+
+    def feed(self, text: str) -> Parsed:
+        return Parsed(text) if self._is_content else super().feed(text)
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        text, self._text = self._text, ""
+        is_call = self._call is not None or self.num_calls or (cut and self._may_be(text.lstrip()))
+        return Parsed("" if is_call else text)
+
+    def _step(self) -> Parsed | None:
+        if self._call is not None:
+            return self._arguments(self._call)
+        text = self._text.lstrip()
+        if self.num_calls or not text:
+            return None
+        found = BARE_NAME.match(text)
+        if found and found[1] in self._names:
+            self._text, self._call = text[found.end() :], Call(0)
+            return self._call.named(found[1])
+        if self._may_be(text):
+            return None
+        self._is_content, text, self._text = True, self._text, ""
+        return Parsed(text)
+
+    def _may_be(self, text: str) -> bool:
+        """Whether it is the beginning of a call."""
+        is_name = any(text.rstrip() == name for name in self._names)
+        return bool(text) and (is_name or any(name.startswith(text) for name in self._names))
+
+
+class Harmony(Calls):
+    """Messages in channels, which are reasoning ("analysis"), calls (to a function), or content."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._in_header = True
+        self._channel = ""
+
+    def finish(self, *, cut: bool = False) -> Parsed:
+        text, self._text = self._text, ""
+        if self._in_header or self._call is not None:
+            return Parsed()  # a header, or arguments that are not whole
+        return self._as(text[: len(text) - held_of(text, ENDS)] if cut else text)
+
+    def _step(self) -> Parsed | None:
+        if self._in_header:
+            header, mark, rest = self._text.partition(MESSAGE)
+            if not mark:
+                return None
+            self._text, self._in_header = rest, False
+            self._channel = (header.rpartition(CHANNEL)[2].split() or [""])[0]
+            if name := RECIPIENT.search(header):
+                self._call = Call(self.num_calls)
+                return self._call.named(name[1])
+            return Parsed()
+        found = first_of(self._text, ENDS)
+        body = found[0] if found else self._text[: len(self._text) - held_of(self._text, ENDS)]
+        if found is None and not body:
+            return None
+        self._text = found[2] if found else self._text[len(body) :]
+        parsed = self._as(body) if self._call is None else self._call.arguments(body)[0]
+        if found:
+            self.num_calls += self._call is not None
+            self._in_header, self._call = True, None
+        return parsed
+
+    def _as(self, text: str) -> Parsed:
+        return Parsed(reasoning=text) if self._channel == "analysis" else Parsed(text)
