@@ -60,6 +60,8 @@ class DecodeLoop:
             widths=widths,
             spec=config.spec,
             grain=engine.shape.grain,
+            # Drafters with weights have keys in the pages too, and see all of them.
+            span=0 if config.spec.has_weights else engine.shape.span,
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank, meter = engine.local_rank(), engine.meter
