@@ -33,7 +33,7 @@ from benchmarks.instruments import (
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import product_speed, profile, read_bandwidth
 from worker.api import Sampling
-from worker.plan import max_rows
+from worker.plan import Plan, max_rows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
@@ -65,21 +65,33 @@ class Case(NamedTuple):
         return Sampling(num_tokens, ignore_eos=True, seed=seed, **SAMPLINGS[self.sampling])
 
 
-def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> tuple[list[float], float]:
-    """(milliseconds a step, one figure a repetition; experts of a layer that had tokens in one)."""
-    lengths, times, met = (SHORT_OUTPUT, options.output_len), [], [0, 0]
+def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> list[float]:
+    """Milliseconds a step, one figure a repetition."""
+    lengths, times = (SHORT_OUTPUT, options.output_len), []
     for number in range(options.repeat + 1):
         seed = 0 if options.cached else number
-        took_s, experts = list[float](), [expert_steps(bench.engine)]
-        for length in lengths:
-            draws = case.draws(length, number)
-            took_s.append(bench.generate(case.batch, case.prompt_len, draws, seed))
-            experts.append(expert_steps(bench.engine))
-        short_s, long_s = took_s
-        for i, (before, short, long) in enumerate(zip(*experts, strict=True)):
-            met[i] += (long - short) - (short - before)
+        short_s, long_s = (
+            bench.generate(case.batch, case.prompt_len, case.draws(length, number), seed)
+            for length in lengths
+        )
         times.append(1e3 * (long_s - short_s) / (lengths[1] - lengths[0]))
-    return times[1:], met[0] / max(met[1], 1)  # the first one warms up
+    return times[1:]  # the first one warms up
+
+
+def distinct_experts(bench: Bench, case: Case) -> float:
+    """Experts of a layer that have tokens in a decode step of all rows, on average; 0: no layer
+    has experts. Not timed: each step waits to be counted."""
+    counts = list[tuple[int, int]]()
+
+    def count(plan: Plan, drawn: object, num_tokens: int, all_run: bool) -> None:
+        if all_run and not plan.chunks:
+            counts.append(expert_steps(bench.engine))
+
+    if expert_steps(bench.engine)[1] == 0:
+        return 0.0
+    bench.generate(case.batch, case.prompt_len, case.draws(SHORT_OUTPUT), 0, count)
+    (met, steps), (all_met, all_steps) = counts[0], counts[-1]
+    return (all_met - met) / (all_steps - steps)
 
 
 def measure_decode(
@@ -93,7 +105,7 @@ def measure_decode(
         if case.batch > max_rows(width, case.batch):
             continue
         bench.verify_with([width])
-        times, distinct = step_times(bench, case, options)
+        times, distinct = step_times(bench, case, options), distinct_experts(bench, case)
         mean_len = case.prompt_len + options.output_len / 2
         floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
         figures = (statistics.median(times), min(times), max(times), floor)

@@ -90,11 +90,9 @@ def main() -> None:
         times = times_ms({"run": work}, DEVICE, options.replays)["run"]
         layer_us = [1e3 * each / experts.num_layers for each in times]
         median = statistics.median(layer_us)
-        print(
-            f"{count:6} tokens {median:9.1f} us a layer ({min(layer_us):.1f} to "
-            f"{max(layer_us):.1f}), {distinct:5.1f} experts, floor {floor_us:.1f}, {floor_us / median:.0%} of it",
-            flush=True,
-        )
+        between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
+        beside = f"{distinct:5.1f} experts, floor {floor_us:.1f}, {floor_us / median:.0%} of it"
+        print(f"{count:6} tokens {median:9.1f} us a layer ({between}), {beside}", flush=True)
         parts = kernels_us(work, experts.num_layers) if options.parts else {}
         for kernel, took_us in parts.items():
             print(f"    {kernel:30} {took_us:9.1f}")

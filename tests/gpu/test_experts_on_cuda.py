@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.equivalence import test_dense_laws as laws
 from tests.gpu.sync import no_sync
+from tests.support.engines import running
+from tests.support.laws import ended
 from worker.experts.product import expert_products, expert_products_ref
 from worker.experts.route import new_load, route, route_ref
 from worker.experts.shape import ExpertShape, Held
@@ -94,6 +97,21 @@ def test_products_are_the_reference_s(weights, count: int) -> None:
         assert ((got.float() - wanted.float()).norm(dim=-1) / norm).max() < 2**-7
 
 
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("case", laws.SPARSE)
+def test_texts_are_the_reference_s_in_float32(case: str, mode: str) -> None:
+    """Through graphs, whose padding is poisoned, pulled or not, in windows."""
+    path, wanted = laws.saved(case)
+    made = laws.sections(path, mode, device="cuda", strict=True)
+    made |= {"transport": {"name": "mooncake", "kind": "tcp"}}
+    made["spec"] = {"drafter": "ngram", "widths": [1, 4]}
+    with running(made, num_prefill=int(mode == "always")) as cluster:
+        for _ in range(2):
+            answers = cluster.client.generate(laws.prompts(), laws.GREEDY)
+            assert [answer.tokens for answer in ended(answers)] == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_device(weights) -> None:
     gate, up, down = weights
     x = tokens(300)

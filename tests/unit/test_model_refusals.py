@@ -24,9 +24,9 @@ SU = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 DENSE = "take a dense model, as Qwen/Qwen3-8B"
 # Architecture, fields beside SIZES, what the refusal says.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("Qwen3MoeForCausalLM", {}, f"layers of experts.*{DENSE}"),
-    ("MixtralForCausalLM", {}, f"layers of experts.*{DENSE}"),
-    ("Llama4ForConditionalGeneration", {}, f"layers of experts.*{DENSE}"),
+    ("DbrxForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
+    ("Llama4ForConditionalGeneration", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
+    ("Qwen2MoeForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),
     ("GptOssForCausalLM", {}, f"MXFP4, attention sinks.*{DENSE}"),
     ("DeepseekV3ForCausalLM", {"quantization_config": FP8}, "MLA.*distilled DeepSeek-R1"),
     ("KimiK2ForCausalLM", {}, f"MLA.*{DENSE}"),
@@ -55,17 +55,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"layer_types": ["full_attention", "chunked_attention"]},
         f"layer_types: layers of type chunked_attention; {DENSE}",
     ),
-    (
-        "Qwen3NextForCausalLM",
-        {"num_hidden_layers": 4, "num_experts": 8},
-        f"layers of experts; {DENSE}",
-    ),
 ]
 # Architecture, fields beside SIZES, of models that are served.
 SERVED: list[tuple[str, dict[str, Any]]] = [
     ("Gemma2ForCausalLM", {"hidden_act": "gelu_pytorch_tanh"}),
     ("Exaone4ForCausalLM", {"sliding_window": None, "sliding_window_pattern": None}),
     ("CohereForCausalLM", {}),
+    ("MixtralForCausalLM", {"num_local_experts": 8, "num_experts_per_tok": 2}),
+    (
+        "Qwen3MoeForCausalLM",
+        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     ("NemotronForCausalLM", {"hidden_act": "relu2"}),
     ("MistralForCausalLM", {"sliding_window": None}),
     ("MistralForCausalLM", {"sliding_window": 32768}),

@@ -77,7 +77,7 @@ def _grouped_kernel(
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
     enter(PDL)
-    expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)
+    expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)  # pyright: ignore
     if expert < 0:
         return
     rows = first + tl.arange(0, BLOCK_T)

@@ -2,7 +2,8 @@
 
     router   logits: partial sums over parts of K, which are cut by the weights' shape alone
     route    the k largest of a token, and their weights
-    arrange  the order of rows: one program an expert, which looks for its own tokens
+    arrange  the order of rows: one program an expert, which looks for its own tokens; the few
+             tokens of one program of `route` have theirs from there
 
 A row's sums, choice and weights depend on that row alone, bit for bit. So no sum is left to the
 layout of a block, which follows from how many tokens are in it.
@@ -62,11 +63,14 @@ def _sum(x, TOKENS: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    parts, slots, ids, weights, num_tokens, sink,
+    parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
-    PARTS: tl.constexpr, RENORMALIZES: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS]."""
+    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
+
+    ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
+    """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     experts = tl.arange(0, EXPERTS)
     real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
@@ -83,6 +87,7 @@ def _route_kernel(
     bits = tl.where(exists, bits, -1)
     left = (bits.to(tl.int64) << 32) + (EXPERTS - 1 - experts)[None, :]
     total = tl.zeros((TOKENS,), tl.float32)
+    chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
     for place in tl.static_range(TOP_K):
         best = tl.max(left, 1)
         left = tl.where(left == best[:, None], -(1 << 62), left)
@@ -95,6 +100,8 @@ def _route_kernel(
         if slots is not None:
             live &= tl.load(slots + tokens, mask=real, other=0) >= sink
         tl.store(ids + spot, tl.where(live, best, NUM_EXPERTS).to(tl.int32), mask=real)
+        if ALONE:
+            chosen += ((experts[None, :] == best[:, None]) & live[:, None]).to(tl.int32)
         tl.store(weights + spot, score, mask=real)
     if not RENORMALIZES:
         total = _sum(tl.where(exists, scores, 0.0), TOKENS, EXPERTS)
@@ -102,6 +109,26 @@ def _route_kernel(
     for place in tl.static_range(TOP_K):
         spot = weights + tokens * TOP_K + place
         tl.store(spot, tl.div_rn(tl.load(spot, mask=real, other=0.0), total), mask=real)
+    if ALONE:
+        held = (experts >= first) & (experts < first + count)
+        chosen = tl.where(held[None, :], chosen, 0)
+        own = tl.sum(chosen, 0)
+        begins = tl.cumsum(own, 0) - own
+        rows = begins[None, :] + tl.cumsum(chosen, 0)  # the row behind each
+        for place in tl.static_range(TOP_K):
+            spot = tokens * TOP_K + place
+            this = tl.load(ids + spot, mask=real, other=NUM_EXPERTS)
+            mine = (experts[None, :] == this[:, None]) & (chosen > 0)
+            row = tl.sum(tl.where(mine, rows, 0), 1)
+            tl.store(order + row - 1, spot, mask=row > 0)
+        at = experts - first
+        tl.store(starts + at, begins, mask=held)
+        tl.store(starts + count, tl.sum(own, 0))
+        tl.store(load + at, tl.load(load + at, mask=held, other=0) + own, mask=held)
+        steps = load + count + 1
+        met = tl.load(steps + at, mask=held, other=0) + (own > 0).to(tl.int64)
+        tl.store(steps + at, met, mask=held)
+        tl.store(steps + count, tl.load(steps + count) + 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -133,7 +160,7 @@ def _arrange_kernel(
             tl.store(order + row + rank, begin + at, mask=own > 0)
             row += tl.sum(own, 0)
         tl.store(load + expert, tl.load(load + expert) + row - begins)
-        tl.store(steps, tl.load(steps) + (row > begins).to(tl.int64))
+        tl.store(steps, tl.load(steps) + tl.where(row > begins, 1, 0))
 
 
 def route_triton(
@@ -169,12 +196,14 @@ def route_triton(
     tokens = min(power_of_two(n), TOKENS)
     sizes: dict[str, Any] = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
     _route_kernel[(-(-n // tokens),)](
-        logits, slots, ids, weights, n, sink,
+        logits, slots, ids, weights, starts, order, load, n, sink, *held,
         **overlap(
             x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), RENORMALIZES=shape.renormalizes,
-            num_warps=tokens, **sizes,
+            ALONE=n <= tokens, num_warps=tokens, **sizes,
         ),
     )  # fmt: skip
+    if n <= tokens:
+        return Routes(ids, weights, starts, order)
     at_once = min(max(32, power_of_two(n * top_k)), AT_ONCE)
     _arrange_kernel[(held.count + 1,)](
         ids, starts, order, load, n * top_k, *held,

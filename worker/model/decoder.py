@@ -236,6 +236,7 @@ class Decoder(nn.Module):
             )
             for number in range(shape.num_layers)
         )
+        self.experts = [each for each in self.modules() if isinstance(each, Experts)]
         size, eps, features = shape.hidden_size, shape.rms_norm_eps, shape.features
         reduces = not features.norms.feed_forward_out
         self.norm = norm_of(features, size, eps, placement, reduces=reduces)
@@ -267,9 +268,8 @@ class Decoder(nn.Module):
 
     def pad_below(self, sink: int) -> None:
         """Tokens whose KV goes to slots below `sink` are padding, in later steps: no expert's."""
-        for each in self.modules():
-            if isinstance(each, Experts):
-                each.sink = sink
+        for each in self.experts:
+            each.sink = sink
 
     @property
     def states(self) -> list[DeltaState]:
@@ -317,5 +317,5 @@ class Decoder(nn.Module):
     def ignores(self, name: str) -> bool:
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
-        experts = next((each for each in self.modules() if isinstance(each, Experts)), None)
-        return tied_head or ignored or (experts is not None and experts.is_elsewhere(name))
+        is_elsewhere = any(each.is_elsewhere(name) for each in self.experts[:1])  # as in all layers
+        return tied_head or ignored or is_elsewhere

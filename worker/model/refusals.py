@@ -8,11 +8,13 @@ from worker.model.fields import Fields
 
 # Models that are served, by the architecture of their files.
 QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
+SPARSE = "Qwen/Qwen3-30B-A3B"
 MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
 ADVISED = {
+    SPARSE: "Qwen3MoeForCausalLM",
     QWEN: "Qwen3ForCausalLM", HYBRID: "Qwen3_5ForConditionalGeneration", LLAMA: "LlamaForCausalLM",
     MISTRAL: "MistralForCausalLM", OLMO: "Olmo2ForCausalLM", PHI: "Phi3ForCausalLM",
     GEMMA: "Gemma3ForCausalLM",
@@ -31,7 +33,9 @@ NEEDED: dict[str, tuple[str, str]] = {
         "latent attention (MLA), most of them experts too",
         f"{DENSE}; the distilled DeepSeek-R1 models are Llama and Qwen2, which are served",
     ),
-    "Moe|MoE|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": ("layers of experts", DENSE),
+    "Moe|MoE|moe|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": (
+        "experts of another form than Mixtral's or Qwen3's", f"take {SPARSE}, or {DENSE[5:]}",
+    ),
     "ConditionalGeneration|VL|Vision|ImageText|Llava|Phi4MM|Phi3V|Omni|Audio|Whisper": (
         "images, sound or an encoder beside the text",
         f"take a model of text alone, as {QWEN}, or {HYBRID}, of which the text is served",
