@@ -169,7 +169,10 @@ def read_model_shape(path: Path) -> ModelShape:
     family = FAMILIES[architecture]
     outer = fields = fields.with_defaults(family.defaults)
     if family.nested:
-        fields = fields.inner("text_config").with_defaults(family.defaults)
+        dtype, fields = fields.get("dtype", "torch_dtype"), fields.inner("text_config")
+        if fields.get("dtype", "torch_dtype") is None:
+            fields = fields.with_defaults({"dtype": dtype})
+        fields = fields.with_defaults(family.defaults)
     refuse_what_we_cannot_compute(fields, family)
     windows = () if family.layers.delta else read_windows(fields, family)
     asked = sorted({*family.flags.values()})
@@ -190,10 +193,18 @@ def read_model_shape(path: Path) -> ModelShape:
         local_rope=(
             read_local_rope(fields, SLIDING, family.local_theta) if family.local_theta else None
         ),
-        max_position_embeddings=fields.integer("max_position_embeddings"),
+        max_position_embeddings=_longest(fields, family),
         eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
+
+
+def _longest(fields: Fields, family: Family) -> int:
+    """Positions that the model has; files of Command-R say in another field what it really has."""
+    longest = fields.integer("max_position_embeddings")
+    if family.scales != "cohere":
+        return longest
+    return max(longest, fields.integer("model_max_length", default=longest))
 
 
 def read_architecture(fields: Fields) -> str:
