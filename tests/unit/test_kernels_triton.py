@@ -279,12 +279,14 @@ else:
             *in_whole(*every({"shape": SHAPES, "dtype": DTYPES, "normed": (False, True)})),
         ],
     )  # fmt: skip
-    @pytest.mark.parametrize("turned", [1.0, 0.25, 0.0])
-    def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned) -> None:
+    @pytest.mark.parametrize(
+        ("turned", "in_f32"), [(1.0, False), (1.0, True), (0.5, True), (0.25, True), (0.0, True)]
+    )
+    def test_qk_rope_store_matches_its_twin(shape, dtype, normed, turned, in_f32) -> None:
         """Layer 1 of 2 of a pool's memory; two padded rows meet on page 0.
 
-        turned: the part of a head that is rotated; where it is not all, norms are in f32. 0: one
-        pair by nothing, as in layers without rope.
+        turned: the part of a head that is rotated; 0: one pair by nothing, as in layers without
+        rope. in_f32: weights of norms are, as those that are stored minus 1.
         """
         heads, kv_heads, head_dim, page_size = shape
         width = (heads + 2 * kv_heads) * head_dim
@@ -295,7 +297,7 @@ else:
         rotary_dim = int(head_dim * turned) // 2 * 2
         inv_freq = rope_inv_freq(rotary_dim, 1e4, None) if turned else torch.zeros(1)
         table = rope_table(inv_freq, 64, CPU)
-        of_norms = dtype if turned == 1.0 else torch.float32
+        of_norms = torch.float32 if in_f32 else dtype
         weights = [noise(head_dim, dtype=of_norms, seed=i) for i in (1, 2)]
         norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
         results = []
