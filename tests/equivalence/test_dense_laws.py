@@ -15,6 +15,7 @@ import torch
 from torch.fx import GraphModule
 
 from tests.equivalence import test_models as models
+from tests.support.chain_checkpoints import write_chain
 from tests.support.engines import running
 from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
@@ -108,6 +109,36 @@ def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
         for _ in range(2):  # the second time with cached prefixes
             answers = cluster.client.generate(prompts(), GREEDY)
             assert [answer.tokens for answer in ended(answers)] == wanted
+
+
+@pytest.mark.parametrize("case", ["gemma2", "command-r-norms", "mistral-window"])
+def test_a_chain_that_is_fed_by_the_layers_changes_nothing(case: str, tmp_path: Path) -> None:
+    """Its drafts are random: windows of four tokens are verified, and most are rejected."""
+    path, wanted = saved(case)
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2], "use_aux_hidden_state": True}
+    target = models.read_model_shape(path)
+    write_chain(tmp_path, "specforge", target, own=("lm_head",), eagle_config=taps)
+    made = sections(path, "always")
+    made["spec"] = {"drafter": "chain", "path": str(tmp_path), "widths": [4]}
+    with running(made, num_prefill=1) as cluster:
+        for _ in range(2):
+            answers = cluster.client.generate(prompts(), GREEDY)
+            assert [answer.tokens for answer in ended(answers)] == wanted
+
+
+# But of a short text, which transformers turns otherwise than a long one.
+@pytest.mark.parametrize("case", sorted({*CASES, "command-r", "olmo3"} - {"phi4-mini"}))
+@torch.inference_mode()
+def test_taps_hold_what_leaves_each_layer(case: str, tmp_path: Path) -> None:
+    reference: Any = models.save_random(tmp_path / case, *models.CASES[case])
+    engine = models.Engine(models.load(tmp_path / case))
+    taps = engine.model.tap((0, 1), 64)
+    prompt = models.PROMPTS[0]
+    engine.step([0, 0], [prompt, models.PROMPTS[1]])
+    states = reference(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    wanted = torch.cat((states[1][0], states[2][0]), dim=-1)
+    assert (taps.rows(len(prompt)) - wanted).abs().max() < models.BOUND
+    engine.pool.close()
 
 
 @pytest.mark.parametrize(("case", "chunks"), paired(["pieces", "whole"]))
