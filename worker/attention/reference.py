@@ -52,6 +52,7 @@ class ReferenceAttention(PoolAttention):
         super().__init__(pool, shape, sinks)
         self.num_heads, self.num_kv_heads = self.heads
         self.head_dim, self.mask = shape.head_dim, shape.mask
+        self._is_plain = shape.features == shape.mask.unlike_causal  # no cap and no sinks
         self._rows = [(_as_rows(keys), _as_rows(values)) for keys, values in self._layers]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
@@ -113,7 +114,7 @@ class ReferenceAttention(PoolAttention):
         queries = q.index_select(0, plan.query_rows)
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        if self.shape.features <= self.shape.mask.unlike_causal:
+        if self._is_plain:
             found = F.scaled_dot_product_attention(
                 queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
             )
