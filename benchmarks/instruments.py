@@ -217,9 +217,7 @@ class Bench:
 
 def expert_steps(engine: Engine) -> tuple[int, int]:
     """(experts that had tokens, summed over steps and layers; steps of all layers) until now."""
-    loads = [
-        each.load[1] for each in engine.runner.loaded.model.experts
-    ]
+    loads = [each.load[1] for each in engine.runner.loaded.model.experts]
     totals = [(int(load[:-1].sum()), int(load[-1])) for load in loads]
     return sum(total[0] for total in totals), sum(total[1] for total in totals)
 

@@ -221,3 +221,17 @@ if not INTERPRETED:
             "PAGE": 64, "HEAD_DIM": head_dim, "BLOCK_D": wide, "UNIT": prompt.UNIT, "WINDOW": 512
         }  # fmt: skip
         assert "st.global" in ptx_of(prompt._gather_kernel, gathered, constants)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
+@pytest.mark.parametrize("window", [20, 100, 130, 700])
+def test_items_of_a_window_have_room_wherever_it_begins(window: int) -> None:
+    """A tile's keys begin at a block's begin, before the first that its rows see."""
+    pool = plain.make_pool(16, 2, 32, 1, "float32", 90)
+    shape = AttentionShape(4, 2, 32, 1.0, KeyMask(window=window))
+    attention = TritonAttention(pool, shape)
+    for length, width in ((window + i, width) for i in range(0, 70, 3) for width in (1, 4, 16)):
+        rows, _ = plain.make_rows([(length, width)], 16, seed=0)
+        planned = attention.plan(plain.make_batch(rows, 16, 0, 0))
+        assert planned.counts[0] <= planned.tiles.max_items
+    pool.close()

@@ -18,7 +18,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**SPARSE, "decoder_sparse_step": 2, "num_experts": 5, "norm_topk_prob": False},
     ),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "mixtral": ("Mixtral", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-next-moe": (
         "Qwen3Next",
         {

@@ -1,6 +1,14 @@
 """Kernels of experts against their definitions, under Triton's interpreter; compiled for sm_90."""
 
+import importlib.util
+import inspect
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,11 +19,16 @@ from tests.support.pairwise import in_whole
 from worker.experts import product_triton, route_triton
 from worker.experts.product import expert_products_ref
 from worker.experts.product_triton import choose, expert_products_triton
-from worker.experts.route import Routes, new_load, route_ref
+from worker.experts.route import new_load, route_ref
 from worker.experts.route_triton import route_triton as route
 from worker.experts.shape import ExpertShape, Held
 
 pytest.importorskip("triton", reason=WHY)
+pytestmark = [  # of numpy, in the interpreter
+    pytest.mark.filterwarnings("ignore:invalid value"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),
+    pytest.mark.filterwarnings("ignore:overflow"),
+]
 # The interpreter cuts f32 to bf16 where a GPU rounds.
 BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 0.03}
 SINK = 16
@@ -27,7 +40,6 @@ def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return (drawn * sizes[-1] ** -0.5).to(dtype)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of numpy, in the interpreter
 def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
     shape, size = ExpertShape(5, 3, 8, renormalizes=True), 4
     gate = torch.zeros(5, size)
@@ -73,6 +85,58 @@ if not INTERPRETED:
 
 else:
 
+    @contextmanager
+    def poisoned() -> Iterator[None]:
+        """Memory that is asked for holds what no result may hold."""
+        empty, new_empty = torch.empty, Tensor.new_empty
+
+        def poison(made: Tensor) -> Tensor:
+            return made.fill_(float("nan") if made.is_floating_point() else 1 << 30)
+
+        with (
+            mock.patch.object(torch, "empty", lambda *a, **k: poison(empty(*a, **k))),
+            mock.patch.object(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k))),
+        ):
+            yield
+
+    Case = tuple[int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool]
+
+    def check(
+        case: Case, routes: Any = route_triton, products: Any = product_triton, alike: float = 1
+    ) -> None:
+        """Kernels of these modules against the definitions; some tokens are padding, all NaN.
+
+        alike: how far tokens differ from the first; little: all have its experts.
+        """
+        num_tokens, (num_experts, top_k, first_and_count), (size, width), dtype, renormalizes = case
+        held = Held(*first_and_count)
+        shape = ExpertShape(num_experts, top_k, width, renormalizes)
+        x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_experts, size, dtype=dtype)
+        x = x[:1] + alike * (x - x[:1])
+        slots = torch.arange(num_tokens) + SINK
+        slots[num_tokens // 2 : num_tokens // 2 + num_tokens // 4] = 3
+        up = noise(held.count, 2 * width, size, dtype=dtype, seed=1)
+        down = noise(held.count, size, width, dtype=dtype, seed=2)
+        padded = torch.where((slots < SINK)[:, None], float("nan"), x.float()).to(dtype)
+        loads = [new_load(held, CPU) for _ in range(2)]
+        for _ in range(2):
+            wanted = route_ref(x, gate, slots, SINK, shape, held, loads[0])
+            with poisoned():
+                got = routes.route_triton(padded, gate, slots, SINK, shape, held, loads[1])
+        assert torch.equal(*loads)
+        assert loads[0][1, -1] == 2
+        assert torch.equal(got.ids, wanted.ids)
+        live = slots >= SINK
+        torch.testing.assert_close(got.weights[live], wanted.weights[live], atol=1e-6, rtol=1e-5)
+        assert torch.equal(got.starts, wanted.starts)
+        last = int(got.starts[-1])
+        assert torch.equal(got.order[:last], wanted.order[:last])
+        with poisoned():
+            sums = products.expert_products_triton(padded, got, up, down, held)
+        exact = expert_products_ref(x, wanted, up, down, held)
+        assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
+        assert not sums[~live].any()
+
     @pytest.mark.product(
         num_tokens=(1, 2, 5, 17, 70),
         experts=((8, 2, (0, 8)), (6, 3, (2, 3)), (16, 4, (4, 8))),
@@ -81,31 +145,62 @@ else:
         renormalizes=(True, False),
     )
     def test_they_are_their_definitions(num_tokens, experts, sizes, dtype, renormalizes) -> None:
-        num_experts, top_k, first_and_count = experts
-        (size, width), held = sizes, Held(*first_and_count)
-        shape = ExpertShape(num_experts, top_k, width, renormalizes)
-        x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_experts, size, dtype=dtype)
-        slots = torch.arange(num_tokens) + SINK
-        made = list[Routes]()
-        slots[num_tokens // 2 : num_tokens // 2 + num_tokens // 4] = 3  # padding
-        loads = [new_load(held, CPU) for _ in range(2)]
-        for load, each in zip(loads, (route_ref, route), strict=True):
-            for _ in range(2):
-                routes = each(x, gate, slots, SINK, shape, held, load)
-            made.append(routes)
-        wanted, got = made
-        assert torch.equal(*loads)
-        assert loads[0][1, -1] == 2
-        assert loads[0][0].sum() == 2 * got.starts[-1]
-        assert torch.equal(got.ids, wanted.ids)
-        torch.testing.assert_close(got.weights, wanted.weights, atol=1e-6, rtol=1e-5)
-        assert torch.equal(got.starts, wanted.starts)
-        last = int(got.starts[-1])
-        assert torch.equal(got.order[:last], wanted.order[:last])
-        up = noise(held.count, 2 * width, size, dtype=dtype, seed=1)
-        down = noise(held.count, size, width, dtype=dtype, seed=2)
-        padded = torch.where((slots < SINK)[:, None], float("nan"), x.float()).to(dtype)
-        sums = expert_products_triton(padded, got, up, down, held)
-        exact = expert_products_ref(x, wanted, up, down, held)
-        assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
-        assert not sums[slots < SINK].any()
+        check((num_tokens, experts, sizes, dtype, renormalizes))
+
+    MUTANTS: dict[str, tuple[Any, str, str]] = {
+        "padding is counted": (route_triton, "live &= tl", "real &= tl"),
+        "a row begins behind its own": (
+            route_triton, "rank = tl.cumsum(own, 0) - own", "rank = tl.cumsum(own, 0)",
+        ),
+        "other ranks' experts come first": (route_triton, "(some >= first) &", "(some >= 0) &"),
+        "the least likely first": (
+            route_triton, "best = tl.max(left, 1)", "best = -tl.max(-left, 1)",
+        ),
+        "a part of K is left out": (
+            route_triton, "for _ in tl.static_range(PARTS)", "for _ in tl.static_range(PARTS - 1)",
+        ),
+        "the weight is the row's": (product_triton, "weights + at, mask", "weights + rows, mask"),
+        "gate and up are exchanged": (
+            product_triton, "gate, up = tl.split(pair)", "up, gate = tl.split(pair)",
+        ),
+        "all programs have the first expert": (
+            product_triton, "return tl.where(expert < COUNT, expert, -1)",
+            "return tl.where(expert < COUNT, 0, -1)",
+        ),
+        "a token has the next one's experts": (
+            product_triton, "source = at // TOP_K", "source = at // TOP_K + 1",
+        ),
+        "what another rank computes is summed": (
+            product_triton, "held = (expert >= first) & (expert < first + count)",
+            "held = expert >= 0",
+        ),
+        "an expert's second tile is its first": (
+            product_triton, "begins + (item - behind + items) * BLOCK_T", "begins",
+        ),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("mutant", sorted(MUTANTS))
+    def test_a_kernel_that_reads_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
+        module, right, wrong = MUTANTS[mutant]
+        source = inspect.getsource(module)
+        assert right in source
+        file = tmp_path / f"mutant_{sorted(MUTANTS).index(mutant)}.py"
+        file.write_text(source.replace(right, wrong))
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = made
+        spec.loader.exec_module(made)
+        changed = {"routes" if module is route_triton else "products": made}
+        case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True)  # of a part of K, too
+
+        def check_all() -> None:
+            check(case, **changed)
+            check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), **changed, alike=0.01)
+
+        with pytest.raises((AssertionError, IndexError, ValueError)):
+            check_all()
+
+    def test_an_expert_may_have_all_tokens() -> None:
+        check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), alike=0.01)

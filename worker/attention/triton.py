@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
-from worker.attention.paged_tiles import PagedTiles, choose
+from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import PagedPlan, constants_of, paged_attention, plan_items
 from worker.attention.prompt_triton import (
     PromptPlan,
@@ -108,8 +108,9 @@ class TritonAttention(PoolAttention):
 
     def _tiles(self, bounds: Bounds) -> PagedTiles:
         head_dim, item_bytes = power_of_two(self.shape.head_dim), self.dtype.itemsize
-        if (window := self.shape.mask.window) is not None:  # so many keys does a row see
-            seen = min(bounds.max_seq_len, window + bounds.max_query_len)
+        if (window := self.shape.mask.window) is not None:
+            # A tile's keys: what its rows see, from the block on in which the first of them lies.
+            seen = min(bounds.max_seq_len, window + bounds.max_query_len + MAX_BLOCK)
             bounds = bounds._replace(max_seq_len=seen)
         return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)
 

@@ -216,6 +216,15 @@ class WorkerMetrics(Families):
     pages = gauge("kv_pages", "KV pages by state", "state")
     usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
     slots = gauge("state_slots", "Slots of recurrent states, if the model has any", "state")
+    moe_layer_steps = reading("moe_layer_steps", "Layers of experts computed, over all steps")
+    moe_distinct_experts = reading(
+        "moe_distinct_experts", "Experts of this rank that had tokens, summed over those layers"
+    )
+    moe_busiest_share = gauge(
+        "moe_busiest_share",
+        "Share of tokens that the busiest expert of a layer has had, the mean of layers; 1 / "
+        "experts if they are even",
+    )
     leases = gauge("leases", "Transfers under way, each with a lease")
     bucket_seconds = gauge(
         "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"
