@@ -8,7 +8,7 @@ from worker.config import Auto, Section
 
 TokenizerBackend = Literal["auto", "huggingface", "fastokens"]
 CallFormat = Literal[
-    "hermes", "llama3", "mistral", "mistral11", "granite", "phi", "glm", "harmony", "none"
+    "hermes", "llama3", "mistral", "mistral11", "granite", "phi", "gemma", "glm", "harmony", "none"
 ]
 Origin = Annotated[str, Field(pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^/\s]+)$")]
 

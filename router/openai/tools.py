@@ -35,6 +35,7 @@ SIGNS: tuple[tuple[str, CallFormat], ...] = (
     ("<|start_of_role|>", "granite"),
     (CALL, "hermes"),
     ("<|tool|>", "phi"),
+    ("<start_of_turn>", "gemma"),
     ("[gMASK]", "glm"),
     ("<|python_tag|>", "llama3"),
     ("ipython", "llama3"),
@@ -44,8 +45,9 @@ MARKS: Mapping[CallFormat, tuple[str, ...]] = {
     "hermes": (CALL, CALL_END),
     "mistral": ("[TOOL_CALLS]",),
     "mistral11": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "granite": ("<|tool_call|>", CALL),
-    "phi": ("<|tool_call|>", "functools"),
+    "granite": ("<|tool_call|>", CALL, CALL_END),
+    "phi": ("<|tool_call|>", "functools", "<|/tool_call|>"),
+    "gemma": ("```tool_code", "```"),
     "harmony": (CHANNEL, MESSAGE, "<|constrain|>", *ENDS),
 }
 
@@ -137,7 +139,9 @@ def parser(form: CallFormat, tools: Tools) -> Parser:
     elif form == "harmony":
         calls = Harmony()
     elif form != "hermes":
-        calls = Marked(MARKS[form][:1] if form.startswith("mistral") else MARKS[form])
+        num = 2 if form in ("granite", "phi") else 1
+        closes = () if form.startswith("mistral") else MARKS[form][num:]
+        calls = Marked(MARKS[form][:num], closes, python=form == "gemma")
     return calls if tools.parallel else FirstCallOnly(calls)
 
 
@@ -178,6 +182,9 @@ def call_rules(
         between = ""
     elif form in ("mistral", "granite", "phi"):
         between, first, last = quoted(", "), f'{symbol(MARKS[form][0])} "[" ', ' "]"'
+    elif form == "gemma":
+        between, last = quoted("\n"), f" {quoted(chr(10) + MARKS[form][1])}"
+        first = f"{quoted(MARKS[form][0] + chr(10))} "
     rules.append(f"call: {call}")
     most = bounds.max_calls if tools.parallel and form != "glm" else 1
     more = f"{{0,{most - 1}}}" if most else "*"

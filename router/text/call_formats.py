@@ -2,12 +2,16 @@
 
 Marked   MARK [{"name": ..., "arguments": {...}}, ...]    Granite, Phi-4-mini, Mistral
          MARK name {...} MARK name [ARGS] {...}           Mistral from v11 on
+         ```tool_code, name(argument=value, ...), ```     Gemma
 Bare     name, a new line, {...}, and nothing else        GLM-4-0414
 Harmony  <|channel|>...<|message|>...<|end|>              gpt-oss: reasoning, calls, content
 """
 
+import ast
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from router.text.parsers import Call, Calls, JsonEnd, Parsed, held
 
@@ -15,6 +19,7 @@ CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message in harmony
 RECIPIENT = re.compile(r"\bto=functions\.([\w.-]+)")
 NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\][\w-]+)?\s*(?:\[ARGS\])?\s*(?=\{)")
+PYTHON = re.compile(r"[A-Za-z_][\w.]*\(")
 BARE_NAME = re.compile(r"([\w.-]+)\s*(?=\{)")
 BEGUN = re.compile(r"[\w.-]+(\[\w*\]?[\w-]*)*\s*")  # of NAME, as far as it is here
 MAX_NAME = 256  # characters after which what begins like a name is none
@@ -34,6 +39,40 @@ def first_of(text: str, marks: Sequence[str]) -> tuple[str, str, str] | None:
     return text[:at], mark, text[at + len(mark) :]
 
 
+def closing(text: str) -> int:
+    """Where Python's call at the beginning of `text` ends; -1: not in it."""
+    depth, quote, escaped = 0, "", False
+    for i, char in enumerate(text):
+        if escaped:
+            escaped = False
+        elif quote:
+            escaped = char == "\\"
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return i + 1
+    return -1
+
+
+def python_call(text: str) -> tuple[str, str] | None:
+    """(name, arguments as JSON) of a call with arguments by name; None: it is no such call."""
+    try:
+        call: Any = ast.parse(text, mode="eval").body
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "print" and call.args:
+            call = call.args[0]
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        return None if None in given else (ast.unparse(call.func), json.dumps(given))
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+
+
 class _Streamed(Calls):
     """A call's arguments end the call."""
 
@@ -51,12 +90,15 @@ class _Streamed(Calls):
 class Marked(_Streamed):
     """Content, and behind a mark calls: in JSON, one or a list, or each a name and its arguments.
 
-    What stands behind calls, and is none, is content again.
+    What stands behind calls, and is none, is content again. closes: marks that end calls. python:
+    calls may be written as Python does.
     """
 
-    def __init__(self, marks: Sequence[str]) -> None:
+    def __init__(
+        self, marks: Sequence[str], closes: Sequence[str] = (), *, python: bool = False
+    ) -> None:
         super().__init__()
-        self._marks = marks
+        self._marks, self._closes, self._python = marks, closes, python
         self._mark = ""  # behind which the text is
         self._num_before = 0  # calls before this mark
 
@@ -78,15 +120,22 @@ class Marked(_Streamed):
             return self._content()
         is_first = self.num_calls == self._num_before
         text = self._text.lstrip(" \r\n\t[" if is_first else " \r\n\t,;]}")
-        if not text or (not is_first and any(mark.startswith(text) for mark in self._marks)):
+        ends = () if is_first else (*self._marks, *self._closes)
+        if not text or any(mark.startswith(text) and mark != text for mark in ends):
             return None
+        closed = next((mark for mark in self._closes if text.startswith(mark)), "")
+        if closed and not is_first:
+            self._text, self._mark = text[len(closed) :], ""
+            return Parsed()
         if text.startswith("{"):
             return self._json(text)
+        if self._python and PYTHON.match(text):
+            return self._of_python(text, is_first)
         if is_first and (found := NAME.match(text)):
             self._text, self._call = text[found.end() :], Call(self.num_calls)
             return self._call.named(found[1])
         begun = BEGUN.fullmatch(text)
-        if is_first and begun is not None and len(text) < MAX_NAME:
+        if (is_first or self._python) and begun is not None and len(text) < MAX_NAME:
             return None
         return self._no_call(is_first, text)
 
@@ -104,6 +153,19 @@ class Marked(_Streamed):
             self._text = text[start:]
             return whole
         self._text, self._call = text[start:], call
+        return parsed
+
+    def _of_python(self, text: str, is_first: bool) -> Parsed | None:
+        end = closing(text)
+        if end < 0:
+            return None
+        made = python_call(text[:end])
+        if made is None:
+            return self._no_call(is_first, text)
+        self._text, call = text[end:], Call(self.num_calls)
+        parsed = call.named(made[0])
+        parsed += call.arguments(made[1])[0]
+        self.num_calls += 1
         return parsed
 
     def _content(self) -> Parsed | None:

@@ -26,11 +26,15 @@ def mistral() -> Parser:
 
 
 def granite() -> Parser:
-    return Marked(("<|tool_call|>", "<tool_call>"))
+    return Marked(("<|tool_call|>", "<tool_call>"), ("</tool_call>",))
 
 
 def phi() -> Parser:
-    return Marked(("<|tool_call|>", "functools"))
+    return Marked(("<|tool_call|>", "functools"), ("<|/tool_call|>",))
+
+
+def gemma() -> Parser:
+    return Marked(("```tool_code",), ("```",), python=True)
 
 
 def glm() -> Parser:
@@ -60,7 +64,16 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     (granite, f"<tool_call>[{ONE}]", ("", "", [("look", ARGS)])),
     (granite, f"<tool_call>\n{ONE}\n", ("", "", [("look", ARGS)])),
     (phi, f"functools[{ONE}, {TWO}]", ("", "", BOTH)),
-    (phi, f"<|tool_call|>[{ONE}]<|/tool_call|>", ("<|/tool_call|>", "", [("look", ARGS)])),
+    (phi, f"<|tool_call|>[{ONE}]<|/tool_call|>", ("", "", [("look", ARGS)])),
+    (granite, f"<tool_call>[{ONE}]</tool_call>\nso", ("\nso", "", [("look", ARGS)])),
+    (
+        gemma,
+        "I look.\n```tool_code\nlook(a='x)', b=[1, {\"c\": None}])\nprint(add(x=-1))\n```\nso",
+        ("I look.\nso", "", [("look", '{"a": "x)", "b": [1, {"c": null}]}'), ("add", '{"x": -1}')]),
+    ),
+    (gemma, f"```tool_code\n{ONE}\n```", ("", "", [("look", ARGS)])),
+    (gemma, "```tool_code\nlook(1)\n```", ("```tool_code\nlook(1)\n```", "", [])),
+    (gemma, "```python\nlook(a=1)\n```", ("```python\nlook(a=1)\n```", "", [])),
     (glm, f"look\n{ARGS}", ("", "", [("look", ARGS)])),
     (glm, "\nadd\n{}", ("", "", [("add", "{}")])),
     (glm, "look at this", ("look at this", "", [])),
@@ -81,7 +94,7 @@ CASES: list[tuple[Callable[[], Parser], str, Parts]] = [
     (Harmony, "<|channel|>final<|message|>a <|e", ("a <|e", "", [])),
     (Harmony, "<|channel|>fin", ("", "", [])),
 ]
-MAKERS = (mistral, granite, phi, glm, Harmony)
+MAKERS = (mistral, granite, phi, gemma, glm, Harmony)
 
 
 @pytest.mark.parametrize("seed", [None, 0, 1, 2, 3])
@@ -103,7 +116,7 @@ MARKS = (
         "<|message|>",
         "<|end|>",
     ),
-    *("<|channel|>", "analysis", " to=functions.add "),
+    *("<|channel|>", "analysis", " to=functions.add ", "```tool_code", "```", "add(x=1)", "look("),
 )
 PIECES = st.sampled_from([*MARKS, ONE, '{"name": "add", "arguments": {', *'{}[]"\\ \n,x'])
 
@@ -122,6 +135,7 @@ LIMITED = [
     (mistral, f"[TOOL_CALLS]look[CALL_ID]a1[ARGS]{ARGS}[TOOL_CALLS]add{{}}"),
     (granite, f"<|tool_call|>[{ONE}, {TWO}]"),
     (phi, f"functools[{ONE}]"),
+    (gemma, "I look.\n```tool_code\nlook(a='x)', b=2)\nadd(x=1)\n```"),
     (glm, f"look\n{ARGS}"),
     (Harmony, f"{THOUGHT}<|start|>assistant{message('commentary', ARGS, '<|call|>', to='look')}"),
 ]
@@ -143,7 +157,9 @@ def test_a_call_that_is_cut_off_leaves_no_markup(
         assert all(whole.startswith(part) for (_, part), (_, whole) in given)
 
 
-@pytest.mark.parametrize("make", [mistral, granite, phi, glm], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [mistral, granite, phi, gemma, glm], ids=lambda make: make.__name__
+)
 @pytest.mark.parametrize("text", ["a < b, {x}", '{"answer": [1, 2', "\n", "a tool_call", "[x"])
 def test_what_begins_no_call_is_kept_where_it_is_cut(make: Callable[[], Parser], text: str) -> None:
     assert parts(through(make, text, None, cut=True)) == (text, "", [])
@@ -164,6 +180,7 @@ FORMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "granite": ("<|start_of_role|>", ("<|tool_call|>",), f"<|tool_call|>[{TIME}, {WEATHER}]"),
     "phi": ("<|tool|>", (), f"<|tool_call|>[{TIME}, {WEATHER}]"),
+    "gemma": ("<start_of_turn>", (), f"```tool_code\n{TIME}\n{WEATHER}\n```"),
     "glm": ("[gMASK]", (), 'weather\n{"city":"x"}'),
 }
 
