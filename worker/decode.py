@@ -70,7 +70,14 @@ class DecodeLoop:
         self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
-            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
+            engine.book,
+            engine.layout,
+            thread.send,
+            config.lease,
+            config.transport,
+            metrics,
+            thread.refusals,
+            draws,
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
@@ -138,16 +145,16 @@ class DecodeLoop:
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
-                self.requests.stop(event)
+                self.requests.stop(peer, event)
             case Abort():
-                self.requests.abort(event)
+                self.requests.abort(peer, event)
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
-                if (req := self._inbound.on_ready(event)) is not None:
+                if (req := self._inbound.on_ready(peer, event)) is not None:
                     self.requests.pass_on(req)
             case PrefillRefused():
-                self._inbound.on_refused(event)
+                self._inbound.on_refused(peer, event)
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():

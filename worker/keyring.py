@@ -9,7 +9,7 @@ listens accepts keys of members only, each for the frames of its own name.
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +34,7 @@ HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 MAX_ASKED = 256  # connections that wait to be announced
 MAX_TOLD_ADDRESSES = 8  # in a line of the log
+MAX_TOLD_PEERS = 1024  # and what they did
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
 
@@ -64,18 +65,38 @@ def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
 
 @dataclass(slots=True)
 class Refusals:
-    """What the sockets of a process have refused. Their thread counts; others may read."""
+    """What a process has refused. The thread of its sockets counts; others may read.
+
+    Messages are counted by the thread that handles them.
+    """
 
     num_frames: int = 0  # not ours, or not of who has sent them
     num_connections: int = 0  # with keys of no member
+    num_messages: int = 0  # of members, about requests and leases of others
     _told: tuple[int, int] = 0, 0
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
+    _foreign: Counter[tuple[PeerId, str]] = field(default_factory=Counter[tuple[PeerId, str]])
 
     def connection(self, address: str) -> None:
         """One more, from there."""
         self.num_connections += 1
         if len(self._addresses) < MAX_TOLD_ADDRESSES:
             self._addresses.add(address)
+
+    def foreign(self, peer: PeerId, message: object) -> None:
+        """A member has sent one more message about what is another's.
+
+        The log has the first of a peer and kind, then the tenth, the hundredth, ...
+        """
+        self.num_messages += 1
+        kind = type(message).__name__
+        if len(self._foreign) >= MAX_TOLD_PEERS:
+            self._foreign.clear()
+        self._foreign[peer, kind] += 1
+        num = self._foreign[peer, kind]
+        if num == 10 ** (len(str(num)) - 1):
+            times = f" ({num} times)" if num > 1 else ""
+            log.warning("%s has sent a %s for what is another's%s", peer, kind, times)
 
     def tell(self) -> None:
         """Log what has come since the last call."""

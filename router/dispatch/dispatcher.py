@@ -265,6 +265,9 @@ class Dispatcher:
         req = self._reqs.get(refused.req_id)
         if req is None or req.dispatch != refused.dispatch or req.route is None:
             return
+        if req.route.decode != peer:
+            self._wire.refusals.foreign(peer, refused)
+            return
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
             return

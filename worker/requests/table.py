@@ -17,7 +17,7 @@ from worker.api import (
 )
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
-from worker.requests.admission import DEADLINE_GRACE_S, Admission
+from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
 from worker.requests.kept import KeptAnswers
 from worker.requests.replies import Key, Last, Replies
 from worker.run.engine import Engine
@@ -59,15 +59,13 @@ class Requests:
     ) -> None:
         """Admit a request, or refuse it; waited_for: the stage in which it was deferred."""
         key = message.req_id, message.dispatch
-        if key in self.reqs:
-            return
-        if self.admission.compiles(message):
-            self.compiling.setdefault((router, *key), (message, received_at))
-            return
-        if self._waits(router, message):
-            self.siblings.setdefault((router, *key), (message, received_at))
-            return
         try:
+            if key in self.reqs:
+                if self._owned(router, message) is None:
+                    raise Busy("another router has a request of this id", BUSY_RETRY_S)
+                return
+            if self._defer(router, message, received_at):
+                return
             req = self.admission.admit(router, message, len(self.reqs), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
@@ -139,19 +137,18 @@ class Requests:
         for req in [each for each in self.reqs.values() if each.router == peer]:
             self._unwanted(req, lost)
 
-    def stop(self, message: Stop) -> None:
+    def stop(self, router: PeerId, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
-        req = self.reqs.get((message.req_id, message.dispatch))
-        if req is not None:
+        if (req := self._owned(router, message)) is not None:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
             self.leave(req, FinishReason.STOP)
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, router: PeerId, message: Abort) -> None:
         """End a request that its router no longer wants."""
-        ended = message.req_id, message.dispatch
-        self._forget(lambda key: key[1:] == ended)
-        if (req := self.reqs.get(ended)) is not None:
+        ended = router, message.req_id, message.dispatch
+        self._forget(lambda key: key == ended)
+        if (req := self._owned(router, message)) is not None:
             self._unwanted(req, ABORTED, keep=message.keep)
 
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
@@ -185,10 +182,35 @@ class Requests:
             self.replies.error(req, error)
             self.leave(req, FinishReason.ABORT, error)
 
+    def _owned(self, router: PeerId, message: Generate | Stop | Abort) -> Req | None:
+        """The request that a message names, if it is here and the router's."""
+        req = self.reqs.get((message.req_id, message.dispatch))
+        if req is None or req.router == router:
+            return req
+        if req.router:  # else its router has given it up, and the message was under way
+            self._thread.refusals.foreign(router, message)
+        return None
+
     def _unwanted(self, req: Req, cut_off: Error, *, keep: bool = True) -> None:
         """End `req`, unless its client may come back for it."""
         if not (keep and self.kept.orphan(req, time.monotonic())):
             self.leave(req, FinishReason.ABORT, cut_off)
+
+    def _defer(self, router: PeerId, message: Generate, received_at: float) -> bool:
+        """Whether it waits for its grammar or a sibling; raises Busy if too many do already."""
+        key = router, message.req_id, message.dispatch
+        if key in self.compiling or key in self.siblings:
+            return True
+        may_wait = bool(message.sampling.grammar or message.after)
+        if may_wait and len(self.compiling) + len(self.siblings) >= self.admission.max_reqs:
+            raise Busy("too many requests", BUSY_RETRY_S)
+        if self.admission.compiles(message):
+            self.compiling[key] = message, received_at
+            return True
+        if self._waits(router, message):
+            self.siblings[key] = message, received_at
+            return True
+        return False
 
     def _forget(self, is_meant: Callable[[Key], bool]) -> None:
         """Drop requests that are not admitted yet."""

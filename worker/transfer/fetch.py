@@ -24,6 +24,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig
 from worker.errors import OutOfPages, Revoked, TransferError, TransferTimeout
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.schedule.req import Req
 from worker.transfer.base import Pull, PullState
@@ -44,6 +45,7 @@ class FetchContext:
     lease: LeaseConfig
     transport: TransportConfig
     metrics: WorkerMetrics
+    refusals: Refusals
     prefill_draws: bool  # disaggregation.first_token
     bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
 
