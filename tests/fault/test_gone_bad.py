@@ -153,7 +153,7 @@ def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogu
     long = replace(GREEDY, max_tokens=200, ignore_eos=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(requests.admission, "max_reqs", 3)
-        patch.setattr(requests, "_waits", lambda _, message: bool(message.after))
+        patch.setattr(requests.deferred, "_waits", lambda _, message: bool(message.after))
         for number in range(5):
             rogue.send(
                 "decode-0/i0",
@@ -163,7 +163,7 @@ def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogu
             refused = rogue.answer(api.Refused)
             assert isinstance(refused, api.Refused)
             assert (refused.req_id, refused.error.code) == (f"s{number}", "busy")
-        assert len(requests.siblings) == 3
+        assert len(requests.deferred.siblings) == 3
         for number in range(3):
             rogue.send("decode-0/i0", api.Abort(f"s{number}", 1))
-        until(lambda: not requests.siblings)
+        until(lambda: not requests.deferred.siblings)

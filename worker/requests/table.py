@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 
 from worker.api import (
     Abort,
@@ -18,8 +17,9 @@ from worker.api import (
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
 from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
+from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
-from worker.requests.replies import Key, Last, Replies
+from worker.requests.replies import Last, Replies
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req, finish_reason
@@ -44,10 +44,7 @@ class Requests:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
         self.admission = Admission(thread.me, engine, scheduler, inbound, thread.wake)
-        # Requests that are not admitted yet, and when they came. They hold no pages. `siblings` are
-        # further choices (n > 1) that wait for the first one's prompt, others for their grammar.
-        self.siblings: dict[Key, tuple[Generate, float]] = {}
-        self.compiling: dict[Key, tuple[Generate, float]] = {}
+        self.deferred = Deferred(self.admission, self.reqs)
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self.kept = KeptAnswers()
         self._engine, self._thread = engine, thread
@@ -64,7 +61,7 @@ class Requests:
                 if self._owned(router, message) is None:
                     raise Busy("another router has a request of this id", BUSY_RETRY_S)
                 return
-            if self._defer(router, message, received_at):
+            if self.deferred.take(router, message, received_at):
                 return
             req = self.admission.admit(router, message, len(self.reqs), received_at)
         except KvlaneError as error:
@@ -102,12 +99,8 @@ class Requests:
 
     def resume(self) -> None:
         """Admit requests that waited for a grammar or a sibling's prompt, and preempted ones."""
-        waiting = self.compiling.items()
-        for key in [key for key, (message, _) in waiting if not self.admission.compiles(message)]:
-            self.admit(key[0], *self.compiling.pop(key), waited_for="grammar")
-        waiting = self.siblings.items()
-        for key in [key for key, (message, _) in waiting if not self._waits(key[0], message)]:
-            self.admit(key[0], *self.siblings.pop(key), waited_for="sibling")
+        for router, message, received_at, stage in self.deferred.ready():
+            self.admit(router, message, received_at, waited_for=stage)
         self.admission.resume_preempted()
 
     def pass_on(self, req: Req) -> None:
@@ -132,7 +125,7 @@ class Requests:
         self._inbound.peers.lose(peer)
         self._inbound.on_lost(peer)
         self.replies.lost(peer)
-        self._forget(lambda key: key[0] == peer)
+        self.deferred.forget(lambda key: key[0] == peer)
         lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self.reqs.values() if each.router == peer]:
             self._unwanted(req, lost)
@@ -147,7 +140,7 @@ class Requests:
     def abort(self, router: PeerId, message: Abort) -> None:
         """End a request that its router no longer wants."""
         ended = router, message.req_id, message.dispatch
-        self._forget(lambda key: key == ended)
+        self.deferred.forget(lambda key: key == ended)
         if (req := self._owned(router, message)) is not None:
             self._unwanted(req, ABORTED, keep=message.keep)
 
@@ -195,40 +188,6 @@ class Requests:
         """End `req`, unless its client may come back for it."""
         if not (keep and self.kept.orphan(req, time.monotonic())):
             self.leave(req, FinishReason.ABORT, cut_off)
-
-    def _defer(self, router: PeerId, message: Generate, received_at: float) -> bool:
-        """Whether it waits for its grammar or a sibling; raises Busy if too many do already."""
-        key = router, message.req_id, message.dispatch
-        if key in self.compiling or key in self.siblings:
-            return True
-        may_wait = bool(message.sampling.grammar or message.after)
-        if may_wait and len(self.compiling) + len(self.siblings) >= self.admission.max_reqs:
-            raise Busy("too many requests", BUSY_RETRY_S)
-        if self.admission.compiles(message):
-            self.compiling[key] = message, received_at
-            return True
-        if self._waits(router, message):
-            self.siblings[key] = message, received_at
-            return True
-        return False
-
-    def _forget(self, is_meant: Callable[[Key], bool]) -> None:
-        """Drop requests that are not admitted yet."""
-        for deferred in (self.siblings, self.compiling):
-            for key in [key for key in deferred if is_meant(key)]:
-                del deferred[key]
-
-    def _waits(self, router: PeerId, message: Generate) -> bool:
-        """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.
-
-        Then it will match that prompt's whole pages, and prefill the rest, less than a page.
-        """
-        return bool(message.after) and any(
-            req.req_id == message.after
-            and req.router == router
-            and req.num_computed_tokens < req.num_prompt_tokens - 1
-            for req in self.reqs.values()
-        )
 
 
 def error_of(error: KvlaneError, req_id: str) -> Error:
