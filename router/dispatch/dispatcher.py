@@ -147,7 +147,7 @@ class Dispatcher:
                     case Lost():
                         self._on_lost(peer, message.reason)
                     case _:
-                        log.warning("%s sent a %s to a router", peer, type(message).__name__)
+                        self._wire.refusals.unexpected(peer, message)
             except Exception:  # a bug of ours: the other messages are other requests'
                 log.exception("a %s of %s", type(message).__name__, peer)
         if self._touched:  # behind the tasks that were woken: first chunks leave first
