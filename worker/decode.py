@@ -77,6 +77,7 @@ class DecodeLoop:
             config.transport,
             metrics,
             thread.refusals,
+            engine.shape.vocab_size,
             draws,
         )
         self._inbound = Inbound(incarnation, context, self.peers)

@@ -98,8 +98,8 @@ class Refusals:
         self._message(peer, f"has sent a {type(message).__name__} for what is another's")
 
     def unexpected(self, peer: PeerId, message: object) -> None:
-        """A member has sent one more message that nobody sends to us."""
-        self._message(peer, f"has sent a {type(message).__name__}, which is not for us")
+        """A member has sent one more message that no honest one sends to us."""
+        self._message(peer, f"has sent a {type(message).__name__} that makes no sense here")
 
     def exceeds(self, peer: PeerId, num_bytes: int, *, begins: bool) -> bool:
         """Whether a peer sends more than any does that is honest; then this message is dropped.

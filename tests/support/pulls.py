@@ -20,6 +20,7 @@ from worker.transfer.layout import Pages
 from worker.transfer.sources import Link
 
 PAGE_SIZE = 16
+VOCAB = 1024
 OK, FAILED, RUNNING = PullState.OK, PullState.FAILED, PullState.RUNNING
 
 
@@ -114,7 +115,8 @@ class DecodeSide:
         self.context = FetchContext(
             self.book, layout, self._send, LeaseConfig(),
             TransportConfig(name="shm", kind="shm"),
-            WorkerMetrics(model="m", role="decode", worker="w"), self.refusals, prefill_draws=draws,
+            WorkerMetrics(model="m", role="decode", worker="w"), self.refusals, vocab_size=VOCAB,
+            prefill_draws=draws,
         )  # fmt: skip
         self.inbound = Inbound("d", self.context, cast("Any", SimpleNamespace(link=self.link)))
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pulls import OK, PAGE_SIZE, RUNNING, DecodeSide, ScriptedSource
+from tests.support.pulls import OK, PAGE_SIZE, RUNNING, VOCAB, DecodeSide, ScriptedSource
 from worker.api import Error, FinishReason, KVReady, Prefill, PrefillRefused, Release, Sampling
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
@@ -200,6 +200,34 @@ def test_only_who_was_asked_may_answer() -> None:
     assert decode.refusals.num_messages == 2
     assert decode.tell(0, 3, last=True, token=TOKEN)
     decode.landed()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"first_group": -1},
+        {"num_groups": GROUPS + 1},
+        {"num_groups": 2**40},
+        {"num_groups": -1},
+        {"token": VOCAB},
+        {"token": -1},
+        {"prefill_s": math.nan},
+        {"num_cached_tokens": 2**40},
+        {"state_slot": 1},
+    ],
+    ids=repr,
+)
+def test_an_announcement_that_cannot_be_ends_the_attempt(how: dict[str, Any]) -> None:
+    """Its worker has gone bad; what it says must not raise here, and the next one is asked."""
+    decode = Decode(40)
+    ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True)
+    bad = msgspec.structs.replace(ready, **how)
+    assert decode.inbound.on_ready(decode.peer, bad) is None
+    decode.poll()
+    assert decode.peer == PEERS[1]
+    assert decode.req.tokens == [*range(40)]
+    assert not decode.source.pulled
+    assert decode.refusals.num_messages == 1
 
 
 def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:

@@ -13,7 +13,7 @@ from worker.api import (
     RenewAck,
     Xfer,
 )
-from worker.errors import PeerLost, Revoked
+from worker.errors import PeerLost, Revoked, TransferError
 from worker.schedule.req import Req
 from worker.transfer.fetch import Fetch, FetchContext
 from worker.transfer.peers import PrefillPeers
@@ -69,6 +69,10 @@ class Inbound:
     def on_ready(self, peer: PeerId, message: KVReady) -> Req | None:
         """Pass an announcement to its fetch; returns the request if that has got a token by it."""
         fetch = self._find(peer, message)
+        if fetch is not None and not fetch.believes(message):
+            self.context.refusals.unexpected(peer, message)
+            fetch.fail(TransferError.code, "it has announced what cannot be")
+            return None
         return fetch.req if fetch is not None and fetch.announced(message) else None
 
     def on_refused(self, peer: PeerId, message: PrefillRefused) -> None:
