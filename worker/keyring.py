@@ -35,10 +35,11 @@ MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their 
 MAX_ASKED = 256  # connections that wait to be announced
 MAX_TOLD_ADDRESSES = 8  # in a line of the log
 MAX_TOLD_PEERS = 1024  # and what they did
+LATELY_S = 600.0  # after which the log says it again
 # What a peer may send: so many units a second, and so many at once. A message is one, and one more
 # for every UNIT_BYTES, since what is read of it takes ten times as much; a link is LINK_UNITS. A
 # prefill worker that announces eight layer groups of 600 prompts a second sends half of it.
-UNITS_PER_S, MAX_UNITS, UNIT_BYTES, LINK_UNITS = 10_000, 50_000, 2048, 500
+UNITS_PER_S, MAX_UNITS, UNIT_BYTES, LINK_UNITS = 10_000, 50_000, 2048, 200
 MAX_BUDGETS = 1024  # peers
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
@@ -81,6 +82,7 @@ class Refusals:
     is_limited: bool = True  # whether they may be too many
     _told: tuple[int, int] = 0, 0
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
+    _by_peers_at: float = 0.0
     _by_peers: Counter[tuple[PeerId, str]] = field(default_factory=Counter[tuple[PeerId, str]])
     # What each peer may send yet, below 0: too much; and since when that has grown.
     _budgets: dict[PeerId, tuple[float, float]] = field(
@@ -121,14 +123,21 @@ class Refusals:
         return left < 0
 
     def _message(self, peer: PeerId, what: str) -> None:
-        """Count it; the log has the first of a peer and kind, the tenth, the hundredth, ..."""
         self.num_messages += 1
-        if len(self._by_peers) >= MAX_TOLD_PEERS:
+        if num := self.news(peer, what):
+            log.warning("%s %s%s", peer, what, f" ({num} times)" if num > 1 else "")
+
+    def news(self, peer: PeerId, what: str) -> int:
+        """How often a peer has done something lately, if the log is to say so: the first time, the
+        tenth, the hundredth, ...; else 0.
+        """
+        now = time.monotonic()
+        if len(self._by_peers) >= MAX_TOLD_PEERS or now - self._by_peers_at > LATELY_S:
             self._by_peers.clear()
+            self._by_peers_at = now
         self._by_peers[peer, what] += 1
         num = self._by_peers[peer, what]
-        if num == 10 ** (len(str(num)) - 1):
-            log.warning("%s %s%s", peer, what, f" ({num} times)" if num > 1 else "")
+        return num if num == 10 ** (len(str(num)) - 1) else 0
 
     def tell(self) -> None:
         """Log what has come since the last call."""

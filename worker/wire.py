@@ -91,10 +91,7 @@ class Wire:
             self._post(self._links.admitted)
 
     def connect(self, peer: PeerId, address: str, key: str = "") -> None:
-        """Open a link; a first Pong follows when it works, or Lost when it does not.
-
-        key: the peer's; with a keyring nobody without it gets a frame.
-        """
+        """Open a link to the owner of a key; a first Pong follows, or Lost if it does not work."""
         self._post(lambda: self._links.connect(peer, address, key))
 
     def disconnect(self, peer: PeerId) -> None:
@@ -384,7 +381,9 @@ class _Links:
     def lose(
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
     ) -> None:
-        """Close the link to a peer, and report it as lost."""
+        """Close the link to a peer, and report it as lost; the log says so now and then."""
+        if not self._refusals.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
+            level = logging.DEBUG
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
         self._events.append((peer_id, Lost(reason, is_silent)))

@@ -303,6 +303,23 @@ def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
     links.close()
 
 
+def test_links_that_a_peer_begins_again_and_again_are_few_lines_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
+    lost = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyring, "UNITS_PER_S", 1 << 40)
+        patch.setattr("worker.wire.MAX_TURN_FRAMES", 1)
+        for flood.link in range(1, 102):
+            flood.num_taken = 0
+            lost += flood.heard(links)["Lost"]
+    assert lost == 100
+    told = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(told) == 3
+    links.close()
+
+
 def test_large_messages_count_by_their_size() -> None:
     refusals, size = Refusals(), UNIT_BYTES * MAX_UNITS
     assert not refusals.exceeds("s/1", size // 2, begins=True)
