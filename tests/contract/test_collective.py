@@ -103,7 +103,8 @@ def test_collective_keeps_its_promises(name: str, tmp_path: Path):
 def hear_nobody(rank: int, init_method: str) -> None:
     """A stranger gets no answer once the group stands; else each would cost a descriptor."""
     torch.set_num_threads(1)
-    before = listening()
+    num_files, before = len(os.listdir("/proc/self/fd")), listening()
+    assert len(os.listdir("/proc/self/fd")) == num_files
     collective: Any = resolve("collective", "gloo", COLLECTIVES)(rank, 2, "cpu", init_method)
     ones = collective.all_reduce(torch.ones(4))
     [listener] = listening() - before

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from cluster.diagnose.greet import connects
 from cluster.diagnose.sockets import listeners
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.fault.admission import let_in
@@ -37,6 +38,7 @@ CLUSTER = (
     "--set", "disaggregation.mode=always",
     "--set", "model.max_model_len=64",
 )  # fmt: skip
+LOCAL = "127.0.0.1"
 LOOK_S = 2.0
 BURST = 8  # frames a link, before what came is read
 MAX_BURST_S = 0.05
@@ -45,7 +47,7 @@ MAX_BURST_S = 0.05
 def speaks_zmtp(port: int) -> bool:
     """Whether somebody there greets as ZeroMQ does."""
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=1) as raw:
+        with socket.create_connection((LOCAL, port), timeout=1) as raw:
             raw.settimeout(0.3)
             raw.sendall(b"\xff" + bytes(8) + b"\x7f")
             greeting = raw.recv(10)
@@ -74,7 +76,7 @@ class Crowd:
         self._strangers: list[Stranger | Impostor | Noise] = [
             Stranger(port, names.get(port, f"port {port}"), frames, rng, ledger) for port in ports
         ]
-        others = [port for port in everywhere if port not in ports]
+        others = [port for port in everywhere if port not in ports and connects((LOCAL, port))]
         self._strangers += [Noise(port, frames, rng, ledger) for port in others]
         for plain in (True, False):
             for member in workers:

@@ -6,6 +6,7 @@ gloo keeps a descriptor for every connection that a stranger opens, until the pr
 import ctypes
 import os
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable
@@ -41,8 +42,10 @@ def listening() -> set[int]:
     """Descriptors of this process's sockets that listen."""
     found: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
-        # An OSError: it is no socket, or closed meanwhile.
-        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as own:
-            if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(int(name))
+        with suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(name))
     return found
