@@ -66,7 +66,7 @@ class ApiKeys:
                 key, exchange = self._key(headers), Exchange.of(scope)
                 exchange.client, exchange.own_salt = key.name, key.own_salt
         except ApiError as error:
-            response = error.response
+            response = error.response_to(path)
             self._refused()
             self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
         else:

@@ -6,7 +6,6 @@ choices, or with one error event; `[DONE]` follows both. A stream is never just 
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,12 +17,11 @@ from router.dispatch.mailbox import Delta, Mailbox
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
-from router.openai.body import Body, Prepared, merged, num_scored
+from router.openai.body import AnswerForm, Body, Prepared, merged, num_scored
 from router.openai.logprobs import mean
 from router.show.front import Front
 from worker.api import FinishReason
 
-DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
 SSE_HEADERS = [
@@ -59,7 +57,8 @@ class Answer(Response):
         self._started = False
         self._wrote_at = 0.0  # the last part of a stream
         self._pinger: asyncio.TimerHandle | None = None
-        self._body = Body(prepared, exchange.unique_id, exchange.reqs)
+        form = prepared.form or Body
+        self._body: AnswerForm = form(prepared, exchange.unique_id, exchange.reqs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._outlet: Outlet = scope["outlet"]
@@ -148,7 +147,7 @@ class Answer(Response):
                 if not events and self._silent_s >= self._ping_s:  # nothing certain yet
                     events = PING
                 if not self._num_open:
-                    await self._write(send, events + self._body.usage() + DONE, more=False)
+                    await self._write(send, events + self._body.end(), more=False)
                 elif events:
                     await self._write(send, events)
         finally:
@@ -190,11 +189,10 @@ class Answer(Response):
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._exchange.failure = error.code
         if self._started:
-            event = b"data: %s\n\n" % json.dumps(error.body).encode()
             with suppress(_Gone):
-                await self._write(send, event + DONE, more=False)
+                await self._write(send, self._body.failed(error), more=False)
         else:
-            await error.response(scope, receive, send)
+            await error.response_to(scope["path"])(scope, receive, send)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Send a part of a stream; raises _Gone if the client has read too little for too long."""

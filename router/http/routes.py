@@ -4,6 +4,7 @@ import asyncio
 import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
@@ -16,6 +17,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
+from router.adapters.message_body import MessageAnswer
+from router.adapters.messages import MessagesBody, chat_of, count_tokens
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
@@ -28,6 +31,7 @@ from router.http.orders import Operator, OrderRoutes
 from router.http.request_body import read_body
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
+from router.openai.reading import read
 from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front
@@ -41,7 +45,7 @@ THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loo
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (
     b"response_format", b"guided_", b"structured_outputs", b"json_schema", b"regex", b"ebnf",
-    b"tool", b"\\u",
+    b"tool", b"output_", b"json_object", b"\\u",
 )  # fmt: skip
 NOT_SERVED = (
     "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
@@ -67,6 +71,16 @@ class Routes:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self._generate(request, self._preparer.chat)
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages."""
+        return await self._generate(request, self._of_message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        own_salt = Exchange.of(request.scope).own_salt
+        body = await self._run(request, partial(count_tokens, self._served, own_salt))
+        return Response(body, media_type="application/json")
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -94,6 +108,10 @@ class Routes:
         """Endpoints of OpenAI's API that this server does not have."""
         message = f"{request.url.path} is not served: this server generates text only"
         raise ApiError("unsupported", message, status=404)
+
+    def _of_message(self, raw: bytes, own_salt: str) -> Prepared:
+        chat = chat_of(read(MessagesBody, raw), self._served.text.template_source)
+        return replace(self._preparer.of_chat(chat, own_salt), form=MessageAnswer)
 
     async def _run(self, request: Request, work: Callable[[bytes], Result]) -> Result:
         """What `work` makes of the body, in a thread if it may take long; raises a KvlaneError."""
@@ -175,7 +193,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             failure, headers = ApiError("internal_error", "internal error"), {}
     Exchange.of(request.scope).failure = failure.code
-    response = failure.response
+    response = failure.response_to(request.url.path)
     response.headers.update(headers)
     if response.headers.get("allow") == "GET":
         response.headers["allow"] = "GET, HEAD"
@@ -199,6 +217,8 @@ def application(
     post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
     post("/v1/chat/completions", routes.chat)
     post("/v1/completions", routes.completions)
+    post("/v1/messages", routes.messages)
+    post("/v1/messages/count_tokens", routes.count_tokens)
     orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)

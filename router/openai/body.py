@@ -1,7 +1,7 @@
 """A request that has passed every check, and the bytes of its answer, whole or streamed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,6 +11,7 @@ from msgspec.json import encode as to_json
 
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
+from router.errors import ApiError
 from router.openai.reply import (
     Choice,
     Completion,
@@ -42,6 +43,26 @@ class AnswerWriter(Protocol):
         ...
 
 
+class AnswerForm(Protocol):
+    """Writes one answer as an endpoint's clients know it."""
+
+    def whole(self, answers: Sequence[Delta]) -> bytes:
+        """An answer that is not streamed; `answers` are its choices."""
+        ...
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events of a stream, when all choices have ended."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that breaks off."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A request that has passed every check."""
@@ -61,13 +82,16 @@ class Prepared:
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
+    # Given this, the answer's own id and its choices, which come meanwhile; None: `Body`.
+    form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None
 
 
+DONE = b"data: [DONE]\n\n"
 RESUMED = b": choice %d goes on at another worker\n\n"
 
 
-class Body:
-    """Writes one answer in the form of its endpoint; `reqs` gets its choices meanwhile."""
+class Body(AnswerForm):
+    """OpenAI's chat and text completions; `reqs` gets the choices meanwhile."""
 
     def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared
@@ -87,7 +111,6 @@ class Body:
             self._completion.prompt_token_ids = prepared.reqs[0].prompt
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
-        """An answer that is not streamed; `answers` are its choices."""
         writer, completion = self._prepared.writer, self._completion
         choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
@@ -98,7 +121,6 @@ class Body:
         return to_json(completion)
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
         writer, events = self._prepared.writer, list[bytes]()
         if self._prepared.return_resumes:
             events += [RESUMED % delta.index for delta in deltas if delta.resumed]
@@ -116,12 +138,14 @@ class Body:
                 events.append(self._event(choice))
         return b"".join(events)
 
-    def usage(self) -> bytes:
-        """The last event, if it was asked for."""
+    def end(self) -> bytes:
         if not self._prepared.include_usage:
-            return b""
+            return DONE
         self._completion.usage = self._usage()
-        return self._event()
+        return self._event() + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n" % to_json(error.body) + DONE
 
     def _event(self, *choices: Choice) -> bytes:
         completion = self._completion

@@ -15,7 +15,7 @@ NOT_BUILT = (
     # OpenAI's
     "audio", "functions", "modalities", "suffix", "web_search_options",
     # vLLM's
-    "allowed_token_ids", "bad_words", "chat_template", "continue_final_message", "echo",
+    "allowed_token_ids", "bad_words", "chat_template", "echo",
     "guided_whitespace_pattern", "logits_processors", "max_repetition_pattern_size",
     "min_repetition_pattern_size", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs",
     "repetition_detection", "repetition_min_count", "return_tokens_as_token_ids", "structural_tag",

@@ -65,7 +65,10 @@ class Preparer:
 
     def chat(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
-        body = parse(ChatBody, raw)
+        return self.of_chat(parse(ChatBody, raw), own_salt)
+
+    def of_chat(self, body: ChatBody, own_salt: str = "") -> Prepared:
+        """A chat that is `checked`; raises as `chat` does."""
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
@@ -74,6 +77,8 @@ class Preparer:
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
+        if body.continue_final_message and think is Think.MAYBE:
+            think = Think.OPENED if chat.is_thinking(body.messages[-1]) else Think.NEVER
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)

@@ -8,7 +8,8 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from router.errors import invalid
-from router.openai.schema import ChatBody, RequestModel, mapping, refused
+from router.openai.reading import RequestModel, mapping, refused
+from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.grammar import Part, quoted, schema_part
 from router.text.parsers import CALL, CALL_END, FirstCallOnly, Hermes, Llama3, Parser, Plain

@@ -41,7 +41,16 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
 
 @pytest.mark.parametrize(
     "library",
-    ["openai", "litellm", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy"],
+    [
+        "openai",
+        "litellm",
+        "langchain_openai",
+        "llama_index",
+        "instructor",
+        "pydantic_ai",
+        "dspy",
+        "anthropic",
+    ],
 )
 def test_library(cluster: Serve, library: str) -> None:
     if not list(VENV.glob(f"lib/python*/site-packages/{library}")):

@@ -11,6 +11,7 @@ from typing import Any
 
 MODEL = "MODEL"  # stands for the served name
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # others: a mistake
+LAST_EVENTS = b"event: message_stop"
 MISTAKE = "invalid_request_error"
 
 PARAMETERS = {
@@ -35,6 +36,22 @@ CHAT: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "stream_options": {"include_usage": True}, "stream": True,
 }  # fmt: skip
+MESSAGE: dict[str, Any] = {
+    "model": MODEL, "max_tokens": 5, "system": [{"type": "text", "text": "be good"}],
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm"},
+            {"type": "tool_use", "id": "c", "name": "time", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "7"}]}
+        ]},
+    ],
+    "tools": [{"name": "time", "input_schema": PARAMETERS}], "stop_sequences": ["x"],
+    "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9},
+    "stream": True,
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL_CHAT = {
     "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
@@ -51,6 +68,8 @@ ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": Tru
 REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tokens": 6}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],
+    ("/v1/messages", MESSAGE),
+    ("/v1/messages/count_tokens", MESSAGE),
     *[("/v1/completions", body) for body in (COMPLETION, ECHO, REGEX)],
     ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS, "return_token_strs": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
@@ -129,19 +148,30 @@ def mutants(num: int, seed: int, model: str) -> Iterator[tuple[str, bytes]]:
 
 
 def judge(status: int, found: bytes) -> None:
-    """An answer is whole and valid, or a mistake of the client's in OpenAI's form."""
+    """An answer is whole and valid, or a client's mistake in the form of OpenAI or Anthropic."""
     if status == 200 and found.startswith((b"data:", b": ping")):
         assert found.endswith(b"data: [DONE]\n\n")
         for event in found.split(b"\n\n")[:-2]:
             if event.startswith(b"data: "):
                 assert "error" not in strict(event[6:])
+    elif status == 200 and found.startswith(b"event:"):
+        *events, last = found.removesuffix(b"\n\n").split(b"\n\n")
+        assert last.startswith(LAST_EVENTS)
+        for event in events:
+            if event.startswith(b"event: "):
+                assert not event.startswith(b"event: error")
+                strict(event.partition(b"\ndata: ")[2])
     elif status == 200:
         strict(found)
     else:
         assert 400 <= status < 500
         answer = strict(found)
-        assert answer.keys() == {"error"}
         error = answer["error"]
+        if "type" in answer:
+            assert answer.keys() == {"type", "error"}
+            assert error.keys() - {"details"} == {"type", "message"}
+            return
+        assert answer.keys() == {"error"}
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["type"] == ERROR_TYPES.get(status, MISTAKE)
         assert error["message"]
