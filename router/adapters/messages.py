@@ -22,8 +22,7 @@ from router.openai.tools import tools_of
 # Fields of chats that have no place in an answer of other forms.
 NOT_HERE = (
     "n", "logprobs", "top_logprobs", "return_token_ids", "return_stages", "return_trace",
-    "return_resumes", "stream_options", "prompt_logprobs", "stop", "max_completion_tokens",
-    "parallel_tool_calls",
+    "return_resumes", "prompt_logprobs", "max_completion_tokens", "include_usage",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 SWITCH = "enable_thinking"  # of templates
@@ -81,9 +80,9 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
     Raises an ApiError, 400, that names the field.
     """
     extra = body.model_extra or {}
-    for name in NOT_HERE:
-        if name in extra:
-            raise unsupported(f"{name} has no place in an answer of this form", name)
+    refuse_foreign(extra)
+    if "stop" in extra:
+        raise invalid("stop: it is called stop_sequences here", "stop")
     if body.thread.get("type", "create") != "create":
         message = "no thread is kept here: send all messages"
         raise ApiError("unsupported", message, param=THREAD, status=404)
@@ -96,6 +95,13 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     return valid(fields)
+
+
+def refuse_foreign(extra: Mapping[str, Any]) -> None:
+    """Raise an ApiError, 400, if there is a field of chats that has no place in such an answer."""
+    for name in NOT_HERE:
+        if name in extra:
+            raise unsupported(f"{name} has no place in an answer of this form", name)
 
 
 def valid(fields: Mapping[str, Any]) -> ChatBody:

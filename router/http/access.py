@@ -134,7 +134,7 @@ def with_cors(app: ASGIApp, allowed: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=list(allowed),
-        allow_methods=["GET", "HEAD", "POST"],
+        allow_methods=["GET", "HEAD", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
     )

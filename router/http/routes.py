@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi_offline import FastAPIOffline
 from msgspec import Struct
 from starlette.exceptions import HTTPException
@@ -29,6 +29,7 @@ from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
 from router.http.request_body import read_body
+from router.http.responses import ResponseRoutes
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reading import read
@@ -48,8 +49,8 @@ SLOW_WORDS = (
     b"tool", b"output_", b"json_object", b"\\u",
 )  # fmt: skip
 NOT_SERVED = (
-    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
-    "/v1/responses/{rest:path}", "/v1/moderations",
+    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/moderations",
+    "/v1/conversations",
 )  # fmt: skip
 
 Result = TypeVar("Result")
@@ -67,6 +68,7 @@ class Routes:
         self._front, self._served, self._keys = front, front.served, keys
         text = front.served.text
         self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
+        self.responses = ResponseRoutes(front.served, self._preparer, self._generate)
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -125,7 +127,7 @@ class Routes:
 
     async def _generate(
         self, request: Request, prepare: Callable[[bytes, str], Prepared]
-    ) -> Response:
+    ) -> Answer:
         front, exchange = self._front, Exchange.of(request.scope)
         given = request.headers.get("idempotency-key", "")
 
@@ -200,6 +202,30 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return response
 
 
+def _add_apis(app: FastAPI, routes: Routes) -> None:
+    """What clients ask for; the rest is for operators and machines."""
+    responses, one = routes.responses, "/v1/responses/{name}"
+    for path, endpoint in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.completions),
+        ("/v1/messages", routes.messages),
+        ("/v1/messages/count_tokens", routes.count_tokens),
+        ("/v1/responses", responses.create),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        app.add_route(path, endpoint, methods=["POST"])  # they read their bodies themselves
+    for path, endpoint, method in (
+        ("/v1/models", routes.models, "GET"),
+        ("/v1/models/{name:path}", routes.one_model, "GET"),
+        (one, responses.get, "GET"),
+        (f"{one}/input_items", responses.inputs, "GET"),
+        (one, responses.delete, "DELETE"),
+        (f"{one}/cancel", responses.cancel, "POST"),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+
+
 def application(
     front: Front, keys: Keys | None = None, operator: Operator | None = None
 ) -> ASGIApp:
@@ -214,20 +240,13 @@ def application(
     guarded = () if keys is None else GUARDED + PAGES * pages_too
     shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
-    post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
-    post("/v1/chat/completions", routes.chat)
-    post("/v1/completions", routes.completions)
-    post("/v1/messages", routes.messages)
-    post("/v1/messages/count_tokens", routes.count_tokens)
+    _add_apis(app, routes)
+    post = partial(app.add_route, methods=["POST"])
     orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
     app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
-    post("/tokenize", routes.tokenize)
-    post("/detokenize", routes.detokenize)
     for path, endpoint in (
-        ("/v1/models", routes.models),
-        ("/v1/models/{name:path}", routes.one_model),
         ("/", status.index),
         ("/health", status.health),
         ("/ping", status.health),

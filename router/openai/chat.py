@@ -72,7 +72,7 @@ class ChatWriter(AnswerWriter):
             reasoning=parsed.reasoning or UNSET,
             tool_calls=_tool_calls(parsed.calls),
         )
-        logprobs = self._logprobs(delta)
+        logprobs = self.logprobs(delta)
         return ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
@@ -87,7 +87,7 @@ class ChatWriter(AnswerWriter):
         reason = self.reason(delta)
         assert reason is not None
         return ChatChoice(
-            index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
+            index=index, message=message, logprobs=self.logprobs(delta), finish_reason=reason
         )
 
     def parsed(self, delta: Delta) -> Parsed:
@@ -110,7 +110,8 @@ class ChatWriter(AnswerWriter):
             return "tool_calls"
         return delta.finish_reason
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        """Those of a delta's tokens; None if there are none, or none are wanted."""
         if self._bytes_of is None or not delta.scored:
             return None
         return chat_logprobs(delta.scored, self._bytes_of)

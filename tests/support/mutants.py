@@ -11,7 +11,9 @@ from typing import Any
 
 MODEL = "MODEL"  # stands for the served name
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # others: a mistake
-LAST_EVENTS = b"event: message_stop"
+LAST_EVENTS = tuple(b"event: " + name for name in (
+    b"message_stop", b"response.completed", b"response.incomplete"
+))  # fmt: skip
 MISTAKE = "invalid_request_error"
 
 PARAMETERS = {
@@ -52,6 +54,23 @@ MESSAGE: dict[str, Any] = {
     "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9},
     "stream": True,
 }  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "model": MODEL, "max_output_tokens": 5, "instructions": "be good", "stream": True,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "hm"}
+        ]},
+        {"type": "function_call", "call_id": "c", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+    ],
+    "tools": [{"type": "function", "name": "time", "parameters": PARAMETERS}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "time"}
+    ]},
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "top_logprobs": 1,
+    "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto",
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL_CHAT = {
     "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
@@ -69,6 +88,7 @@ REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tok
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],
     ("/v1/messages", MESSAGE),
+    ("/v1/responses", RESPONSE),
     ("/v1/messages/count_tokens", MESSAGE),
     *[("/v1/completions", body) for body in (COMPLETION, ECHO, REGEX)],
     ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS, "return_token_strs": True}),
