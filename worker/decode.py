@@ -7,6 +7,7 @@
 import logging
 import time
 from functools import partial
+from itertools import islice
 
 from worker.api import (
     Abort,
@@ -30,7 +31,7 @@ from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
-from worker.run.flight import Flight
+from worker.run.flight import Flight, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
@@ -112,7 +113,9 @@ class DecodeLoop:
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
-            self._reply(step.plan, runner.settle(step), time.monotonic())
+            drawn = runner.settle(step)
+            self._pass_scores(step)
+            self._reply(step.plan, drawn, time.monotonic())
         if (step := flight.take_tail_due()) is not None:
             sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
@@ -167,6 +170,16 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
+
+    def _pass_scores(self, step: Step) -> None:
+        """Reply with what the step, which has ended, has found of prompts."""
+        scores = iter(step.scores)
+        for req, chunk in zip(
+            self.scheduler.launched[step.plan.step].computed, step.plan.chunks, strict=True
+        ):
+            found = list(islice(scores, len(chunk.scored)))
+            if found and req.phase is not Phase.FINISHED:
+                self.requests.replies.scores(req, found)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

@@ -124,7 +124,7 @@ MESSAGE = {
     "content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn",
     "stop_sequence": None, "usage": {"input_tokens": 12, "output_tokens": 3},
 }  # fmt: skip
-RESPONSE = {
+RESPONSE: dict[str, Any] = {
     "id": "resp_5e0c", "object": "response", "created_at": 1700000000, "model": "tiny",
     "status": "completed",
     "output": [{

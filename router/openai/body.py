@@ -9,12 +9,13 @@ import msgspec
 from msgspec import UNSET
 from msgspec.json import encode as to_json
 
-from router.dispatch.mailbox import Delta
+from router.dispatch.mailbox import Delta, Scored
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
 from router.openai.reply import (
     Choice,
     Completion,
+    PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
     TracedStep,
@@ -30,8 +31,8 @@ class AnswerWriter(Protocol):
     chunk_object: str
     has_one_prompt: bool  # then its ids stand beside the choices, else in them
 
-    def opening(self, index: int) -> Choice | None:
-        """What the endpoint sends of a choice before its first text, if anything."""
+    def opening(self, delta: Delta) -> Choice | None:
+        """What the endpoint sends of a choice before its first text, the delta's, if anything."""
         ...
 
     def chunk(self, delta: Delta) -> Choice | None:
@@ -78,6 +79,8 @@ class Prepared:
     return_stages: bool = False
     return_resumes: bool = False
     return_token_ids: bool = False
+    # What is written of the scores of a prompt, if they were asked for as such.
+    prompt_logprobs: Callable[[Scored], PromptLogprobs] | None = None
     unheeded: Sequence[str] = ()  # fields that have no effect
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
@@ -116,6 +119,7 @@ class Body(AnswerForm):
         for choice, answer in zip(choices, answers, strict=True):
             self._account(choice, answer)
             self._identify(choice, answer.index)
+            self._score(choice, answer)
         completion.object, completion.choices = writer.whole_object, choices
         completion.usage = self._usage()
         return to_json(completion)
@@ -127,7 +131,7 @@ class Body(AnswerForm):
         for delta in merged(deltas) if len(deltas) > 1 else deltas:
             if delta.index not in self._opened:
                 self._opened.add(delta.index)
-                opening = writer.opening(delta.index)
+                opening = writer.opening(delta)
                 if opening is not None:
                     events.append(self._event(opening))
             choice = writer.chunk(delta)
@@ -164,6 +168,13 @@ class Body(AnswerForm):
         if self._prepared.return_stages and delta.spent is not None:
             choice.stages = delta.spent
 
+    def _score(self, choice: Choice, answer: Delta) -> None:
+        """Add the logprobs of its prompt, if asked for."""
+        if self._prepared.prompt_logprobs is not None:
+            found = self._prepared.prompt_logprobs(answer.prompt)
+            target = choice if isinstance(choice, TextChoice) else self._completion
+            target.prompt_logprobs = found
+
     def _identify(self, choice: Choice, index: int) -> None:
         """Add the ids of its tokens since the last time, if asked for.
 
@@ -190,7 +201,8 @@ class Body(AnswerForm):
 
 def num_scored(deltas: Sequence[Delta]) -> int:
     """Tokens with logprobs, and steps of accept traces, in `deltas`."""
-    return sum([len(delta.scored) + len(delta.windows or ()) for delta in deltas])
+    counts = [(len(d.scored), len(d.prompt), len(d.windows or ())) for d in deltas]
+    return sum(map(sum, counts))
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
@@ -204,5 +216,7 @@ def merged(deltas: Sequence[Delta]) -> list[Delta]:
 def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     scored = tuple(token for delta in deltas for token in delta.scored)
-    last = deltas[-1]
-    return Delta(last.index, text, last.finish_reason, None, scored, last.spent, last.windows)
+    last, prompt = deltas[-1], next((delta.prompt for delta in deltas if delta.prompt), ())
+    return Delta(
+        last.index, text, last.finish_reason, None, scored, last.spent, last.windows, prompt=prompt
+    )

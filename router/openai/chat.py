@@ -54,9 +54,9 @@ class ChatWriter(AnswerWriter):
             index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
         )
 
-    def opening(self, index: int) -> Choice | None:
-        delta = DeltaMessage(role="assistant", content="", refusal=None)
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+    def opening(self, delta: Delta) -> Choice | None:
+        empty = DeltaMessage(role="assistant", content="", refusal=None)
+        return ChunkChoice(index=delta.index, delta=empty, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
         if self._parser is Plain and delta.finish_reason is None and not delta.scored:

@@ -134,6 +134,8 @@ class GenerationBody(Salted):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: what has room
+    # vLLM's: as `logprobs`, of the prompt's tokens
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_stages: bool = False  # ours: where the time of each choice went
     return_resumes: bool = False  # ours: a stream says where it goes on at another worker
     return_trace: bool = Field(
@@ -163,9 +165,20 @@ class GenerationBody(Salted):
         return -1
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """Alternatives to compute for each token of the prompt; -1: no logprobs."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def num_samples(self) -> int:
         """Answers to compute for each prompt, of which `n` are returned."""
         return self.n
+
+    @model_validator(mode="after")
+    def _scores_whole(self) -> "GenerationBody":
+        if self.stream and self.prompt_logprobs is not None:
+            raise contradiction("prompt_logprobs", "a stream has none")
+        return self
 
     def sampling(
         self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
@@ -197,6 +210,7 @@ class GenerationBody(Salted):
             stop_ids=tuple(sorted(set(self.stop_token_ids))),
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             grammar=grammar,
         )
 
@@ -295,6 +309,7 @@ class CompletionBody(GenerationBody):
         BeforeValidator(_prompts),
         WithJsonSchema({"anyOf": [TEXT, _many(TEXT), IDS, _many(IDS)]}),
     ]
+    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone is wanted
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -305,13 +320,15 @@ class CompletionBody(GenerationBody):
             raise contradiction("best_of", f"must be at least n ({self.n})")
         if self.stream and self.num_samples > self.n:
             raise contradiction("best_of", "a stream cannot choose: it must be n")
-        if self.echo and self.logprobs is not None:
-            raise contradiction("echo", "logprobs of the prompt are not computed")
         return self
 
     @property
     def num_logprobs(self) -> int:
         return -1 if self.logprobs is None else self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
 
     @property
     def num_samples(self) -> int:

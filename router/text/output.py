@@ -215,7 +215,10 @@ class OutputText:
         over: Callable[[str], bool] | None = None,
         *,
         keeps_stop: bool = False,
+        is_wanted: bool = True,
     ) -> None:
+        """is_wanted = False: the answer ends before its first token."""
+        self._is_wanted = is_wanted
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._num_unmatched = min_tokens
@@ -228,6 +231,8 @@ class OutputText:
 
     def feed(self, tokens: Sequence[int]) -> Piece:
         """Take the next tokens; after a `stopped` piece nothing may follow."""
+        if not self._is_wanted:
+            return Piece("", 0, stopped=True)
         if self._matcher is None and self._over is None:
             return Piece(self._detokenizer.feed(tokens), len(tokens))
         texts: list[str] = []

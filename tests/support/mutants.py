@@ -84,13 +84,14 @@ COMPLETION: dict[str, Any] = {
     "frequency_penalty": 1, "repetition_penalty": 1.1,
 }  # fmt: skip
 ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": True, "max_tokens": 6}
+SCORED = {"prompt": ["hello", "a"], "echo": True, "logprobs": 2, "max_tokens": 0}
 REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tokens": 6}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],
     ("/v1/messages", MESSAGE),
     ("/v1/responses", RESPONSE),
     ("/v1/messages/count_tokens", MESSAGE),
-    *[("/v1/completions", body) for body in (COMPLETION, ECHO, REGEX)],
+    *[("/v1/completions", body) for body in (COMPLETION, ECHO, SCORED, REGEX)],
     ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS, "return_token_strs": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -114,6 +115,7 @@ NAMES = [
     "response_format", "max_tokens", "suffix", "include_stop_str_in_output", "unheard_of", "user",
     "return_token_ids", "truncate_prompt_tokens", "documents", "reasoning_effort", "json_schema",
     "ebnf", "regex", "include_reasoning", "chat_template_kwargs", "stream_options", "cache_salt",
+    "prompt_logprobs", "continue_final_message",
 ]  # fmt: skip
 
 
