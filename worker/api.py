@@ -2,7 +2,7 @@
 
 A frame is one message in msgpack. Durations travel, never clock readings: hosts share no clock.
 
-    router  -> decode    Generate, Claim, Stop, Abort, Ack
+    router  -> decode    Generate, Claim, Stop, Abort, Ack; to prefill, too: ForgetPrefixes
     decode  -> router    Chunks, Claimed, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
@@ -209,6 +209,10 @@ class Abort(OfRequest, frozen=True):
     keep: bool = False  # if it has a key: the client may come back for it
 
 
+class ForgetPrefixes(Message, frozen=True):
+    """Router to workers: drop what no request uses from the prefix tree."""
+
+
 class Ack(OfRequest, frozen=True):
     """Router to decode: the final chunk of (req_id, dispatch) arrived; stop sending it."""
 
@@ -381,7 +385,7 @@ class Lost(Message, frozen=True):
 
 
 AnyMessage = (
-    Generate | Claim | Claimed | Stop | Abort | Ack | Refused | Chunks
+    Generate | Claim | Claimed | Stop | Abort | ForgetPrefixes | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
     | Ping | Pong | Bye | RankMessage
 )  # fmt: skip

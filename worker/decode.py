@@ -14,6 +14,7 @@ from worker.api import (
     Ack,
     Claim,
     FinishReason,
+    ForgetPrefixes,
     Generate,
     KVReady,
     Lost,
@@ -144,6 +145,8 @@ class DecodeLoop:
                 self.requests.stop(event)
             case Abort():
                 self.requests.abort(event)
+            case ForgetPrefixes():
+                self._engine.book.forget()
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():

@@ -78,6 +78,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
+        self.forget_prefixes = self._queue.forget_prefixes
         self._claims = Claims(wire, members, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # For each stream that has just got a token, the time of its token before. Streams of one

@@ -16,12 +16,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.members import Known, Members
+from router.dispatch.members import WORKERS, Known, Members
 from router.dispatch.policy import Policy, Route
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
-from worker.api import Abort, Generate, PeerId, Sampling, Stages, TokenLogprob, Window
+from worker.api import (
+    Abort,
+    ForgetPrefixes,
+    Generate,
+    PeerId,
+    Sampling,
+    Stages,
+    TokenLogprob,
+    Window,
+)
 from worker.wire import Wire
 
 if TYPE_CHECKING:
@@ -260,6 +269,12 @@ class Queue:
     def drew(self, req: Req, num_tokens: int) -> None:
         """So many output tokens more have come."""
         self._waiting.charge(req.client, OUTPUT_WEIGHT * num_tokens)
+
+    def forget_prefixes(self) -> None:
+        """Have every worker empty its prefix tree of what no request uses."""
+        for known in self._members.all():
+            if known.member.role in WORKERS:
+                self._wire.send(known.peer, ForgetPrefixes())
 
     def abort(self, req: Req, *, keep: bool = False) -> None:
         """Tell the worker that has `req`, if one has, to drop it, or to keep what has a key."""

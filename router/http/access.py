@@ -20,7 +20,13 @@ from router.http.keys import Key
 log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-PAGES = ("/metrics", "/config", "/dashboard", "/load")  # for operators, and all below
+PAGES = (  # for operators, and all below
+    "/metrics",
+    "/config",
+    "/dashboard",
+    "/load",
+    "/reset_prefix_cache",
+)  # for operators, and all below
 ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses

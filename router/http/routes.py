@@ -233,10 +233,11 @@ def application(
 
     keys: a request needs one; None: none is needed. operator: carries out orders; None: nobody.
     """
-    routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
+    pages_too = front.served.config.admin_access == "auto"
+    routes, pages = Routes(front, keys), Pages(front)
+    status = StatusRoutes(front, guarded=keys is not None and pages_too)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    pages_too = front.served.config.admin_access == "auto"
     guarded = () if keys is None else GUARDED + PAGES * pages_too
     shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
@@ -245,7 +246,10 @@ def application(
     orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
-    app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
+    for path, endpoint in (
+        ("/ping", status.health), ("/reset_prefix_cache", status.reset_prefix_cache),
+    ):  # fmt: skip
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     for path, endpoint in (
         ("/", status.index),
         ("/health", status.health),
