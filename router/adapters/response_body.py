@@ -1,5 +1,6 @@
 """Answers in the form of OpenAI's responses: items, whole or as numbered events."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from router.openai.chat import ChatWriter
 
 PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
 PARTS: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text"}
+UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
 
 
@@ -42,12 +44,12 @@ class ResponseAnswer(AnswerForm):
         assert isinstance(prepared.writer, ChatWriter)
         self._asked, self._writer, self._reqs = asked, prepared.writer, reqs
         self._blocks = Blocks(prepared.writer)
-        self._unique_id = unique_id
+        self._unique_id = UNFIT.sub("_", unique_id)  # a client's own part may hold anything
         self._num_events = 0
         self._logprobs = list[Any]()  # of all tokens so far
         self._num_told = 0  # of these
         self._head: dict[str, Any] = {
-            "id": f"resp_{unique_id}", "created_at": int(time.time()), **asked.head,
+            "id": f"resp_{self._unique_id}", "created_at": int(time.time()), **asked.head,
         }  # fmt: skip
 
     def whole(self, answers: Sequence[Delta]) -> bytes:

@@ -12,6 +12,15 @@ from router.errors import ApiError
 Item = Mapping[str, Any]
 
 
+class MissingResponse(ApiError):
+    """404: no response of this id is kept here, or not for who asks."""
+
+    def __init__(self, name: str, param: str | None) -> None:
+        self.name = name
+        message = f"there is no response {name[:80]!r}: it was not stored, or for too long"
+        super().__init__("invalid_value", message, param=param, status=404)
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """A response; its conversation is all that a next one begins with, its own output last."""
@@ -53,12 +62,17 @@ class ResponseStore:
         self._num_bytes += size
 
     def get(self, name: str, owner: str, param: str | None = None) -> Kept:
-        """Raises an ApiError, 404, that names `param`, if this owner has none of this id."""
+        """Raises a MissingResponse that names `param`, if this owner has none of this id."""
+        kept = self.of_anybody(name, param)
+        if kept.owner != owner:
+            raise MissingResponse(name, param)
+        return kept
+
+    def of_anybody(self, name: str, param: str | None = None) -> Kept:
+        """As `get`, whoever the owner is."""
         kept, _, until = self._kept.get(name, (None, 0, 0.0))
-        if kept is None or until <= self._clock() or kept.owner != owner:
-            message = f"there is no response {name[:80]!r}: it was not stored, was stored for too "
-            message += "long, or by another router"
-            raise ApiError("invalid_value", message, param=param, status=404)
+        if kept is None or until <= self._clock():
+            raise MissingResponse(name, param)
         return kept
 
     def delete(self, name: str, owner: str) -> None:

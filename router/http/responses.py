@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
 from fastapi import Request, Response
 from starlette.responses import JSONResponse
 from starlette.types import Message
 
-from router.adapters.response_body import Asked, ResponseAnswer
+from router.adapters.response_body import UNFIT, Asked, ResponseAnswer
 from router.adapters.responses import ResponseBody, chat_of_response, conversation_of, head_of
-from router.adapters.store import ResponseStore
+from router.adapters.store import Kept, MissingResponse, ResponseStore
 from router.errors import unsupported
 from router.http.answer import Answer
 from router.http.exchange import Exchange
@@ -20,6 +21,7 @@ from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reading import read
 from router.openai.served import Served
+from router.show.siblings import Siblings
 from router.text.reasoning import THINK_END
 
 Prepare = Callable[[bytes, str], Prepared]
@@ -43,18 +45,33 @@ class ResponseRoutes:
     def __init__(
         self,
         served: Served,
+        siblings: Siblings,
         preparer: Preparer,
         generate: Callable[[Request, Prepare], Awaitable[Answer]],
     ) -> None:
         self._served, self._preparer, self._generate = served, preparer, generate
+        self._siblings = siblings
         config = served.config
         self._store = ResponseStore(config.stored_responses_mib << 20, config.stored_response_ttl_s)
         self._tasks = set[asyncio.Task[None]]()  # the loop holds tasks weakly
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
-        owner = Exchange.of(request.scope).client
-        answer = await self._generate(request, partial(self._prepared, owner))
+        owner, raws = self._owner(request), list[bytes]()
+
+        def prepared(raw: bytes, own_salt: str) -> Prepared:
+            raws.append(raw)
+            return self._prepared(owner, raw, own_salt)
+
+        async def again() -> Message:
+            return {"type": "http.request", "body": raws[0], "more_body": False}
+
+        try:
+            answer = await self._generate(request, prepared)
+        except MissingResponse as missing:
+            if not await self._fetch(missing.name, owner):
+                raise
+            answer = await self._generate(Request(request.scope, again), prepared)
         form = answer.form
         assert isinstance(form, ResponseAnswer)
         if not form.is_background:
@@ -70,11 +87,11 @@ class ResponseRoutes:
         """GET /v1/responses/{name}."""
         if request.query_params.get("stream") == "true":
             raise unsupported("stream: a response that is kept is not streamed", "stream")
-        return JSONResponse(self._store.get(name, self._owner(request)).response)
+        return JSONResponse((await self._found(name, request)).response)
 
     async def inputs(self, name: str, request: Request) -> Response:
         """GET /v1/responses/{name}/input_items."""
-        items = self._store.get(name, self._owner(request)).inputs
+        items = (await self._found(name, request)).inputs
         data = [{"id": f"{name}-{i}", **item} for i, item in enumerate(items)]
         if request.query_params.get("order", "desc") == "desc":
             data.reverse()
@@ -90,6 +107,31 @@ class ResponseRoutes:
     async def cancel(self, name: str, request: Request) -> Response:
         """POST /v1/responses/{name}/cancel."""
         return JSONResponse(self._store.cancel(name, self._owner(request)).response)
+
+    async def own(self, name: str) -> Response:
+        """GET /dashboard/responses/{name}: what this router has kept, for the others."""
+        kept = self._store.of_anybody(name)
+        return Response(msgspec.json.encode(kept), media_type="application/json")
+
+    async def _found(self, name: str, request: Request) -> Kept:
+        owner = self._owner(request)
+        try:
+            return self._store.get(name, owner)
+        except MissingResponse:
+            await self._fetch(name, owner)
+            return self._store.get(name, owner)
+
+    async def _fetch(self, name: str, owner: str) -> bool:
+        """Whether another router has kept it for this owner; then it is kept here, too."""
+        if UNFIT.search(name) is not None:
+            return False
+        answers = await self._siblings.ask_routers(f"/dashboard/responses/{name}")
+        for text in filter(None, answers.values()):
+            kept = msgspec.json.decode(text, type=Kept)
+            if kept.owner == owner and kept.response["status"] != "in_progress":
+                self._store.put(kept)
+                return True
+        return False
 
     def _owner(self, request: Request) -> str:
         return Exchange.of(request.scope).client

@@ -68,7 +68,9 @@ class Routes:
         self._front, self._served, self._keys = front, front.served, keys
         text = front.served.text
         self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
-        self.responses = ResponseRoutes(front.served, self._preparer, self._generate)
+        self.responses = ResponseRoutes(
+            front.served, front.siblings, self._preparer, self._generate
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -219,6 +221,7 @@ def _add_apis(app: FastAPI, routes: Routes) -> None:
         ("/v1/models", routes.models, "GET"),
         ("/v1/models/{name:path}", routes.one_model, "GET"),
         (one, responses.get, "GET"),
+        ("/dashboard/responses/{name}", responses.own, "GET"),
         (f"{one}/input_items", responses.inputs, "GET"),
         (one, responses.delete, "DELETE"),
         (f"{one}/cancel", responses.cancel, "POST"),

@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec import structs
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -19,9 +20,11 @@ from tests.fault.router_doubles import (
     DecodeDouble,
     Serve,
     Served,
+    client_of,
     make_model,
     raw_post,
     read_until,
+    routed,
     speak,
 )
 from tests.support.patience import HANG_S, until
@@ -320,6 +323,33 @@ def test_nobody_reads_what_another_key_has_stored(serve: Serve, text: Text, tmp_
     name = httpx.post(f"{url}/v1/responses", **asked, headers=headers[0]).json()["id"]
     found = [httpx.get(f"{url}/v1/responses/{name}", headers=each) for each in headers]
     assert [response.status_code for response in found] == [200, 404]
+
+
+def test_another_router_finds_what_one_has_stored(text: Text) -> None:
+    double = DecodeDouble(script=speak(text.encode("one", add_special_tokens=False), kept=True))
+    members = [double.member]
+    with (
+        routed(text.directory, members) as (first, url),
+        routed(text.directory, members) as (second, other_url),
+    ):
+        members = [structs.replace(first.listed[0], name="router-1"), double.member]
+        second.update_members([second.listed[0], *members])
+        with client_of(url) as client, client_of(other_url) as other:
+            made = client.responses.create(model="small", input="a")
+            until(lambda: is_known(other, made.id))
+            more = other.responses.create(model="small", input="b", previous_response_id=made.id)
+            assert "one<|im_end|>" in [prompt_of(double, text) for _ in range(2)][1]
+            assert other.responses.retrieve(more.id).previous_response_id == made.id
+            with pytest.raises(openai.NotFoundError):
+                client.responses.retrieve(more.id)  # the first has not heard of the second
+    double.die()
+
+
+def is_known(client: openai.OpenAI, name: str) -> bool:
+    try:
+        return client.responses.retrieve(name).output_text == "one"
+    except openai.NotFoundError:
+        return False
 
 
 def kept(name: str, num_bytes: int = 100) -> Kept:
