@@ -80,7 +80,7 @@ def evaluated(cluster: Serve, directory: Path) -> dict[str, Any]:
          "--tasks", "kvlane_choice,kvlane_sums",
          "--model_args", f"model=tiny,tokenizer={TINY},{served}", "--include_path", str(TASKS),
          "--output_path", "out", "--log_samples"],
-        cwd=directory, capture_output=True, text=True, timeout=HANG_S, check=False,
+        cwd=directory, capture_output=True, text=True, timeout=3 * HANG_S, check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(directory / "home")},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
