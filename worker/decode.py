@@ -7,12 +7,14 @@
 import logging
 import time
 from functools import partial
+from itertools import islice
 
 from worker.api import (
     Abort,
     Ack,
     Claim,
     FinishReason,
+    ForgetPrefixes,
     Generate,
     KVReady,
     Lost,
@@ -30,7 +32,7 @@ from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
-from worker.run.flight import Flight
+from worker.run.flight import Flight, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
@@ -122,7 +124,9 @@ class DecodeLoop:
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
-            self._reply(step.plan, runner.settle(step), time.monotonic())
+            drawn = runner.settle(step)
+            self._pass_scores(step)
+            self._reply(step.plan, drawn, time.monotonic())
         if (step := flight.take_tail_due()) is not None:
             sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
@@ -151,6 +155,8 @@ class DecodeLoop:
                 self.requests.stop(peer, event)
             case Abort():
                 self.requests.abort(peer, event)
+            case ForgetPrefixes():
+                self._engine.book.forget()
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
@@ -177,6 +183,16 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
+
+    def _pass_scores(self, step: Step) -> None:
+        """Reply with what the step, which has ended, has found of prompts."""
+        scores = iter(step.scores)
+        for req, chunk in zip(
+            self.scheduler.launched[step.plan.step].computed, step.plan.chunks, strict=True
+        ):
+            found = list(islice(scores, len(chunk.scored)))
+            if found and req.phase is not Phase.FINISHED:
+                self.requests.replies.scores(req, found)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

@@ -8,7 +8,7 @@ between the layers of step n's launch, and in all turns until step n - 1 ends.
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.api import ForgetPrefixes, Lost, Prefill, Release, Renew, WorkerStats
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
@@ -133,6 +133,8 @@ class PrefillLoop(Role):
                 self._outbound.on_renew(peer, event, now)
             case Release():
                 self._outbound.on_release(peer, event)
+            case ForgetPrefixes():
+                self._engine.book.forget()
             case DrainAsked():
                 self._outbound.draining = True
             case Lost() | MembersChanged():

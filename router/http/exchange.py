@@ -36,7 +36,10 @@ CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 PROBES = (
     "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/dashboard/data", "/dashboard/own",
 )  # fmt: skip
-GENERATING = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+GENERATING = {
+    "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
+    "/v1/completions": "text_completion",
+}  # fmt: skip
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 SAMPLED_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][13579bdf]")
 

@@ -95,6 +95,9 @@ class Admission:
             self._engine.metrics.placed("none").inc()
             self.queue_for_row(req)
             return
+        if req.is_to_score:
+            self.place_locally(req, "local")
+            return
         candidates = self._inbound.peers.eligible(req.candidates)
         config = self._engine.config.disaggregation
         inputs = PlacementInputs(
@@ -148,6 +151,8 @@ class Admission:
             raise UserError(f"token ids must be below {vocab_size}", "logit_bias")
         if not -1 <= sampling.logprobs <= max_logprobs:
             raise UserError(f"at most {max_logprobs} alternatives", "top_logprobs")
+        if not -1 <= sampling.prompt_logprobs <= max_logprobs:
+            raise UserError(f"at most {max_logprobs} alternatives", "prompt_logprobs")
         if not fits(sampling):
             raise UserError("a sampling parameter is not finite or out of range", "temperature")
         if not known(message.tokens, vocab_size):

@@ -15,9 +15,10 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from worker.api import Member, PeerId, PullPath
+from worker.api import Member, PeerId
 from worker.cache.layout import Identity, ModelLayout
 from worker.errors import Incompatible, TransferError, Unreachable
+from worker.observe.paths import PullPath
 from worker.transfer.base import POLL_BUDGET_S, Endpoint, KVTransport, Peer, Pull, PullState, Run
 from worker.transfer.layout import Pages, RankPair, num_pool_pages, rank_plan
 
