@@ -76,6 +76,10 @@ class RouterConfig(Section):
 
     tell: a response header, X-Kvlane-Unknown-Fields, names them. refuse: a 400 does.
     """
+    stored_responses_mib: int = Field(default=64, ge=0)
+    """Of responses (/v1/responses) that are kept, the oldest go first; 0: none."""
+    stored_response_ttl_s: float = Field(default=3600.0, gt=0)
+    """How long a response is kept, in the memory of the router that made it."""
     generation_config: Literal["auto", "ignore"] = "auto"
     """Sampling where a request says nothing; auto: the model's generation_config.json."""
     max_string_chars: Auto | Annotated[int, Field(ge=0, le=32768)] = "auto"

@@ -40,6 +40,12 @@ NO_FAULT = frozenset({
     "invalid_api_key", "model_not_found", "body_too_large", "request_timeout", "taken_over",
     "rate_limit_exceeded",
 })  # fmt: skip
+THREAD = "thread"  # a field; whoever is told that there is no such one sends all messages again
+ANTHROPIC = "/v1/messages"  # paths that begin so answer in Anthropic's form
+KINDS = {  # its names of statuses; others: api_error, or the client's mistake
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 504: "timeout_error",
+}  # fmt: skip
 HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
@@ -79,6 +85,15 @@ class ApiError(KvlaneError):
         return {"error": names}
 
     @property
+    def anthropic(self) -> dict[str, Any]:
+        """Anthropic's error object; the same in a response and in an event of a stream."""
+        other = "api_error" if self.status >= 500 else "invalid_request_error"
+        names: dict[str, Any] = {"type": KINDS.get(self.status, other), "message": self.message}
+        if self.param == THREAD:
+            names["details"] = {"error_code": "thread_not_found"}
+        return {"type": "error", "error": names}
+
+    @property
     def headers(self) -> dict[str, str]:
         """`retry-after` in whole seconds; `x-should-retry` is what OpenAI's clients obey."""
         headers = dict(HEADERS.get(self.status, {}))
@@ -92,6 +107,11 @@ class ApiError(KvlaneError):
     def response(self) -> JSONResponse:
         """The HTTP response of a request that has failed so."""
         return JSONResponse(self.body, self.status, self.headers)
+
+    def response_to(self, path: str) -> JSONResponse:
+        """`response` in the form of those who ask for `path`."""
+        body = self.anthropic if path.startswith(ANTHROPIC) else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def invalid(message: str, param: str | None = None) -> ApiError:

@@ -2,7 +2,7 @@
 
 A frame is one message in msgpack. Durations travel, never clock readings: hosts share no clock.
 
-    router  -> decode    Generate, Claim, Stop, Abort, Ack
+    router  -> decode    Generate, Claim, Stop, Abort, Ack; to prefill, too: ForgetPrefixes
     decode  -> router    Chunks, Claimed, Refused
     decode  -> prefill   Prefill, Renew, Release
     prefill -> decode    KVReady, PrefillRefused, RenewAck
@@ -113,21 +113,6 @@ class WorkerStats(Message, frozen=True):
     tokens_per_row: float = 0.0  # moving average of what a row gets of a decode step; 0: none yet
 
 
-class PullPath(Message, frozen=True):
-    """The way of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
-
-    Never on the wire: the control plane asks for it.
-    """
-
-    peer: PeerId  # the prefill worker
-    transport: str  # name and kind of what the bytes travelled on, e.g. "mooncake/tcp"
-    bytes_per_s: float = 0.0  # of a pull of `num_bytes` in `num_ranges` ranges
-    num_bytes: int = 0
-    num_ranges: int = 0
-    small_pull_s: float = 0.0  # one pull of a few bytes
-    error: str = ""  # why nothing can be pulled
-
-
 class Sampling(Message, frozen=True):
     """How tokens of one request are drawn; all limits are checked by the router.
 
@@ -152,6 +137,9 @@ class Sampling(Message, frozen=True):
     logprobs: int = -1  # likeliest alternatives beside each token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
     return_trace: bool = False  # chunks of decode steps come with their windows
+    # As `logprobs`, of the prompt's tokens but its first. The prompt is then computed where its
+    # output is, all of it: what prefix trees hold has no logits.
+    prompt_logprobs: int = -1
 
     @property
     def changes_logits(self) -> bool:
@@ -221,6 +209,10 @@ class Abort(OfRequest, frozen=True):
     keep: bool = False  # if it has a key: the client may come back for it
 
 
+class ForgetPrefixes(Message, frozen=True):
+    """Router to workers: drop what no request uses from the prefix tree."""
+
+
 class Ack(OfRequest, frozen=True):
     """Router to decode: the final chunk of (req_id, dispatch) arrived; stop sending it."""
 
@@ -279,6 +271,8 @@ class TokenChunk(OfRequest, frozen=True):
     logprobs: tuple[TokenLogprob, ...] = ()  # one a token, if they were asked for
     stages: Stages | None = None  # with the first token drawn for this dispatch
     window: Window | None = None  # if it was asked for, of the decode step that drew the tokens
+    # If asked for: the next ones of the prompt's, in chunks without tokens before the first token.
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Chunks(Message, frozen=True):
@@ -391,7 +385,7 @@ class Lost(Message, frozen=True):
 
 
 AnyMessage = (
-    Generate | Claim | Claimed | Stop | Abort | Ack | Refused | Chunks
+    Generate | Claim | Claimed | Stop | Abort | ForgetPrefixes | Ack | Refused | Chunks
     | Prefill | PrefillRefused | KVReady | Renew | RenewAck | Release
     | Ping | Pong | Bye | RankMessage
 )  # fmt: skip

@@ -7,12 +7,14 @@
 import logging
 import time
 from functools import partial
+from itertools import islice
 
 from worker.api import (
     Abort,
     Ack,
     Claim,
     FinishReason,
+    ForgetPrefixes,
     Generate,
     KVReady,
     Lost,
@@ -30,7 +32,7 @@ from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.engine import Engine
-from worker.run.flight import Flight
+from worker.run.flight import Flight, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
@@ -72,7 +74,15 @@ class DecodeLoop:
         self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
-            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
+            engine.book,
+            engine.layout,
+            thread.send,
+            config.lease,
+            config.transport,
+            metrics,
+            thread.refusals,
+            engine.shape.vocab_size,
+            draws,
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
@@ -83,8 +93,8 @@ class DecodeLoop:
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
-        metrics.queued("sibling").set_function(lambda: len(requests.siblings))
-        metrics.queued("grammar").set_function(lambda: len(requests.compiling))
+        metrics.queued("sibling").set_function(lambda: len(requests.deferred.siblings))
+        metrics.queued("grammar").set_function(lambda: len(requests.deferred.compiling))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -93,8 +103,8 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.siblings),
-            "compiling": len(self.requests.compiling),
+            "siblings": len(self.requests.deferred.siblings),
+            "compiling": len(self.requests.deferred.compiling),
         }
 
     def turn(self, events: list[Incoming]) -> float:
@@ -106,7 +116,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.compiling or self.requests.siblings or self.scheduler.preempted:
+        if self.requests.deferred or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -114,7 +124,9 @@ class DecodeLoop:
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
-            self._reply(step.plan, runner.settle(step), time.monotonic())
+            drawn = runner.settle(step)
+            self._pass_scores(step)
+            self._reply(step.plan, drawn, time.monotonic())
         if (step := flight.take_tail_due()) is not None:
             sampled = self.scheduler.launched[step.plan.step].sampled
             matchers = [req.matcher for req in sampled]
@@ -140,16 +152,18 @@ class DecodeLoop:
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
-                self.requests.stop(event)
+                self.requests.stop(peer, event)
             case Abort():
-                self.requests.abort(event)
+                self.requests.abort(peer, event)
+            case ForgetPrefixes():
+                self._engine.book.forget()
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
-                if (req := self._inbound.on_ready(event)) is not None:
+                if (req := self._inbound.on_ready(peer, event)) is not None:
                     self.requests.pass_on(req)
             case PrefillRefused():
-                self._inbound.on_refused(event)
+                self._inbound.on_refused(peer, event)
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():
@@ -169,6 +183,16 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
+
+    def _pass_scores(self, step: Step) -> None:
+        """Reply with what the step, which has ended, has found of prompts."""
+        scores = iter(step.scores)
+        for req, chunk in zip(
+            self.scheduler.launched[step.plan.step].computed, step.plan.chunks, strict=True
+        ):
+            found = list(islice(scores, len(chunk.scored)))
+            if found and req.phase is not Phase.FINISHED:
+                self.requests.replies.scores(req, found)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NoReturn, Protocol
 
-from worker.api import Member, PeerId, PullPath, WorkerStats
+from worker.api import Member, PeerId, WorkerStats
 from worker.config import PingConfig
 from worker.errors import PeerLost
 from worker.keyring import Keyring
+from worker.observe.paths import PullPath
 from worker.wire import Wire
 
 log = logging.getLogger("kvlane.loop")

@@ -73,6 +73,8 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: tuple[int, ...]
     sample: bool = False
     state_slot: int = 0  # where layers are recurrent: of the state before these tokens, then after
+    # Tokens behind the first, second, ... of `tokens`, whose logprobs are wanted.
+    scored: tuple[int, ...] = ()
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -99,6 +101,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     masked: bool = False  # the tail waits for grammar masks: `ModelRunner.launch_tail`
     width: int = 1  # tokens that each row of `decode` computes, and draws at most
     num_keys: int = 0  # sum of all rows' bounds, for logs
+    num_prompt_logprobs: int = -1  # as num_logprobs, of `Chunk.scored`; -1: nothing is scored
 
     @property
     def sampled_rows(self) -> tuple[int, ...]:

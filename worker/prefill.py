@@ -8,7 +8,7 @@ between the layers of step n's launch, and in all turns until step n - 1 ends.
 import time
 from collections.abc import Sequence
 
-from worker.api import Lost, Prefill, Release, Renew, WorkerStats
+from worker.api import ForgetPrefixes, Lost, Prefill, Release, Renew, WorkerStats
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
@@ -46,7 +46,7 @@ class PrefillLoop(Role):
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
-            metrics, engine.tracer,
+            metrics, thread.refusals, engine.tracer,
         )  # fmt: skip
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
@@ -132,7 +132,9 @@ class PrefillLoop(Role):
             case Renew():
                 self._outbound.on_renew(peer, event, now)
             case Release():
-                self._outbound.on_release(event)
+                self._outbound.on_release(peer, event)
+            case ForgetPrefixes():
+                self._engine.book.forget()
             case DrainAsked():
                 self._outbound.draining = True
             case Lost() | MembersChanged():

@@ -8,8 +8,8 @@ from cluster.config import Config
 from cluster.diagnose.facts import MOONCAKE, Facts, read_facts
 from cluster.diagnose.finding import Finding, failure, ok, warning
 from cluster.diagnose.machine import NO_KV, examine
-from worker.api import PullPath
 from worker.config import TransportConfig
+from worker.observe.paths import PullPath
 
 MAX_SKEW_S = 1.0
 # Below it a kind carries no more than TCP would.

@@ -225,6 +225,8 @@ def _welcome(config: Config, urls: tuple[str, ...], screen: Screen) -> None:
     body = f'{{"model": "{config.model.name}", "messages": [{{"role": "user", "content": "Hi"}}]}}'
     screen.line(f"kvlane serves {config.model.name} at {' '.join(f'{u}/v1' for u in urls)}")
     screen.hint(f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\")
+    if config.router.api_key_file:
+        screen.hint("    -H 'Authorization: Bearer KEY' \\")
     screen.hint(f"    -d '{body}'")
     screen.hint(f"  {url}/dashboard shows what it does; kvlane top does so here")
     screen.hint("Ctrl-C stops it.")

@@ -78,6 +78,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
+        self.forget_prefixes = self._queue.forget_prefixes
         self._claims = Claims(wire, members, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # For each stream that has just got a token, the time of its token before. Streams of one
@@ -147,7 +148,7 @@ class Dispatcher:
                     case Lost():
                         self._on_lost(peer, message.reason)
                     case _:
-                        log.warning("%s sent a %s to a router", peer, type(message).__name__)
+                        self._wire.refusals.unexpected(peer, message)
             except Exception:  # a bug of ours: the other messages are other requests'
                 log.exception("a %s of %s", type(message).__name__, peer)
         if self._touched:  # behind the tasks that were woken: first chunks leave first
@@ -212,6 +213,7 @@ class Dispatcher:
                 req.stages, req.decoded_by = chunk.stages, peer
         elif chunk.stages is not None and chunk.stages.late and req.decoded_by == peer:
             req.stages = chunk.stages
+        req.scored.extend(chunk.prompt_logprobs)
         tokens, logprobs = chunk.tokens, chunk.logprobs
         if first > 0:
             tokens, logprobs = tokens[first:], logprobs[first:]
@@ -255,15 +257,20 @@ class Dispatcher:
         if piece.stopped:
             assert req.route is not None
             self._wire.send(req.route.decode, Stop(req.req_id, req.dispatch, req.position))
-            self._end(req, FinishReason.STOP, piece.text, scored=scored)
+            reason = FinishReason.STOP if num else FinishReason.LENGTH  # it wanted none
+            self._end(req, reason, piece.text, scored=scored)
         elif piece.text or scored:
-            req.mailbox.put(Delta(req.index, piece.text, scored=scored))
+            prompt = req.take_scored() if req.scored else ()
+            req.mailbox.put(Delta(req.index, piece.text, scored=scored, prompt=prompt))
             self._touched.append(req.mailbox)
         return piece.stopped
 
     def _on_refused(self, peer: PeerId, refused: Refused) -> None:
         req = self._reqs.get(refused.req_id)
         if req is None or req.dispatch != refused.dispatch or req.route is None:
+            return
+        if req.route.decode != peer:
+            self._wire.refusals.foreign(peer, refused)
             return
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))
@@ -335,7 +342,9 @@ class Dispatcher:
         self._claims.forget(req)
         self._queue.leave(req, served=True)
         spent, windows = req.spent, req.windows if req.sampling.return_trace else None
-        req.mailbox.put(Delta(req.index, text, reason, error, scored, spent, windows))
+        prompt = req.take_scored() if req.scored else ()
+        last = Delta(req.index, text, reason, error, scored, spent, windows, prompt=prompt)
+        req.mailbox.put(last)
         metrics, now = self._metrics, time.monotonic()
         if req.trace is not None:
             cut_off = req.outcome if reason in FAILED else ""

@@ -26,6 +26,7 @@ class Delta(msgspec.Struct, gc=False):
     scored: Scored = ()  # tokens, if their logprobs are wanted
     spent: StageTimes | None = None  # with a finish reason
     windows: Sequence[Window] | None = None  # the accept trace if asked for, with a finish reason
+    prompt: Scored = ()  # the prompt's tokens but its first, if theirs are, before any text
     resumed: bool = False  # the choice goes on at another worker; there is no text
 
 

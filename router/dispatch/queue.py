@@ -16,12 +16,21 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.members import Known, Members
+from router.dispatch.members import WORKERS, Known, Members
 from router.dispatch.policy import Policy, Route
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
-from worker.api import Abort, Generate, PeerId, Sampling, Stages, Window
+from worker.api import (
+    Abort,
+    ForgetPrefixes,
+    Generate,
+    PeerId,
+    Sampling,
+    Stages,
+    TokenLogprob,
+    Window,
+)
 from worker.wire import Wire
 
 if TYPE_CHECKING:
@@ -76,6 +85,7 @@ class Req:
     last_token_at: float = 0.0
     stages: Stages | None = None  # measured by the workers, until the first token
     decoded_by: PeerId = ""
+    scored: list[TokenLogprob] = field(default_factory=list[TokenLogprob])  # of its prompt
     windows: list[Window] = field(default_factory=list[Window])  # its trace, if it is asked for
     timers: list[asyncio.TimerHandle] = field(default_factory=list[asyncio.TimerHandle])
     trace: Trace | None = None  # its stages here; None = not traced
@@ -91,6 +101,12 @@ class Req:
     def was_sent(self) -> bool:
         """Whether a worker was asked to compute it; of one with a key, dispatch 1 is a claim."""
         return self.dispatch > bool(self.key)
+
+    def take_scored(self) -> tuple[tuple[int, TokenLogprob], ...]:
+        """The prompt's tokens but its first with what was found of them; nothing later on."""
+        found = tuple(zip(self.prompt[1:], self.scored, strict=False))
+        self.scored.clear()
+        return found
 
     def had_at(self, peer: PeerId) -> tuple[int, bool] | None:
         """As `lost_at`, also of the worker where it is; None: it was not there."""
@@ -254,6 +270,12 @@ class Queue:
         """So many output tokens more have come."""
         self._waiting.charge(req.client, OUTPUT_WEIGHT * num_tokens)
 
+    def forget_prefixes(self) -> None:
+        """Have every worker empty its prefix tree of what no request uses."""
+        for known in self._members.all():
+            if known.member.role in WORKERS:
+                self._wire.send(known.peer, ForgetPrefixes())
+
     def abort(self, req: Req, *, keep: bool = False) -> None:
         """Tell the worker that has `req`, if one has, to drop it, or to keep what has a key."""
         if req.route is not None:
@@ -278,6 +300,7 @@ class Queue:
         now = time.monotonic()
         if not req.was_sent:
             self._waiting.charge(req.client, len(req.prompt))
+        req.scored.clear()  # another worker begins anew
         req.dispatch += 1
         req.queued_s += now - req.queued_at
         self._at(req, route, now)

@@ -20,7 +20,13 @@ from router.http.keys import Key
 log = logging.getLogger("kvlane.router")
 
 GUARDED = ("/v1/", "/tokenize", "/detokenize")
-PAGES = ("/metrics", "/config", "/dashboard", "/load")  # for operators, and all below
+PAGES = (  # for operators, and all below
+    "/metrics",
+    "/config",
+    "/dashboard",
+    "/load",
+    "/reset_prefix_cache",
+)  # for operators, and all below
 ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
@@ -66,7 +72,7 @@ class ApiKeys:
                 key, exchange = self._key(headers), Exchange.of(scope)
                 exchange.client, exchange.own_salt = key.name, key.own_salt
         except ApiError as error:
-            response = error.response
+            response = error.response_to(path)
             self._refused()
             self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
         else:
@@ -134,7 +140,7 @@ def with_cors(app: ASGIApp, allowed: Sequence[str]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=list(allowed),
-        allow_methods=["GET", "HEAD", "POST"],
+        allow_methods=["GET", "HEAD", "POST", "DELETE"],
         allow_headers=["*"],
         expose_headers=EXPOSED,
     )

@@ -6,7 +6,6 @@ choices, or with one error event; `[DONE]` follows both. A stream is never just 
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,12 +17,11 @@ from router.dispatch.mailbox import Delta, Mailbox
 from router.errors import ApiError, of_grammar
 from router.http.connection import Outlet
 from router.http.exchange import Exchange
-from router.openai.body import Body, Prepared, merged, num_scored
+from router.openai.body import AnswerForm, Body, Prepared, merged, num_scored
 from router.openai.logprobs import mean
 from router.show.front import Front
 from worker.api import FinishReason
 
-DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 THREAD_SCORED = 256  # beyond so many tokens with logprobs a thread writes; 4000 took 1.5 s
 SSE_HEADERS = [
@@ -59,15 +57,16 @@ class Answer(Response):
         self._started = False
         self._wrote_at = 0.0  # the last part of a stream
         self._pinger: asyncio.TimerHandle | None = None
-        self._body = Body(prepared, exchange.unique_id, exchange.reqs)
+        written = prepared.form or Body
+        self.form: AnswerForm = written(prepared, exchange.unique_id, exchange.reqs)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._outlet: Outlet = scope["outlet"]
-        self._outlet.watch(self._leave)
+        self._outlet.watch(self.leave)
         try:
             self._submit()
             if self._outlet.is_gone:  # it has left before it was watched
-                self._leave()
+                self.leave()
             await (self._stream(send) if self._prepared.streamed else self._whole(send))
         except _Gone:
             self._exchange.failure = "client_gone"
@@ -79,7 +78,7 @@ class Answer(Response):
         finally:
             self._outlet.watch(None)
             self._mailbox.close()
-            self._leave()
+            self.leave()
             self._closed()
 
     def _submit(self) -> None:
@@ -91,7 +90,8 @@ class Answer(Response):
             self._front.dispatcher.submit(req, exchange.trace)
             self._reqs.append(req)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End what is left of it; nobody waits any longer."""
         for req in self._reqs:
             self._front.dispatcher.give_up(req)
 
@@ -117,7 +117,7 @@ class Answer(Response):
         while self._num_open:
             deltas += await self._deltas()
         answers = self._kept(merged(deltas))
-        body = await _written(answers, self._body.whole)
+        body = await _written(answers, self.form.whole)
         length = str(len(body)).encode()
         await self._start(
             send, [(b"content-type", b"application/json"), (b"content-length", length)]
@@ -144,11 +144,11 @@ class Answer(Response):
                 deltas = await self._deltas()
                 if not self._started:
                     await self._start(send, SSE_HEADERS)
-                events = await _written(deltas, self._body.events)
+                events = await _written(deltas, self.form.events)
                 if not events and self._silent_s >= self._ping_s:  # nothing certain yet
                     events = PING
                 if not self._num_open:
-                    await self._write(send, events + self._body.usage() + DONE, more=False)
+                    await self._write(send, events + self.form.end(), more=False)
                 elif events:
                     await self._write(send, events)
         finally:
@@ -161,7 +161,7 @@ class Answer(Response):
         if not outlet.is_open or (deltas[0].scored and num_scored(deltas) > THREAD_SCORED):
             return False
         try:
-            events = self._body.events(deltas)
+            events = self.form.events(deltas)
         except Exception as error:  # the task raises it: other requests have no part in it
             self._error = error
             return False
@@ -189,12 +189,12 @@ class Answer(Response):
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
         self._exchange.failure = error.code
+        last = self.form.failed(error)
         if self._started:
-            event = b"data: %s\n\n" % json.dumps(error.body).encode()
             with suppress(_Gone):
-                await self._write(send, event + DONE, more=False)
+                await self._write(send, last, more=False)
         else:
-            await error.response(scope, receive, send)
+            await error.response_to(scope["path"])(scope, receive, send)
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
         """Send a part of a stream; raises _Gone if the client has read too little for too long."""

@@ -13,6 +13,8 @@ from msgspec import Struct
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from router.adapters.messages import CountBody, MessagesBody
+from router.adapters.responses import ResponseBody
 from router.openai import reply
 from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
@@ -117,6 +119,19 @@ CHAT_STREAM = _events(
 )
 CONTINUED = _answer("text_completion", text=" there was", finish_reason="length")
 TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
+MESSAGE = {
+    "id": "msg_5e0c", "type": "message", "role": "assistant", "model": "tiny",
+    "content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn",
+    "stop_sequence": None, "usage": {"input_tokens": 12, "output_tokens": 3},
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "id": "resp_5e0c", "object": "response", "created_at": 1700000000, "model": "tiny",
+    "status": "completed",
+    "output": [{
+        "type": "message", "id": "msg_5e0c-0", "role": "assistant", "status": "completed",
+        "content": [{"type": "output_text", "text": "Hello!", "annotations": []}],
+    }],
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -136,6 +151,20 @@ OPERATIONS = (
          Content(EVENTS, TextCompletion, _events(CONTINUED))),
         Content(JSON, CompletionBody,
                 {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}),
+    ),
+    Operation(
+        "/v1/messages", "Answer a chat, in Anthropic's form", (Content(JSON, None, MESSAGE),),
+        Content(JSON, MessagesBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}),
+    ),
+    Operation(
+        "/v1/messages/count_tokens", "The tokens of a chat, in Anthropic's form",
+        (Content(JSON, None, {"input_tokens": 12}),),
+        Content(JSON, CountBody, {"model": "tiny", "messages": HELLO}),
+    ),
+    Operation(
+        "/v1/responses", "Answer a chat, in the form of OpenAI's responses",
+        (Content(JSON, None, RESPONSE),),
+        Content(JSON, ResponseBody, {"model": "tiny", "input": "Hello", "max_output_tokens": 32}),
     ),
     Operation(
         "/tokenize", "The tokens of a text or of a chat",
@@ -192,7 +221,11 @@ def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, A
         paths[op.path] = {"post" if op.body else "get": shown}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "kvlane", "version": version, "description": "OpenAI's API."},
+        "info": {
+            "title": "kvlane",
+            "version": version,
+            "description": "OpenAI's API, and Anthropic's.",
+        },
         "paths": paths,
         "components": components,
     }

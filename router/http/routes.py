@@ -4,30 +4,35 @@ import asyncio
 import logging
 from codecs import BOM_UTF8
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi_offline import FastAPIOffline
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from router.adapters.message_body import MessageAnswer
+from router.adapters.messages import MessagesBody, chat_of, count_tokens
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
 from router.http.access import GUARDED, PAGES, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
-from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
+from router.http.exchange import CLIENT_GONE, GENERATING, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
 from router.http.request_body import read_body
+from router.http.responses import ResponseRoutes
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
+from router.openai.reading import read
 from router.openai.reply import ModelList
 from router.openai.tokens import detokenize, tokenize
 from router.show.front import Front
@@ -41,11 +46,11 @@ THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loo
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
 SLOW_WORDS = (
     b"response_format", b"guided_", b"structured_outputs", b"json_schema", b"regex", b"ebnf",
-    b"tool", b"\\u",
+    b"tool", b"output_", b"json_object", b"\\u",
 )  # fmt: skip
 NOT_SERVED = (
-    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/responses",
-    "/v1/responses/{rest:path}", "/v1/moderations",
+    "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/moderations",
+    "/v1/conversations",
 )  # fmt: skip
 
 Result = TypeVar("Result")
@@ -63,10 +68,23 @@ class Routes:
         self._front, self._served, self._keys = front, front.served, keys
         text = front.served.text
         self._preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
+        self.responses = ResponseRoutes(
+            front.served, front.siblings, self._preparer, self._generate
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         return await self._generate(request, self._preparer.chat)
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages."""
+        return await self._generate(request, self._of_message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        own_salt = Exchange.of(request.scope).own_salt
+        body = await self._run(request, partial(count_tokens, self._served, own_salt))
+        return Response(body, media_type="application/json")
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -95,6 +113,10 @@ class Routes:
         message = f"{request.url.path} is not served: this server generates text only"
         raise ApiError("unsupported", message, status=404)
 
+    def _of_message(self, raw: bytes, own_salt: str) -> Prepared:
+        chat = chat_of(read(MessagesBody, raw), self._served.text.template_source)
+        return replace(self._preparer.of_chat(chat, own_salt), form=MessageAnswer)
+
     async def _run(self, request: Request, work: Callable[[bytes], Result]) -> Result:
         """What `work` makes of the body, in a thread if it may take long; raises a KvlaneError."""
         raw = await self._body(request)
@@ -107,7 +129,7 @@ class Routes:
 
     async def _generate(
         self, request: Request, prepare: Callable[[bytes, str], Prepared]
-    ) -> Response:
+    ) -> Answer:
         front, exchange = self._front, Exchange.of(request.scope)
         given = request.headers.get("idempotency-key", "")
 
@@ -154,6 +176,24 @@ def _json(body: Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+class Room:
+    """Refuses requests for which there is no room before anything of them is read."""
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app, self._front = app, front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"] in GENERATING:
+            try:
+                self._front.dispatcher.check_room(1)
+            except ApiError as error:
+                self._front.metrics.requests(error.code).inc()
+                Exchange.of(scope).failure = error.code
+                await error.response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     """Every exception a route may raise, in OpenAI's format; unknown ones are also logged."""
     match error:
@@ -175,11 +215,36 @@ async def _on_error(request: Request, error: Exception) -> Response:
         case _:
             failure, headers = ApiError("internal_error", "internal error"), {}
     Exchange.of(request.scope).failure = failure.code
-    response = failure.response
+    response = failure.response_to(request.url.path)
     response.headers.update(headers)
     if response.headers.get("allow") == "GET":
         response.headers["allow"] = "GET, HEAD"
     return response
+
+
+def _add_apis(app: FastAPI, routes: Routes) -> None:
+    """What clients ask for; the rest is for operators and machines."""
+    responses, one = routes.responses, "/v1/responses/{name}"
+    for path, endpoint in (
+        ("/v1/chat/completions", routes.chat),
+        ("/v1/completions", routes.completions),
+        ("/v1/messages", routes.messages),
+        ("/v1/messages/count_tokens", routes.count_tokens),
+        ("/v1/responses", responses.create),
+        ("/tokenize", routes.tokenize),
+        ("/detokenize", routes.detokenize),
+    ):
+        app.add_route(path, endpoint, methods=["POST"])  # they read their bodies themselves
+    for path, endpoint, method in (
+        ("/v1/models", routes.models, "GET"),
+        ("/v1/models/{name:path}", routes.one_model, "GET"),
+        (one, responses.get, "GET"),
+        ("/dashboard/responses/{name}", responses.own, "GET"),
+        (f"{one}/input_items", responses.inputs, "GET"),
+        (one, responses.delete, "DELETE"),
+        (f"{one}/cancel", responses.cancel, "POST"),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
 
 
 def application(
@@ -189,25 +254,24 @@ def application(
 
     keys: a request needs one; None: none is needed. operator: carries out orders; None: nobody.
     """
-    routes, status, pages = Routes(front, keys), StatusRoutes(front), Pages(front)
+    pages_too = front.served.config.admin_access == "auto"
+    routes, pages = Routes(front, keys), Pages(front)
+    status = StatusRoutes(front, guarded=keys is not None and pages_too)
     # Its /docs brings Swagger UI along, so that it works where there is no internet.
     app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
-    pages_too = front.served.config.admin_access == "auto"
     guarded = () if keys is None else GUARDED + PAGES * pages_too
     shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
-    post = partial(app.add_route, methods=["POST"])  # they read their bodies themselves
-    post("/v1/chat/completions", routes.chat)
-    post("/v1/completions", routes.completions)
+    _add_apis(app, routes)
+    post = partial(app.add_route, methods=["POST"])
     orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
     post("/admin/drain", orders.drain)
     post("/admin/role", orders.role)
-    app.add_api_route("/ping", status.health, methods=["POST"], response_model=None)
-    post("/tokenize", routes.tokenize)
-    post("/detokenize", routes.detokenize)
     for path, endpoint in (
-        ("/v1/models", routes.models),
-        ("/v1/models/{name:path}", routes.one_model),
+        ("/ping", status.health), ("/reset_prefix_cache", status.reset_prefix_cache),
+    ):  # fmt: skip
+        app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+    for path, endpoint in (
         ("/", status.index),
         ("/health", status.health),
         ("/ping", status.health),
@@ -229,10 +293,10 @@ def application(
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = app
+    layers: ASGIApp = Room(app, front)
     if keys is not None:
         refused = front.metrics.requests("invalid_api_key").inc
-        layers = ApiKeys(app, keys, pages=pages_too, refused=refused)
+        layers = ApiKeys(layers, keys, pages=pages_too, refused=refused)
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
     level = logging.INFO if front.served.config.access_log else logging.DEBUG
     return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

@@ -1,7 +1,7 @@
 """A request that has passed every check, and the bytes of its answer, whole or streamed."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,11 +9,13 @@ import msgspec
 from msgspec import UNSET
 from msgspec.json import encode as to_json
 
-from router.dispatch.mailbox import Delta
+from router.dispatch.mailbox import Delta, Scored
 from router.dispatch.queue import Req, counted
+from router.errors import ApiError
 from router.openai.reply import (
     Choice,
     Completion,
+    PromptLogprobs,
     PromptTokensDetails,
     TextChoice,
     TracedStep,
@@ -29,8 +31,8 @@ class AnswerWriter(Protocol):
     chunk_object: str
     has_one_prompt: bool  # then its ids stand beside the choices, else in them
 
-    def opening(self, index: int) -> Choice | None:
-        """What the endpoint sends of a choice before its first text, if anything."""
+    def opening(self, delta: Delta) -> Choice | None:
+        """What the endpoint sends of a choice before its first text, the delta's, if anything."""
         ...
 
     def chunk(self, delta: Delta) -> Choice | None:
@@ -39,6 +41,26 @@ class AnswerWriter(Protocol):
 
     def whole(self, index: int, delta: Delta) -> Choice:
         """A choice of a whole answer; `delta` is all of it."""
+        ...
+
+
+class AnswerForm(Protocol):
+    """Writes one answer as an endpoint's clients know it."""
+
+    def whole(self, answers: Sequence[Delta]) -> bytes:
+        """An answer that is not streamed; `answers` are its choices."""
+        ...
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
+        ...
+
+    def end(self) -> bytes:
+        """The last events of a stream, when all choices have ended."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last events of a stream that breaks off."""
         ...
 
 
@@ -57,17 +79,22 @@ class Prepared:
     return_stages: bool = False
     return_resumes: bool = False
     return_token_ids: bool = False
+    # What is written of the scores of a prompt, if they were asked for as such.
+    prompt_logprobs: Callable[[Scored], PromptLogprobs] | None = None
     unheeded: Sequence[str] = ()  # fields that have no effect
     priority: int = 0
     is_seeded: bool = False  # the body has a seed
     grammar_param: str = ""  # the field that asked for the grammar, if there is one
+    # Given this, the answer's own id and its choices, which come meanwhile; None: `Body`.
+    form: "Callable[[Prepared, str, Sequence[Req]], AnswerForm] | None" = None
 
 
+DONE = b"data: [DONE]\n\n"
 RESUMED = b": choice %d goes on at another worker\n\n"
 
 
-class Body:
-    """Writes one answer in the form of its endpoint; `reqs` gets its choices meanwhile."""
+class Body(AnswerForm):
+    """OpenAI's chat and text completions; `reqs` gets the choices meanwhile."""
 
     def __init__(self, prepared: Prepared, unique_id: str, reqs: Sequence[Req]) -> None:
         self._prepared = prepared
@@ -87,25 +114,24 @@ class Body:
             self._completion.prompt_token_ids = prepared.reqs[0].prompt
 
     def whole(self, answers: Sequence[Delta]) -> bytes:
-        """An answer that is not streamed; `answers` are its choices."""
         writer, completion = self._prepared.writer, self._completion
         choices = [writer.whole(i, answer) for i, answer in enumerate(answers)]
         for choice, answer in zip(choices, answers, strict=True):
             self._account(choice, answer)
             self._identify(choice, answer.index)
+            self._score(choice, answer)
         completion.object, completion.choices = writer.whole_object, choices
         completion.usage = self._usage()
         return to_json(completion)
 
     def events(self, deltas: list[Delta]) -> bytes:
-        """The events that tell of `deltas`; nothing if they hold nothing certain yet."""
         writer, events = self._prepared.writer, list[bytes]()
         if self._prepared.return_resumes:
             events += [RESUMED % delta.index for delta in deltas if delta.resumed]
         for delta in merged(deltas) if len(deltas) > 1 else deltas:
             if delta.index not in self._opened:
                 self._opened.add(delta.index)
-                opening = writer.opening(delta.index)
+                opening = writer.opening(delta)
                 if opening is not None:
                     events.append(self._event(opening))
             choice = writer.chunk(delta)
@@ -116,12 +142,14 @@ class Body:
                 events.append(self._event(choice))
         return b"".join(events)
 
-    def usage(self) -> bytes:
-        """The last event, if it was asked for."""
+    def end(self) -> bytes:
         if not self._prepared.include_usage:
-            return b""
+            return DONE
         self._completion.usage = self._usage()
-        return self._event()
+        return self._event() + DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        return b"data: %b\n\n" % to_json(error.body) + DONE
 
     def _event(self, *choices: Choice) -> bytes:
         completion = self._completion
@@ -139,6 +167,13 @@ class Body:
             choice.kvlane_trace = msgspec.convert(delta.windows, steps, from_attributes=True)
         if self._prepared.return_stages and delta.spent is not None:
             choice.stages = delta.spent
+
+    def _score(self, choice: Choice, answer: Delta) -> None:
+        """Add the logprobs of its prompt, if asked for."""
+        if self._prepared.prompt_logprobs is not None:
+            found = self._prepared.prompt_logprobs(answer.prompt)
+            target = choice if isinstance(choice, TextChoice) else self._completion
+            target.prompt_logprobs = found
 
     def _identify(self, choice: Choice, index: int) -> None:
         """Add the ids of its tokens since the last time, if asked for.
@@ -166,7 +201,8 @@ class Body:
 
 def num_scored(deltas: Sequence[Delta]) -> int:
     """Tokens with logprobs, and steps of accept traces, in `deltas`."""
-    return sum([len(delta.scored) + len(delta.windows or ()) for delta in deltas])
+    counts = [(len(d.scored), len(d.prompt), len(d.windows or ())) for d in deltas]
+    return sum(map(sum, counts))
 
 
 def merged(deltas: Sequence[Delta]) -> list[Delta]:
@@ -180,5 +216,7 @@ def merged(deltas: Sequence[Delta]) -> list[Delta]:
 def _sum(deltas: Sequence[Delta]) -> Delta:
     text = "".join(delta.text for delta in deltas)
     scored = tuple(token for delta in deltas for token in delta.scored)
-    last = deltas[-1]
-    return Delta(last.index, text, last.finish_reason, None, scored, last.spent, last.windows)
+    last, prompt = deltas[-1], next((delta.prompt for delta in deltas if delta.prompt), ())
+    return Delta(
+        last.index, text, last.finish_reason, None, scored, last.spent, last.windows, prompt=prompt
+    )

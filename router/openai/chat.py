@@ -1,15 +1,17 @@
 """POST /v1/chat/completions: messages to a prompt, answers to chat choices."""
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from router.dispatch.mailbox import Delta
-from router.errors import invalid
+from router.errors import invalid, unsupported
 from router.openai.body import AnswerWriter
 from router.openai.logprobs import BytesOf, chat_logprobs
+from router.openai.reading import mapping
 from router.openai.reply import (
     AssistantMessage,
     ChatChoice,
@@ -20,7 +22,7 @@ from router.openai.reply import (
     FunctionCall,
     ToolCall,
 )
-from router.openai.schema import Message, OfTemplate, mapping
+from router.openai.schema import Message, OfTemplate
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
@@ -51,16 +53,16 @@ class ChatWriter(AnswerWriter):
             index=0, delta=DeltaMessage(content=""), logprobs=None, finish_reason=None
         )
 
-    def opening(self, index: int) -> Choice | None:
-        delta = DeltaMessage(role="assistant", content="", refusal=None)
-        return ChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)
+    def opening(self, delta: Delta) -> Choice | None:
+        empty = DeltaMessage(role="assistant", content="", refusal=None)
+        return ChunkChoice(index=delta.index, delta=empty, logprobs=None, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice | None:
         if self._parser is Plain and delta.finish_reason is None and not delta.scored:
             text = self._text_chunk
             text.index, text.delta.content = delta.index, delta.text
             return text
-        parsed, reason = self._parsed(delta), self._reason(delta)
+        parsed, reason = self.parsed(delta), self.reason(delta)
         if not parsed and reason is None and not delta.scored:
             return None
         new = DeltaMessage(
@@ -69,11 +71,11 @@ class ChatWriter(AnswerWriter):
             reasoning=parsed.reasoning or UNSET,
             tool_calls=_tool_calls(parsed.calls),
         )
-        logprobs = self._logprobs(delta)
+        logprobs = self.logprobs(delta)
         return ChunkChoice(index=delta.index, delta=new, logprobs=logprobs, finish_reason=reason)
 
     def whole(self, index: int, delta: Delta) -> Choice:
-        parsed = self._parsed(delta)
+        parsed = self.parsed(delta)
         content = parsed.content if parsed.content or not parsed.calls else None
         message = AssistantMessage(
             content=content,
@@ -81,13 +83,14 @@ class ChatWriter(AnswerWriter):
             reasoning=parsed.reasoning or UNSET,
             tool_calls=_tool_calls(parsed.calls, whole=True),
         )
-        reason = self._reason(delta)
+        reason = self.reason(delta)
         assert reason is not None
         return ChatChoice(
-            index=index, message=message, logprobs=self._logprobs(delta), finish_reason=reason
+            index=index, message=message, logprobs=self.logprobs(delta), finish_reason=reason
         )
 
-    def _parsed(self, delta: Delta) -> Parsed:
+    def parsed(self, delta: Delta) -> Parsed:
+        """What a delta holds; each is to be parsed once, in order."""
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._parser()
@@ -100,12 +103,14 @@ class ChatWriter(AnswerWriter):
             self._called.add(delta.index)
         return parsed
 
-    def _reason(self, delta: Delta) -> str | None:
+    def reason(self, delta: Delta) -> str | None:
+        """Why its choice has ended; None: it has not. Call it after `parsed`."""
         if delta.finish_reason is FinishReason.STOP and delta.index in self._called:
             return "tool_calls"
         return delta.finish_reason
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
+    def logprobs(self, delta: Delta) -> ChatLogprobs | None:
+        """Those of a delta's tokens; None if there are none, or none are wanted."""
         if self._bytes_of is None or not delta.scored:
             return None
         return chat_logprobs(delta.scored, self._bytes_of)
@@ -149,8 +154,33 @@ def rendered(
                 for j, call in enumerate(message.tool_calls)
             ]
         plain.append(one)
-    begins, extra = asked.add_generation_prompt, asked.of_template
-    return text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
+    extra, continues = asked.of_template, asked.continue_final_message
+    begins, mark = asked.add_generation_prompt and not continues, ""
+    if continues:
+        mark = f"{secrets.token_hex(8)} "  # its place in the prompt is where the answer goes on
+        plain[-1]["content"] += mark
+    prompt = text.render(plain, add_generation_prompt=begins, extra=extra, tools=tools)
+    return _until(mark, prompt) if continues else prompt
+
+
+def is_thinking(last: Message, marks: tuple[str, str]) -> bool:
+    """Whether a last message, with which an answer goes on, has begun to reason and not ended.
+
+    marks: what opens and closes the reasoning.
+    """
+    said = last.content
+    said = said if isinstance(said, str) else text_of_parts(said, "messages")
+    opened, closed = marks
+    return opened in said and closed not in said.rpartition(opened)[2]
+
+
+def _until(mark: str, prompt: str) -> str:
+    """What stands before `mark`; a template that trims messages trims what it continues, too."""
+    before, found, after = prompt.rpartition(mark.strip())
+    if not found:
+        name = "continue_final_message"
+        raise unsupported(f"{name}: the chat template leaves the last message out", name)
+    return before if after.startswith(" ") else before.rstrip()
 
 
 def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:

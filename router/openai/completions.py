@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from router.dispatch.mailbox import Delta
 from router.openai.body import AnswerWriter
-from router.openai.logprobs import BytesOf, text_logprobs
+from router.openai.logprobs import BytesOf, echoed, text_logprobs
 from router.openai.reply import Choice, TextChoice, TextLogprobs
 from router.openai.schema import CompletionBody
 from router.openai.served import Served
@@ -23,24 +23,48 @@ class TextWriter(AnswerWriter):
     chunk_object = "text_completion"
     has_one_prompt = False
 
-    def __init__(self, echoes: Sequence[str], bytes_of: BytesOf | None) -> None:
+    def __init__(
+        self,
+        echoes: Sequence[str],
+        bytes_of: BytesOf | None,
+        prompts: Sequence[tuple[int, ...]] = (),
+        num_top: int = 0,
+    ) -> None:
+        """prompts: of each choice, if it is echoed with logprobs; num_top: alternatives there."""
+        self._prompts, self._num_top = prompts, num_top
         self._echoes = echoes
         self._bytes_of = bytes_of
         self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
 
-    def opening(self, index: int) -> Choice | None:
+    def opening(self, delta: Delta) -> Choice | None:
         if not self._echoes:
             return None
-        return TextChoice(index=index, text=self._echoes[index], logprobs=None, finish_reason=None)
+        index = delta.index
+        logprobs, echo = self._echoed(delta), self._echoes[index]
+        return TextChoice(index=index, text=echo, logprobs=logprobs, finish_reason=None)
 
     def chunk(self, delta: Delta) -> Choice:
         return self._choice(delta.index, delta, delta.text)
 
     def whole(self, index: int, delta: Delta) -> Choice:
         echo = self._echoes[delta.index] if self._echoes else ""
-        return self._choice(index, delta, echo + delta.text)
+        before = self._echoed(delta)
+        choice = self._choice(index, delta, echo + delta.text)
+        if before is not None and choice.logprobs is not None:
+            for name in before.__struct_fields__:
+                getattr(before, name).extend(getattr(choice.logprobs, name))
+        choice.logprobs = before or choice.logprobs
+        return choice
 
-    def _choice(self, index: int, delta: Delta, text: str) -> Choice:
+    def _echoed(self, delta: Delta) -> TextLogprobs | None:
+        """Logprobs of the prompt, if they are echoed; the answer's offsets begin behind them."""
+        if not self._prompts or self._bytes_of is None:
+            return None
+        found = echoed(self._prompts[delta.index][0], delta.prompt, self._bytes_of, self._num_top)
+        self._offsets[delta.index] = found.text_offset[-1] + len(found.tokens[-1])
+        return found
+
+    def _choice(self, index: int, delta: Delta, text: str) -> TextChoice:
         logprobs: TextLogprobs | None = None
         if delta.scored and self._bytes_of is not None:
             offset = self._offsets.get(delta.index, 0)

@@ -3,7 +3,8 @@
 from typing import Any, NamedTuple, cast
 
 from router.errors import invalid, unsupported
-from router.openai.schema import GenerationBody, mapping
+from router.openai.reading import mapping
+from router.openai.schema import GenerationBody
 from router.text.bounded import Bounds
 from router.text.grammar import Part, ebnf_part, quoted, regex_part, schema_part
 

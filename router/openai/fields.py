@@ -15,9 +15,9 @@ NOT_BUILT = (
     # OpenAI's
     "audio", "functions", "modalities", "suffix", "web_search_options",
     # vLLM's
-    "allowed_token_ids", "bad_words", "chat_template", "continue_final_message", "echo",
+    "allowed_token_ids", "bad_words", "chat_template", "echo",
     "guided_whitespace_pattern", "logits_processors", "max_repetition_pattern_size",
-    "min_repetition_pattern_size", "mm_processor_kwargs", "prompt_embeds", "prompt_logprobs",
+    "min_repetition_pattern_size", "mm_processor_kwargs", "prompt_embeds",
     "repetition_detection", "repetition_min_count", "return_tokens_as_token_ids", "structural_tag",
     "thinking_token_budget", "use_beam_search", "vllm_xargs",
     # SGLang's
@@ -25,7 +25,6 @@ NOT_BUILT = (
     "return_hidden_states", "separate_reasoning", "stop_regex", "stream_reasoning",
 )  # fmt: skip
 HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
-    "prompt_logprobs": lambda value, fields: False,
     "modalities": lambda value, fields: value == ["text"],
     "functions": lambda value, fields: not value or fields.get("function_call") == "none",
     "separate_reasoning": lambda value, fields: value is True,

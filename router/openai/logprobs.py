@@ -4,7 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from router.dispatch.mailbox import Scored
-from router.openai.reply import ChatLogprobs, ContentLogprob, TextLogprobs, TopLogprob
+from router.openai.reply import (
+    ChatLogprobs,
+    ContentLogprob,
+    PromptLogprob,
+    PromptLogprobs,
+    TextLogprobs,
+    TopLogprob,
+)
 
 BytesOf = Callable[[int], bytes]
 
@@ -34,10 +41,40 @@ def chat_logprobs(scored: Scored, bytes_of: BytesOf) -> ChatLogprobs:
     return ChatLogprobs(content=content)
 
 
-def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprobs:
+def echoed(first: int, scored: Scored, bytes_of: BytesOf, num_top: int) -> TextLogprobs:
+    """As `text_logprobs`, of a prompt: its first token, then others, with `num_top` alternatives"""
+    shown = _shown(bytes_of(first))
+    rest = text_logprobs(scored, bytes_of, len(shown), num_top)
+    return TextLogprobs(
+        tokens=[shown, *rest.tokens],
+        token_logprobs=[None, *rest.token_logprobs],
+        top_logprobs=[None, *rest.top_logprobs],
+        text_offset=[0, *rest.text_offset],
+    )
+
+
+def of_prompt(scored: Scored, bytes_of: BytesOf, num_top: int) -> PromptLogprobs:
+    """`prompt_logprobs`, as vLLM has them: each token's own last, if it is not among the others."""
+
+    def entry(token: int, logprob: float, rank: int | None) -> PromptLogprob:
+        shown = _shown(bytes_of(token))
+        return PromptLogprob(logprob=finite(logprob), rank=rank, decoded_token=shown)
+
+    found: PromptLogprobs = [None]
+    for token, scores in scored:
+        top = scores.top[:num_top]
+        entries = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(top, 1)}
+        entries.setdefault(str(token), entry(token, scores.logprob, None))
+        found.append(entries)
+    return found
+
+
+def text_logprobs(
+    scored: Scored, bytes_of: BytesOf, offset: int, num_top: int | None = None
+) -> TextLogprobs:
     """choices[].logprobs of a completion; the first token begins at `offset`.
 
-    A token's own logprob is always among the alternatives.
+    A token's own logprob is always among the alternatives; num_top: of these; None: all.
     """
     tokens = [_shown(bytes_of(token)) for token, _ in scored]
     offsets: list[int] = []
@@ -50,7 +87,7 @@ def text_logprobs(scored: Scored, bytes_of: BytesOf, offset: int) -> TextLogprob
         top_logprobs=[
             {
                 _shown(bytes_of(i)): finite(value)
-                for i, value in ((token, scores.logprob), *scores.top)
+                for i, value in ((token, scores.logprob), *scores.top[:num_top])
             }
             for token, scores in scored
         ],

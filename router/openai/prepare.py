@@ -14,6 +14,7 @@ from router.openai import chat, completions
 from router.openai.body import AnswerWriter, Prepared
 from router.openai.constraints import constraint_of
 from router.openai.fields import listed, unheeded
+from router.openai.logprobs import of_prompt
 from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse, seed_of
 from router.openai.served import Served
 from router.openai.tools import MARKS, Tools, call_rules, detected, parser, tools_of
@@ -26,7 +27,10 @@ from router.text.reasoning import Reasoning
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
 # Of all choices of a request together, which workers get one by one.
-MAX_SUMS = {"prompt tokens": 1 << 23, "biases": 1 << 20, "characters of grammars": 1 << 25}
+MAX_SUMS = {
+    "prompt tokens": 1 << 23, "biases": 1 << 20, "characters of grammars": 1 << 25,
+    "logprobs of prompts": 1 << 20,
+}  # fmt: skip
 
 
 class Think(Enum):
@@ -66,9 +70,17 @@ class Preparer:
             whose = next((name for name, marks in THINKS.items() if marks[0] in template), "")
         self._marks = THINKS.get(whose)  # of reasoning; None: it is not told apart
 
+    @property
+    def think_end(self) -> int | None:
+        """The token behind which reasoning has ended, if there is such a one."""
+        return None if self._marks is None else self._served.text.token_of(self._marks[1])
+
     def chat(self, raw: bytes, own_salt: str = "") -> Prepared:
         """POST /v1/chat/completions; raises an ApiError or UserError that names the field."""
-        body = parse(ChatBody, raw)
+        return self.of_chat(parse(ChatBody, raw), own_salt)
+
+    def of_chat(self, body: ChatBody, own_salt: str = "") -> Prepared:
+        """A chat that is `checked`; raises as `chat` does."""
         self._served.check_model(body.model)
         ignored = self._unheeded(body)
         text, tools, salt = self._served.text, tools_of(body), body.salt(own_salt)
@@ -78,6 +90,9 @@ class Preparer:
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
+        if body.continue_final_message and think is Think.MAYBE and self._marks is not None:
+            opened = chat.is_thinking(body.messages[-1], self._marks)
+            think = Think.OPENED if opened else Think.NEVER
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)
@@ -105,9 +120,13 @@ class Preparer:
         context = self._served.max_model_len
         whole = completions.prompts(body, self._served, salt)
         prompts = [shortened(prompt, body, context) for prompt in whole]
+        echoes = completions.echoes(body, prompts, text)
+        scores = body.echo and body.logprobs is not None
         writer = completions.TextWriter(
-            completions.echoes(body, prompts, text),
+            echoes,
             text.token_bytes if body.num_logprobs >= 0 else None,
+            [prompt for prompt in prompts for _ in range(body.num_samples)] if scores else (),
+            body.num_logprobs,
         )
         grammar = self._grammar(body, Tools([]), Think.NEVER)
         return self._prepared(body, prompts, _Job(writer, "prompt", ignored, *grammar, salt=salt))
@@ -204,6 +223,7 @@ class Preparer:
                     over=job.over(),
                     skip=skip,
                     keeps_stop=body.include_stop_str_in_output,
+                    is_wanted=body.asked_max_tokens[0] != 0,
                 )
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
@@ -221,6 +241,9 @@ class Preparer:
             return_stages=body.return_stages,
             return_resumes=body.return_resumes,
             return_token_ids=body.return_token_ids,
+            prompt_logprobs=None
+            if body.prompt_logprobs is None
+            else partial(of_prompt, bytes_of=text.token_bytes, num_top=body.prompt_logprobs),
             unheeded=job.unheeded,
             priority=body.priority,
             is_seeded=body.seed is not None,
@@ -252,6 +275,8 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
         raise invalid("the prompt is empty", param)
     room, (asked, field) = limit - num_prompt_tokens, body.asked_max_tokens
     if room >= (asked or 1):
+        if asked == 0:  # workers draw one at least
+            return 1
         return asked or min(room, body.default_max_tokens or room)
     message = f"the model's context is {limit} tokens; the prompt has {num_prompt_tokens}"
     if asked is not None:
@@ -262,10 +287,12 @@ def allowed_tokens(num_prompt_tokens: int, body: GenerationBody, served: Served,
 
 def _check_sums(body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job) -> None:
     num_choices = len(prompts) * body.num_samples
+    num_tokens = sum(map(len, prompts)) * body.num_samples
     sums = (
-        (job.param, sum(map(len, prompts)) * body.num_samples),
+        (job.param, num_tokens),
         ("logit_bias", len(body.logit_bias) * num_choices),
         (job.grammar_param, len(job.grammar) * num_choices),
+        ("prompt_logprobs", (1 + body.num_prompt_logprobs) * num_tokens),
     )
     for (what, limit), (param, num) in zip(MAX_SUMS.items(), sums, strict=True):
         if num > limit:

@@ -49,12 +49,26 @@ class ChatLogprobs(Struct, kw_only=True):
 
 
 class TextLogprobs(Struct, kw_only=True):
-    """Every token of a completion; offsets count characters from the start of its own text."""
+    """Every token of a completion, with `echo` of its prompt, too: the first has no logprob.
+
+    Offsets count characters from the start of its own text, with `echo` of the prompt.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprob(Struct, kw_only=True):
+    """Of a token of a prompt, or one that might have stood there; rank: null if it is not known."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; of the first token null
 
 
 class FunctionCall(Struct, kw_only=True):
@@ -145,6 +159,7 @@ class TextChoice(Choice, kw_only=True):
     logprobs: TextLogprobs | None
     finish_reason: str | None
     prompt_token_ids: Sequence[int] | UnsetType = UNSET  # with the first `token_ids`
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 ChoiceT = TypeVar("ChoiceT", bound=Choice)
@@ -162,6 +177,7 @@ class Completion(Struct, Generic[ChoiceT], kw_only=True):
     prompt_token_ids: Sequence[int] | UnsetType = (
         UNSET  # of a chat; in a stream, of its first chunk
     )
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of a chat
 
 
 class TokenizeReply(Struct, kw_only=True):

@@ -5,23 +5,15 @@ Unknown fields are accepted, as in vLLM, but not in silence: `router.openai.fiel
 
 import hashlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from router.errors import ApiError, invalid
+from router.errors import invalid
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
 from router.openai.fields import INSIDE, check_built
+from router.openai.reading import Many, RequestModel, contradiction, read
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
 MAX_STOP_STRINGS = 64
@@ -30,21 +22,9 @@ MAX_SALT_CHARS = 256
 MAX_CHOICES = 128
 MAX_BIASES = 1024
 MAX_TOOLS = 512
-MAX_PARAM = 200  # characters of a field's path, which may hold names of the client's own
-FORMS = ("list[", "dict[", "[key]")  # how pydantic's paths of errors name a union's alternatives
 MIN_TEMPERATURE = 1e-4  # less is greedy: the reciprocal must fit a float32
 # Fields of a body that workers get as they are.
 AS_GIVEN = ("ignore_eos", "min_tokens", "presence_penalty", "frequency_penalty", "return_trace")
-
-ItemT = TypeVar("ItemT")
-# A list whose check stops at the first wrong item. Collecting the errors of all items took 15 s and
-# 2.7 GB for a body of 4 MB.
-Many = Annotated[list[ItemT], Field(fail_fast=True)]
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """`value` if it is a JSON object, else an empty one."""
-    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _listed(value: Any) -> Any:
@@ -83,19 +63,6 @@ def _many(items: dict[str, Any]) -> dict[str, Any]:
 # For fields that take more forms than the one to which they are normalised.
 TEXT: dict[str, Any] = {"type": "string"}
 IDS = _many({"type": "integer"})
-
-
-def contradiction(field: str, message: str) -> PydanticCustomError:
-    """Two fields contradict each other; `field` is the one to change."""
-    return PydanticCustomError("contradiction", "{message}", {"field": field, "message": message})
-
-
-class RequestModel(BaseModel):
-    """A model of a request: unknown fields are kept, null means the default."""
-
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, protected_namespaces=())
-
-    _null_is_default = model_validator(mode="before")(given)
 
 
 class StreamOptions(RequestModel):
@@ -152,7 +119,7 @@ class GenerationBody(Salted):
     repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Annotated[
         dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_few)
-    ] = {}
+    ] = Field({})
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     response_format: dict[str, Any] | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -167,6 +134,8 @@ class GenerationBody(Salted):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     truncate_prompt_tokens: int | None = Field(None, ge=-1)  # the last ones; -1: what has room
+    # vLLM's: as `logprobs`, of the prompt's tokens
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_stages: bool = False  # ours: where the time of each choice went
     return_resumes: bool = False  # ours: a stream says where it goes on at another worker
     return_trace: bool = Field(
@@ -196,9 +165,20 @@ class GenerationBody(Salted):
         return -1
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        """Alternatives to compute for each token of the prompt; -1: no logprobs."""
+        return -1 if self.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def num_samples(self) -> int:
         """Answers to compute for each prompt, of which `n` are returned."""
         return self.n
+
+    @model_validator(mode="after")
+    def _scores_whole(self) -> "GenerationBody":
+        if self.stream and self.prompt_logprobs is not None:
+            raise contradiction("prompt_logprobs", "a stream has none")
+        return self
 
     def sampling(
         self, max_tokens: int, vocab_size: int, defaults: Defaults, grammar: str = ""
@@ -230,6 +210,7 @@ class GenerationBody(Salted):
             stop_ids=tuple(sorted(set(self.stop_token_ids))),
             logit_bias=tuple(self.logit_bias.items()),
             logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_logprobs,
             grammar=grammar,
         )
 
@@ -247,16 +228,28 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Many[dict[str, Any]] = ""
-    tool_calls: Many[dict[str, Any]] = []
+    tool_calls: Many[dict[str, Any]] = Field([])
 
 
 class OfTemplate(RequestModel):
     """What the chat template gets beside messages and tools."""
 
     add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool = False  # the answer goes on with the last message
+    chat_template_kwargs: dict[str, Any] = Field({})
     documents: Many[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+
+    @model_validator(mode="after")
+    def _continues(self) -> "OfTemplate":
+        if self.continue_final_message:
+            asks = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+            messages = getattr(self, "messages", None)
+            last = messages[-1] if messages else None
+            if asks or last is None or last.role != "assistant" or not last.content:
+                message = "needs a last message of the assistant, and no add_generation_prompt"
+                raise contradiction("continue_final_message", message)
+        return self
 
     @property
     def of_template(self) -> dict[str, Any]:
@@ -316,6 +309,7 @@ class CompletionBody(GenerationBody):
         BeforeValidator(_prompts),
         WithJsonSchema({"anyOf": [TEXT, _many(TEXT), IDS, _many(IDS)]}),
     ]
+    max_tokens: int | None = Field(None, ge=0)  # 0: the prompt alone is wanted
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
@@ -326,8 +320,6 @@ class CompletionBody(GenerationBody):
             raise contradiction("best_of", f"must be at least n ({self.n})")
         if self.stream and self.num_samples > self.n:
             raise contradiction("best_of", "a stream cannot choose: it must be n")
-        if self.echo and self.logprobs is not None:
-            raise contradiction("echo", "logprobs of the prompt are not computed")
         return self
 
     @property
@@ -335,12 +327,15 @@ class CompletionBody(GenerationBody):
         return -1 if self.logprobs is None else self.logprobs
 
     @property
+    def num_prompt_logprobs(self) -> int:
+        return max(super().num_prompt_logprobs, self.num_logprobs if self.echo else -1)
+
+    @property
     def num_samples(self) -> int:
         return self.best_of or self.n
 
 
 BodyT = TypeVar("BodyT", bound=GenerationBody)
-ModelT = TypeVar("ModelT", bound=RequestModel)
 
 
 def parse(model: type[BodyT], raw: bytes) -> BodyT:
@@ -348,7 +343,11 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
 
     Raises an ApiError, 400, naming the field that is wrong or not supported.
     """
-    body = read(model, raw)
+    return checked(read(model, raw))
+
+
+def checked(body: BodyT) -> BodyT:
+    """A body that asks for generation, if its fields agree; raises as `parse` does."""
     check_built(body.model_extra or {})
     if any(not stop for stop in body.stop):
         raise invalid("stop strings must not be empty", "stop")
@@ -357,30 +356,3 @@ def parse(model: type[BodyT], raw: bytes) -> BodyT:
     if body.stream_options is not None and not body.stream:
         raise invalid("stream_options needs stream = true", "stream_options")
     return body
-
-
-def read(model: type[ModelT], raw: bytes) -> ModelT:
-    """The body of any request; raises an ApiError, 400, that names the field."""
-    try:
-        return model.model_validate_json(raw)
-    except ValidationError as error:
-        raise refused(error) from None
-
-
-def refused(error: ValidationError, prefix: str = "") -> ApiError:
-    """The 400 for the first error; `prefix` is the path of the value that was checked."""
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return invalid(f"the body is not valid JSON: {first['msg']}")
-    field = first.get("ctx", {}).get("field")  # of a contradiction
-    path = [field] if field else _path(first["loc"])
-    param = ".".join([prefix, *path] if prefix else path)[:MAX_PARAM] or None
-    message = first["msg"].removeprefix("Value error, ")
-    return invalid(f"{param or 'body'}: {message}", param)
-
-
-def _path(loc: Sequence[int | str]) -> list[str]:
-    """The path of the wrong field, up to where pydantic names an alternative of a union."""
-    parts = [str(part) for part in loc]
-    forms = [i for i, part in enumerate(parts) if i and (part == "str" or part.startswith(FORMS))]
-    return parts[: forms[0]] if forms else parts

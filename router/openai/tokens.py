@@ -6,8 +6,9 @@ from pydantic import Field
 
 from router.errors import invalid
 from router.openai.chat import rendered
+from router.openai.reading import Many, RequestModel, read
 from router.openai.reply import DetokenizeReply, TokenizeReply
-from router.openai.schema import Many, Message, OfTemplate, RequestModel, Salted, read
+from router.openai.schema import Message, OfTemplate, Salted
 from router.openai.served import Served
 
 

@@ -1,15 +1,16 @@
 """Tools: the functions that a chat may call, and the grammar of a call."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, ValidationError
 
 from router.config import CallFormat
 from router.errors import invalid
-from router.openai.schema import ChatBody, RequestModel, mapping, refused
+from router.openai.reading import RequestModel, mapping, refused
+from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
 from router.text.grammar import Part, quoted, schema_part
@@ -86,6 +87,11 @@ def tools_of(body: ChatBody) -> Tools:
     if not body.tools:
         raise invalid("tool_choice needs tools", "tool_choice")
     functions = tuple(_function(i, tool) for i, tool in enumerate(body.tools))
+    given = body.tools
+    if mapping(choice).get("type") == "allowed_tools":
+        choice, names = _allowed(choice, functions)
+        kept = [i for i, function in enumerate(functions) if function.name in names]
+        given, functions = [given[i] for i in kept], tuple(functions[i] for i in kept)
     demanded: tuple[Function, ...] = ()
     parallel = body.parallel_tool_calls
     if choice == "required":
@@ -96,7 +102,7 @@ def tools_of(body: ChatBody) -> Tools:
         if not demanded:
             raise invalid(f"tool_choice: no tool has the name {name!r}", "tool_choice")
         parallel = False  # a function by name is called once, as in OpenAI's API
-    return Tools(body.tools, functions, demanded, parallel)
+    return Tools(given, functions, demanded, parallel)
 
 
 def _function(i: int, tool: dict[str, Any]) -> Function:
@@ -106,11 +112,26 @@ def _function(i: int, tool: dict[str, Any]) -> Function:
         raise refused(error, f"tools.{i}") from None
 
 
+def _allowed(choice: Any, functions: Sequence[Function]) -> tuple[str, set[str]]:
+    """The mode of `allowed_tools` and the names of these: the model hears of no others."""
+    param = "tool_choice.allowed_tools"
+    fields = mapping(mapping(choice).get("allowed_tools"))
+    mode, tools = fields.get("mode"), fields.get("tools")
+    tools = cast("list[Any]", tools) if isinstance(tools, list) else []
+    names = {_chosen(tool) for tool in tools}
+    if mode not in ("auto", "required") or not names:
+        raise invalid(f"{param}: needs a mode, auto or required, and tools", param)
+    unknown = sorted(names - {function.name for function in functions})
+    if unknown:
+        raise invalid(f"{param}: no tool has the name {unknown[0]!r}", param)
+    return mode, names
+
+
 def _chosen(choice: Any) -> str:
     fields = mapping(choice)
     name = mapping(fields.get("function")).get("name")
     if fields.get("type") != "function" or not isinstance(name, str):
-        message = "tool_choice: must be none, auto, required or a function by name"
+        message = "tool_choice: must be none, auto, required, allowed_tools or a function by name"
         raise invalid(message, "tool_choice")
     return name
 

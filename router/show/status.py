@@ -16,6 +16,7 @@ SIMULATED_NOTE = "ACCEPTANCE IS SIMULATED (spec.simulate_accept_*): answers are 
 OF_MEMBER = (
     "name", "role", "incarnation", "address", "node", "transport", "layout_hash", "digest",
 )  # fmt: skip
+WHERE = ("address", "node")
 LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 PAGE = """<!doctype html>
 <meta charset="utf-8">
@@ -36,10 +37,12 @@ at <code>/v1</code>.</p>
 
 
 class StatusRoutes:
-    """Endpoints for probes, Prometheus and operators."""
+    """Endpoints for probes, Prometheus and operators. guarded: operators' need a key."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: Front, *, guarded: bool) -> None:
         self._front = front
+        # Where nobody needs a key, nobody learns where the processes are.
+        self._shown = [name for name in OF_MEMBER if guarded or name not in WHERE]
         self._served = front.served
 
     async def index(self, request: Request) -> Response:
@@ -106,10 +109,15 @@ class StatusRoutes:
         """GET /load: in vLLM's form; the generation requests that this router has open."""
         return JSONResponse({"server_load": self._front.num_open})
 
+    async def reset_prefix_cache(self) -> Response:
+        """POST /reset_prefix_cache: in vLLM's form; workers have done it before the next request"""
+        self._front.dispatcher.forget_prefixes()
+        return Response()
+
     async def config(self) -> Response:
         """GET /config: the resolved configuration, the members, and notes on this build."""
         members = [
-            {name: getattr(known.member, name) for name in OF_MEMBER}
+            {name: getattr(known.member, name) for name in self._shown}
             | {"live": known.live, "num_requests": known.num_requests}
             for known in self._by_name()
         ]

@@ -164,6 +164,7 @@ class StopMatcher:
 
     def __init__(self, stops: Sequence[str], *, keeps: bool = False) -> None:
         self._keeps = keeps
+        self.found = ""  # the stop string
         self._automata = [_Automaton(stop) for stop in dict.fromkeys(stops)]
         self._held = ""
 
@@ -173,9 +174,10 @@ class StopMatcher:
         first = min((end for end in ends if end[0] >= 0), default=None)
         text = self._held + piece
         if first is not None:
-            end = len(self._held) + first[0]
+            end, size = len(self._held) + first[0], -first[1]
+            self.found = text[end - size : end]
             self._held = ""
-            return text[: end if self._keeps else end + first[1]], True
+            return text[: end if self._keeps else end - size], True
         num_held = max((automaton.num_matched for automaton in self._automata), default=0)
         cut = len(text) - num_held
         self._held = text[cut:]
@@ -213,14 +215,24 @@ class OutputText:
         over: Callable[[str], bool] | None = None,
         *,
         keeps_stop: bool = False,
+        is_wanted: bool = True,
     ) -> None:
+        """is_wanted = False: the answer ends before its first token."""
+        self._is_wanted = is_wanted
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(stops, keeps=keeps_stop) if stops else None
         self._num_unmatched = min_tokens
         self._over = over
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that has ended it; "": none has."""
+        return "" if self._matcher is None else self._matcher.found
+
     def feed(self, tokens: Sequence[int]) -> Piece:
         """Take the next tokens; after a `stopped` piece nothing may follow."""
+        if not self._is_wanted:
+            return Piece("", 0, stopped=True)
         if self._matcher is None and self._over is None:
             return Piece(self._detokenizer.feed(tokens), len(tokens))
         texts: list[str] = []

@@ -187,12 +187,15 @@ class Text:
         min_tokens: int = 0,
         over: Callable[[str], bool] | None = None,
         skip: frozenset[int] | None = None,
-        keeps_stop: bool = False,
+        **how: bool,
     ) -> OutputText:
-        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones."""
+        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones.
+
+        how: `keeps_stop`, `is_wanted` of OutputText.
+        """
         skip = self.special_ids if skip is None else skip
         detokenizer = self._detokenizer(prompt, skip)
-        return OutputText(detokenizer, stop, min_tokens, over, keeps_stop=keeps_stop)
+        return OutputText(detokenizer, stop, min_tokens, over, **how)
 
     def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
         """The special tokens, without those of these contents."""

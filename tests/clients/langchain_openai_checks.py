@@ -79,5 +79,20 @@ def structured_output(url: str) -> None:
     Solution.model_validate(plain)
 
 
+def responses(url: str) -> None:
+    """The same by `use_responses_api`."""
+    model_of = model(url, use_responses_api=True)
+    made = model_of.invoke(QUESTION)
+    assert made.text.endswith(ANSWER)
+    assert made.usage_metadata["output_tokens"] > 0
+    whole = functools.reduce(operator.add, model_of.stream(QUESTION))
+    assert whole.text == made.text
+    called = model_of.bind_tools([ADD], tool_choice="add").invoke(QUESTION)
+    (call,) = called.tool_calls
+    answer = model_of.bind_tools([ADD]).invoke([HumanMessage(QUESTION), called, ADD.invoke(call)])
+    assert answer.text or answer.tool_calls
+    assert isinstance(model_of.with_structured_output(Solution).invoke(QUESTION), Solution)
+
+
 if __name__ == "__main__":
-    main("langchain-openai", chat, stream, tools, any_tool, structured_output)
+    main("langchain-openai", chat, stream, tools, any_tool, structured_output, responses)

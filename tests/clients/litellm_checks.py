@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 import litellm
-from shared import ADD_NAMED, ANSWER, USER, Solution, add, add_tool, main, text_of
+from shared import ADD_NAMED, ANSWER, QUESTION, USER, Solution, add, add_tool, main, text_of
 
 TOOL = add_tool()
 
@@ -54,5 +54,19 @@ def structured_output(url: str) -> None:
     Solution.model_validate_json(made.choices[0].message.content)
 
 
+def responses(url: str) -> None:
+    """Whole and streamed, and a function's call."""
+    own = {name: value for name, value in asked(url).items() if name != "messages"}
+    made = litellm.responses(**own, input=QUESTION)
+    assert made.output_text.endswith(ANSWER)
+    events = list(litellm.responses(**own, input=QUESTION, stream=True))
+    pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(pieces) == made.output_text
+    function = {"type": "function", **TOOL["function"]}
+    choice = {"type": "function", "name": "add"}
+    called = litellm.responses(**own, input=QUESTION, tools=[function], tool_choice=choice)
+    assert [item.name for item in called.output if item.type == "function_call"] == ["add"]
+
+
 if __name__ == "__main__":
-    main("litellm", chat, stream, tools, structured_output)
+    main("litellm", chat, stream, tools, structured_output, responses)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import openai
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 from pydantic import BaseModel
 from shared import ADD_NAMED, QUESTION, USER, Add, Solution, add_tool, main
 
@@ -208,6 +209,53 @@ def check_parse(client: openai.OpenAI) -> None:
     assert plain.finish_reason == "length" or isinstance(json.loads(plain.message.content), dict)
 
 
+INPUT: Any = {"model": "tiny", "input": QUESTION, "temperature": 0}
+FUNCTION: Any = {"type": "function", **TOOL["function"]}
+CALLS: Any = {
+    **INPUT, "tools": [FUNCTION], "tool_choice": {"type": "function", "name": "add"},
+    "max_output_tokens": 200,
+}  # fmt: skip
+
+
+def of_response(client: openai.OpenAI, **asked: Any) -> tuple[Any, list[Any]]:
+    """The response that `.stream` ends with, and its events."""
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+        return stream.get_final_response(), events
+
+
+def check_responses(client: openai.OpenAI) -> None:
+    text = whole(client, **GREEDY).choices[0].message.content
+    made = client.responses.create(**INPUT)
+    Response.model_validate_json(made.model_dump_json(by_alias=True), strict=True)
+    assert (made.output_text, made.status) == (text, "completed")
+    final, events = of_response(client, **INPUT)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert len(deltas) > 5
+    assert "".join(deltas) == final.output_text == text
+    assert client.responses.retrieve(made.id).output_text == text
+    again = client.responses.create(**INPUT, previous_response_id=made.id)
+    assert again.usage.input_tokens > made.usage.input_tokens + made.usage.output_tokens
+    client.responses.delete(made.id)
+    parsed = client.responses.parse(model="tiny", input=QUESTION, text_format=Solution)
+    assert isinstance(parsed.output_parsed, Solution)
+
+
+def check_responses_with_tools(client: openai.OpenAI) -> None:
+    made = client.responses.create(**CALLS)
+    (call,) = (item for item in made.output if item.type == "function_call")
+    assert set(json.loads(call.arguments)) == {"a", "b"}
+    final, events = of_response(client, **CALLS)
+    assert final.output[-1].arguments == call.arguments
+    kind = "response.function_call_arguments.delta"
+    assert "".join(event.delta for event in events if event.type == kind) == call.arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "70"}
+    for before in ({"previous_response_id": made.id}, {}):
+        items = [result] if before else [{"role": "user", "content": QUESTION}, call, result]
+        more = client.responses.create(**{**INPUT, "input": items, "tools": [FUNCTION]}, **before)
+        assert more.output
+
+
 def said(text: str, role: str = "user") -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
@@ -249,6 +297,6 @@ if __name__ == "__main__":
     main(
         "openai", check_models, check_chat_whole_and_streamed, check_stream_helper,
         check_completions, check_four_choices_and_seed, check_logprobs, check_stop, check_tools,
-        check_parse, check_mistakes, at_once=True,
+        check_parse, check_mistakes, check_responses, check_responses_with_tools, at_once=True,
         connect=lambda url: openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60),
     )  # fmt: skip

@@ -1,18 +1,21 @@
-"""pydantic-ai against a running cluster: `python pydantic_ai_checks.py URL`."""
+"""pydantic-ai against a running cluster, by chats and by responses, which are its default:
+`python pydantic_ai_checks.py URL`."""
 
 import asyncio
 from typing import Any
 
 from pydantic_ai import Agent, ModelSettings, NativeOutput, RunContext, ToolOutput
 from pydantic_ai.messages import ToolReturnPart
-from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 from shared import ANSWER, QUESTION, Solution, add, main
+
+MODELS: list[type[Any]] = [OpenAIResponsesModel, OpenAIChatModel]
 
 
 def agent(url: str, **more: Any) -> Agent[None, Any]:
     provider = OpenAIProvider(base_url=url, api_key="none")
-    return Agent(OpenAIChatModel("tiny", provider=provider), **more)
+    return Agent(MODELS[0]("tiny", provider=provider), **more)
 
 
 def first_demands_a_call(context: RunContext[None]) -> ModelSettings:
@@ -66,5 +69,12 @@ def structured_output(url: str) -> None:
         assert isinstance(made.output, Solution)
 
 
+def by_chats(url: str) -> None:
+    """All of it once more."""
+    MODELS.reverse()
+    for check in (chat, stream, tools, structured_output):
+        check(url)
+
+
 if __name__ == "__main__":
-    main("pydantic-ai-slim", chat, stream, tools, structured_output)
+    main("pydantic-ai-slim", chat, stream, tools, structured_output, by_chats)

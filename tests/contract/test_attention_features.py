@@ -230,7 +230,7 @@ def test_items_of_a_window_have_room_wherever_it_begins(window: int) -> None:
     pool = plain.make_pool(16, 2, 32, 1, "float32", 90)
     shape = AttentionShape(4, 2, 32, 1.0, KeyMask(window=window))
     attention = TritonAttention(pool, shape)
-    for length, width in ((window + i, width) for i in range(0, 70, 3) for width in (1, 4, 16)):
+    for length, width in ((window + i, width) for i in range(0, 70, 9) for width in (1, 16)):
         rows, _ = plain.make_rows([(length, width)], 16, seed=0)
         planned = attention.plan(plain.make_batch(rows, 16, 0, 0))
         assert planned.counts[0] <= planned.tiles.max_items

@@ -15,7 +15,8 @@ from tests.e2e.shared import USUAL, Clusters
 from tests.support.patience import HANG_S
 
 CLIENTS = Path("tests") / "clients"  # its README has the versions, `install` installs them
-VENV = REPOSITORY / ".tools" / "clients"
+TOOLS = REPOSITORY / ".tools"  # openai-agents needs another openai than the others do
+VENVS = {"agents": TOOLS / "agents"}
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices
 
 
@@ -41,12 +42,23 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
 
 @pytest.mark.parametrize(
     "library",
-    ["openai", "litellm", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy"],
+    [
+        "openai",
+        "litellm",
+        "langchain_openai",
+        "llama_index",
+        "instructor",
+        "pydantic_ai",
+        "dspy",
+        "anthropic",
+        "agents",
+    ],
 )
 def test_library(cluster: Serve, library: str) -> None:
-    if not list(VENV.glob(f"lib/python*/site-packages/{library}")):
+    venv = VENVS.get(library, TOOLS / "clients")
+    if not list(venv.glob(f"lib/python*/site-packages/{library}")):
         pytest.skip(f"no {library}; see tests/clients/README.md")
-    run(cluster, str(VENV / "bin" / "python"), f"{library}_checks.py")
+    run(cluster, str(venv / "bin" / "python"), f"{library}_checks.py")
 
 
 def test_openai_of_javascript(cluster: Serve) -> None:

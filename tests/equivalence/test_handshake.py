@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from tests.support.engines import Client, worker_config
 from tests.support.meeting import MET
 from tests.support.patience import until
-from worker.api import FinishReason, PullPath, Sampling
+from worker.api import FinishReason, Sampling
 from worker.config import ModelConfig
+from worker.observe.paths import PullPath
 from worker.start.build import Place
 from worker.worker import Worker
 

@@ -87,7 +87,11 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
     """A model of transformers with every weight random, norms and biases too, saved to `path`."""
     import transformers  # seconds, where these tests run only
 
-    kind = f"{family}TextConfig" if family in ("Qwen3_5", "Gemma3") else f"{family}Config"
+    kind = (
+        f"{family}TextConfig"
+        if family in ("Qwen3_5", "Qwen3_5Moe", "Gemma3")
+        else f"{family}Config"
+    )
     config, made = getattr(transformers, kind)(**(SHAPE | changes)), f"{family}ForCausalLM"
     if family == "Gemma3" and config.tie_word_embeddings:  # of a model that sees images too
         config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)

@@ -28,7 +28,7 @@ PROMPTS = problem_ids(4)
 NUM_TOKENS = 20 if pairwise.whole else 14
 DIGITS = "%llguidance {}\nstart: /[0-9 ]{1,12}/"
 WISHES: list[dict[str, Any]] = [
-    {"temperature": 0.0},
+    {"temperature": 0.0, "prompt_logprobs": 2},
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "top_k": 40},
     {"temperature": 0.7, "seed": 8, "presence_penalty": 0.5, "logprobs": 3},
     {"temperature": 0.0, "grammar": DIGITS, "logit_bias": ((17, 2.0),)},
@@ -76,7 +76,9 @@ def alike(found: list[Answer], expected: list[Answer], *, pulled: bool = False) 
         assert one.finish_reason == other.finish_reason
         if not pulled or Sampling(NUM_TOKENS, **WISHES[number % len(WISHES)]).is_plain:
             assert one.windows == other.windows
-        for mine, theirs in zip(one.logprobs, other.logprobs, strict=True):
+        # Of the prompt, then of the answer.
+        scores = ([*each.prompt_logprobs, *each.logprobs] for each in (one, other))
+        for mine, theirs in zip(*scores, strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 

@@ -130,6 +130,16 @@ def test_a_longer_prompt_finds_its_beginning_by_its_salt_alone(tenants: Tenants)
     assert tenants.cached("text", "one", longer) > SIZE
 
 
+def test_prefixes_are_forgotten_on_demand(tenants: Tenants) -> None:
+    prompt, url = tenants.prompt(), f"{tenants.url}/reset_prefix_cache"
+    tenants.cached("text", "three", prompt)
+    assert tenants.cached("text", "three", prompt) > SIZE
+    assert httpx.post(url, timeout=HANG_S).status_code == 401
+    assert httpx.post(url, headers={"x-api-key": "three"}, timeout=HANG_S).status_code == 200
+    assert tenants.cached("text", "three", prompt) == 0
+    assert tenants.cached("text", "three", prompt) > SIZE
+
+
 def pressed(tenants: Tenants, losing: Losing) -> None:
     """Many at once with a salt, more than a decode worker's pages can hold; each is lost once."""
     engines = [each.engine for name, each in tenants.cluster.workers.items() if "decode" in name]

@@ -184,6 +184,14 @@ class DecodeDouble:
         )
         self.send(peer, chunk)
 
+    def score(self, peer: str, generate: Generate) -> None:
+        """Send the prompt's logprobs, if they are asked for, in two chunks."""
+        num_top = generate.sampling.prompt_logprobs
+        found = scores(generate.tokens[1 : generate.num_prompt_tokens], num_top)
+        at, key = len(generate.tokens), (generate.req_id, generate.dispatch)
+        for part in filter(None, (found[:2], found[2:])):
+            self.send(peer, api.TokenChunk(*key, at, prompt_logprobs=part))
+
     def answer(self, message: api.Claimed) -> None:
         """To the router that has asked last."""
         self._wire.send(self.router, message)
@@ -244,6 +252,7 @@ def speak(
     def script(double: DecodeDouble, peer: str, generate: Generate) -> None:
         if kept:
             double.taken.put((peer, generate))
+        double.score(peer, generate)
         num, left = 0, list(sizes)
         while num < len(tokens):
             size = left.pop(0) if left else 1

@@ -67,7 +67,7 @@ def test_wrong_values_name_the_field(
 
 @pytest.mark.parametrize(
     "path",
-    ["embeddings", "audio/speech", "audio/transcriptions", "images/generations", "responses"],
+    ["embeddings", "audio/speech", "audio/transcriptions", "images/generations", "conversations"],
 )
 def test_what_is_not_served_says_so(url: str, path: str) -> None:
     response = httpx.post(f"{url}/v1/{path}", json={"model": "small", "input": "a"})

@@ -73,8 +73,14 @@ class LoopWire:
         num_tokens = min(3, sampling.max_tokens)
         tokens = tuple(random.Random(sampling.seed).choices(range(512), k=num_tokens))
         scored, key = scores(tokens, sampling.logprobs), (message.req_id, message.dispatch)
+        of_prompt = scores(message.tokens[1:], sampling.prompt_logprobs)
         chunk = TokenChunk(
-            *key, message.num_prompt_tokens, tokens, FinishReason.LENGTH, logprobs=scored
+            *key,
+            message.num_prompt_tokens,
+            tokens,
+            FinishReason.LENGTH,
+            logprobs=scored,
+            prompt_logprobs=of_prompt,
         )
         assert self.dispatcher is not None
         asyncio.get_running_loop().call_soon(self.dispatcher.deliver, [(peer, Chunks((chunk,)))])

@@ -232,6 +232,7 @@ def test_operators_pages_are_opened_by_keys(
             httpx.get(f"{url}/config", headers={"authorization": f"Bearer {key}"}),
         ):
             assert answer.status_code == (200 if key in opening else 401)
+            assert ("tcp://" in answer.text) == (key in opening)
         assert httpx.get(f"{url}/v1/models", auth=("me", key)).status_code == 200
     assert httpx.get(f"{url}/live").status_code == 200
     assert httpx.get(f"{url}/config", headers={"authorization": "Basic no"}).status_code == 401
@@ -257,6 +258,7 @@ def test_operators_pages_may_be_open(serve: Serve, file: Path) -> None:
     _, url, _ = serve(DecodeDouble(script=speak([5])), **options)
     for path in PAGES:
         assert httpx.get(url + path).status_code == 200, path
+    assert "tcp://" not in httpx.get(f"{url}/config").text, "who has no key learns no addresses"
 
 
 def test_routers_know_each_other_by_their_keys(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ OF_CHATS: list[Row] = [
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
 ]  # fmt: skip
 OF_TEXTS: list[Row] = [
-    *wrong(prompt="", temperature=-1, top_p=0, min_p=1, max_tokens=0, stop=["a", ""],
+    *wrong(prompt="", temperature=-1, top_p=0, min_p=1, max_tokens=-1, stop=["a", ""],
            stop_token_ids=[-1], stream_options={"include_usage": True}, logprobs=21, n=0,
            presence_penalty=2.1, repetition_penalty=0, logit_bias={"512": 1}),
     *wrong(prompt=[], n=129, return_trace=3),
@@ -93,7 +93,8 @@ OF_TEXTS: list[Row] = [
     ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
     ({"best_of": 3, "n": 2, "stream": True}, "best_of"),
     ({"best_of": 1, "n": 2}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"logit_bias": {"5": 101}}, "logit_bias.5"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
@@ -105,7 +106,7 @@ OF_TEXTS: list[Row] = [
     ({"prompt": ["a"] * 2000, "guided_regex": "a" * 20_000}, "guided_regex"),
 ]  # fmt: skip
 UNSUPPORTED = wrong(
-    use_beam_search=True, allowed_token_ids=[1], bad_words=["a"], prompt_logprobs=1,
+    use_beam_search=True, allowed_token_ids=[1], bad_words=["a"],
     functions=[{"name": "f"}], suffix="b", structural_tag="{}", no_stop_trim=True,
     vllm_xargs={"a": 1}, separate_reasoning=False,
 )  # fmt: skip

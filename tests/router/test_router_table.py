@@ -56,6 +56,7 @@ OF_TEXT: dict[str, Any] = {
 }  # fmt: skip
 NEEDS: dict[str, dict[str, Any]] = {  # what a field cannot be without
     "stream_options": {"stream": True}, "top_logprobs": {"logprobs": True},
+    "continue_final_message": {"messages": [*HELLO, {"role": "assistant", "content": "a"}]},
     "tool_choice": {"tools": TOOLS}, "parallel_tool_calls": {"tools": TOOLS},
 }  # fmt: skip
 WORDS = {
@@ -72,7 +73,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Text:
 
 
 def fate(served: Served, path: str, name: str, value: Any) -> str:
-    response = served.post(path, **FULL[path], **{name: value}, **NEEDS.get(name, {}))
+    response = served.post(path, **FULL[path] | {name: value} | NEEDS.get(name, {}))
     if response.status_code == 400:
         assert response.json()["error"]["param"] == name, response.text
         return "refused"

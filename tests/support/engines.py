@@ -42,6 +42,7 @@ class Answer:
     num_cached_tokens: int = 0
     num_finals: int = 0
     logprobs: list[api.TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[api.TokenLogprob] = field(default_factory=list)
     stages: list[api.Stages] = field(default_factory=list)
     windows: list[api.Window] = field(default_factory=list)
     sent_at: float = 0.0
@@ -55,6 +56,7 @@ class Answer:
     def take(self, chunk: api.TokenChunk) -> None:
         self.tokens.extend(chunk.tokens)
         self.logprobs.extend(chunk.logprobs)
+        self.prompt_logprobs.extend(chunk.prompt_logprobs)
         self.stages += [chunk.stages] if chunk.stages else []
         self.windows += [chunk.window] if chunk.window else []
         self.num_cached_tokens = chunk.num_cached_tokens

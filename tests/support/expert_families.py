@@ -19,6 +19,7 @@ EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**SPARSE, "decoder_sparse_step": 2, "num_experts": 5, "norm_topk_prob": False},
     ),
     "mixtral": ("Mixtral", {"head_dim": 32, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3.5-moe": ("Qwen3_5Moe", {**DELTA, **SPARSE, "shared_expert_intermediate_size": 64}),
     "qwen3-next-moe": (
         "Qwen3Next",
         {

@@ -11,6 +11,9 @@ from typing import Any
 
 MODEL = "MODEL"  # stands for the served name
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error"}  # others: a mistake
+LAST_EVENTS = tuple(b"event: " + name for name in (
+    b"message_stop", b"response.completed", b"response.incomplete"
+))  # fmt: skip
 MISTAKE = "invalid_request_error"
 
 PARAMETERS = {
@@ -35,6 +38,39 @@ CHAT: dict[str, Any] = {
     "chat_template_kwargs": {"enable_thinking": False},
     "stream_options": {"include_usage": True}, "stream": True,
 }  # fmt: skip
+MESSAGE: dict[str, Any] = {
+    "model": MODEL, "max_tokens": 5, "system": [{"type": "text", "text": "be good"}],
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "hm"},
+            {"type": "tool_use", "id": "c", "name": "time", "input": {}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "7"}]}
+        ]},
+    ],
+    "tools": [{"name": "time", "input_schema": PARAMETERS}], "stop_sequences": ["x"],
+    "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9},
+    "stream": True,
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "model": MODEL, "max_output_tokens": 5, "instructions": "be good", "stream": True,
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "id": "r", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "hm"}
+        ]},
+        {"type": "function_call", "call_id": "c", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+    ],
+    "tools": [{"type": "function", "name": "time", "parameters": PARAMETERS}],
+    "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+        {"type": "function", "name": "time"}
+    ]},
+    "text": {"format": {"type": "text"}}, "reasoning": {"effort": "low"}, "top_logprobs": 1,
+    "include": ["message.output_text.logprobs"], "metadata": {"a": "b"}, "truncation": "auto",
+}  # fmt: skip
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL_CHAT = {
     "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
@@ -48,10 +84,14 @@ COMPLETION: dict[str, Any] = {
     "frequency_penalty": 1, "repetition_penalty": 1.1,
 }  # fmt: skip
 ECHO = {"prompt": [[1, 2], [3]], "echo": True, "stream": True, "ignore_eos": True, "max_tokens": 6}
+SCORED = {"prompt": ["hello", "a"], "echo": True, "logprobs": 2, "max_tokens": 0}
 REGEX = {"prompt": "a", "guided_regex": "a+", "structured_outputs": {}, "max_tokens": 6}
 SEEDS: list[tuple[str, dict[str, Any]]] = [
     *[("/v1/chat/completions", body) for body in (CHAT, TOOL_CHAT, FORMED)],
-    *[("/v1/completions", body) for body in (COMPLETION, ECHO, REGEX)],
+    ("/v1/messages", MESSAGE),
+    ("/v1/responses", RESPONSE),
+    ("/v1/messages/count_tokens", MESSAGE),
+    *[("/v1/completions", body) for body in (COMPLETION, ECHO, SCORED, REGEX)],
     ("/tokenize", {"messages": CHAT["messages"], "tools": TOOLS, "return_token_strs": True}),
     ("/tokenize", {"prompt": "hello", "add_special_tokens": True}),
     ("/detokenize", {"tokens": [1, 2, 3]}),
@@ -75,6 +115,7 @@ NAMES = [
     "response_format", "max_tokens", "suffix", "include_stop_str_in_output", "unheard_of", "user",
     "return_token_ids", "truncate_prompt_tokens", "documents", "reasoning_effort", "json_schema",
     "ebnf", "regex", "include_reasoning", "chat_template_kwargs", "stream_options", "cache_salt",
+    "prompt_logprobs", "continue_final_message",
 ]  # fmt: skip
 
 
@@ -129,19 +170,30 @@ def mutants(num: int, seed: int, model: str) -> Iterator[tuple[str, bytes]]:
 
 
 def judge(status: int, found: bytes) -> None:
-    """An answer is whole and valid, or a mistake of the client's in OpenAI's form."""
+    """An answer is whole and valid, or a client's mistake in the form of OpenAI or Anthropic."""
     if status == 200 and found.startswith((b"data:", b": ping")):
         assert found.endswith(b"data: [DONE]\n\n")
         for event in found.split(b"\n\n")[:-2]:
             if event.startswith(b"data: "):
                 assert "error" not in strict(event[6:])
+    elif status == 200 and found.startswith(b"event:"):
+        *events, last = found.removesuffix(b"\n\n").split(b"\n\n")
+        assert last.startswith(LAST_EVENTS)
+        for event in events:
+            if event.startswith(b"event: "):
+                assert not event.startswith(b"event: error")
+                strict(event.partition(b"\ndata: ")[2])
     elif status == 200:
         strict(found)
     else:
         assert 400 <= status < 500
         answer = strict(found)
-        assert answer.keys() == {"error"}
         error = answer["error"]
+        if "type" in answer:
+            assert answer.keys() == {"type", "error"}
+            assert error.keys() - {"details"} == {"type", "message"}
+            return
+        assert answer.keys() == {"error"}
         assert error.keys() == {"message", "type", "param", "code"}
         assert error["type"] == ERROR_TYPES.get(status, MISTAKE)
         assert error["message"]

@@ -26,8 +26,8 @@ from cluster.diagnose.machine import examine
 from cluster.diagnose.running import ClusterExamination, Examination, WorkerAnswer
 from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
-from worker.api import PullPath
 from worker.errors import UserError
+from worker.observe.paths import PullPath
 
 RDMA = ("transport.name=mooncake", "transport.kind=rdma")
 NVLINK = ("transport.name=mooncake", "transport.kind=nvlink")

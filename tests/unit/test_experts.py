@@ -192,7 +192,7 @@ else:
         made = importlib.util.module_from_spec(spec)
         sys.modules[file.stem] = made
         spec.loader.exec_module(made)
-        changed = {"routes" if module is route_triton else "products": made}
+        changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
         case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True)  # of a part of K, too
 
         def check_all() -> None:

@@ -44,7 +44,7 @@ CLUSTER_FLOORS = (
 )
 
 # Of the router: a wing imports from those before it, all import from the root's modules.
-WINGS = ("text", "observe", "dispatch", "openai", "show", "http")
+WINGS = ("text", "observe", "dispatch", "openai", "adapters", "show", "http")
 ROUTER_ROOT = {"__init__.py", "config.py", "errors.py"}
 # Rooms of worker, lowest first. A room imports from those before it in this list.
 ROOMS = [

@@ -31,6 +31,7 @@ MESSAGES: list[api.AnyMessage] = [
     api.Claim("r1", 2, "key", 30.0),
     api.Claimed("r1", 2, True),
     api.Abort("r1", 2, True),
+    api.ForgetPrefixes(),
     api.Ack("r1", 2),
     api.Refused("r1", 2, api.Error("busy", "no room: ü€\0"), 0.5),
     api.Chunks((

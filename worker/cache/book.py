@@ -167,6 +167,10 @@ class PageBook:
                 self._allocator.free([page])
         hold.num_trimmed = max(hold.num_trimmed, last)
 
+    def forget(self) -> None:
+        """Drop from the tree what no hold has matched."""
+        self._allocator.free(self.tree.evict(self.tree.num_pages))
+
     def close(self, hold: Hold) -> None:
         """Give everything back. No pull into its pages may be running."""
         self.tree.unlock(hold.node)

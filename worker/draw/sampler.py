@@ -27,6 +27,8 @@ from worker.plan import Drawn, Tail
 from worker.step.rows import NUM_COUNTS, SampledRows, gather_rows
 from worker.step.state import FloatColumns, StepState
 
+SCORED_ROWS = 256  # of prompts, whose logits are there at a time: 78 MB of 152k tokens in bf16
+
 
 @dataclass(slots=True, frozen=True)
 class SamplingRows(DrawParams):
@@ -193,6 +195,17 @@ class Draws(NamedTuple):
     masks: Masks | None = None  # what grammars allow in each of n * width draws, on the device
 
 
+class Scores(NamedTuple):
+    """Logprobs of `n` tokens that were not drawn, on their way to the host."""
+
+    values: Tensor  # [n, 1 + num_logprobs] f32: of the token, then of the likeliest
+    ids: Tensor  # [n, 1 + num_logprobs] i64
+
+    def read(self) -> list[TokenLogprob]:
+        """Call it only once the device has finished."""
+        return read_logprobs(self.values, self.ids)
+
+
 @dataclass(slots=True)
 class Result:
     """Draws of a tail, on their way to the host."""
@@ -200,6 +213,7 @@ class Result:
     drawn: Tensor  # [n, 2 * width + 1] i64, see accept_rows_ref; n sampled rows
     values: Tensor | None = None  # [n * width, 1 + num_logprobs] f32
     ids: Tensor | None = None  # [n * width, 1 + num_logprobs] i64
+    scores: Scores | None = None  # of prompts
 
     def first(self, num_rows: int, num_logprobs: int) -> Result:
         """The result of the first rows, with so many alternatives; -1 = no logprobs."""
@@ -221,7 +235,8 @@ class Result:
 
         drawn = copy(self.drawn)
         assert drawn is not None
-        return Result(drawn, copy(self.values), copy(self.ids))
+        scores = None if self.scores is None else Scores._make(map(copy, self.scores))
+        return Result(drawn, copy(self.values), copy(self.ids), scores)
 
     def read(self) -> list[Drawn]:
         """One entry for each sampled row. Call it only once the device has finished."""
@@ -231,11 +246,7 @@ class Result:
                 return [Drawn((token,) if num else (), bool(ended)) for token, num, ended in lines]
             tokens: list[TokenLogprob] = []
         else:
-            draws = zip(self.values.tolist(), self.ids.tolist(), strict=True)
-            tokens = [
-                TokenLogprob(values[0], tuple(zip(ids[1:], values[1:], strict=True)))
-                for values, ids in draws
-            ]
+            tokens = read_logprobs(self.values, self.ids)
         return [
             Drawn(
                 tuple(line[: line[width]]),
@@ -245,6 +256,28 @@ class Result:
             )
             for i, line in enumerate(lines)
         ]
+
+
+def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:
+    """What stands in both: of the token, then of the likeliest; [n, 1 + num_logprobs]."""
+    return [
+        TokenLogprob(of_each[0], tuple(zip(each[1:], of_each[1:], strict=True)))
+        for of_each, each in zip(values.tolist(), ids.tolist(), strict=True)
+    ]
+
+
+def score(
+    head: VocabParallelEmbedding, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int
+) -> Scores:
+    """Logprobs of tokens [n] i64, each behind hidden[at[i]]; device work only.
+
+    hidden: [num_tokens, hidden]; at: [n] i64. A few rows at a time: the logits of a whole chunk
+    would be gigabytes.
+    """
+    blocks = zip(at.split(SCORED_ROWS), token.split(SCORED_ROWS), strict=True)
+    found = [logprobs(head.logits(hidden[i], whole=True), t, num_logprobs) for i, t in blocks]
+    values, ids = zip(*found, strict=True)
+    return Scores(torch.cat(values), torch.cat(ids))
 
 
 def draw(

@@ -96,6 +96,10 @@ MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = "Qwen3.5 (dense, text)"
+QWEN_3_5_MOE: dict[str, Any] = {
+    "models": "Qwen3.5 MoE (text)", "layers": replace(HYBRID, experts=MLP_EXPERTS), "flags": BIASES,
+    "rotary": 0.25, "defaults": {"intermediate_size": 512},  # no layer is dense
+}  # fmt: skip
 COMMAND_R: dict[str, Any] = {
     "scales": "cohere", "eps": "layer_norm_eps",
     "defaults": {
@@ -199,6 +203,10 @@ FAMILIES: Mapping[str, Family] = {
         replace(HYBRID, delta="by_key_head", experts=MLP_EXPERTS),
         BIASES,
         rotary=0.25,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(**QWEN_3_5_MOE),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        **QWEN_3_5_MOE, nested=True, prefix="model.language_model"
     ),
     "Qwen3_5ForCausalLM": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25),
     "Qwen3_5ForConditionalGeneration": Family(

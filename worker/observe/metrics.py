@@ -72,7 +72,8 @@ stage = _declare("histogram", STAGE_BUCKETS)
 # Of every process that has a wire, and what counts for it.
 WIRE_REFUSED = reading(
     "wire_refused",
-    "Frames that are not ours or not their sender's; connections with no member's key",
+    "Frames that are not ours or not their sender's; connections with no member's key; messages of "
+    "members about what is another's",
     "what",
 )
 
@@ -82,12 +83,14 @@ class Refused(Protocol):
 
     num_frames: int
     num_connections: int
+    num_messages: int
 
 
 def watch_wire(series: Callable[[str], Gauge], refused: Refused) -> None:
     """Have WIRE_REFUSED read these counts when it is scraped."""
     series("frame").set_function(lambda: refused.num_frames)
     series("connection").set_function(lambda: refused.num_connections)
+    series("message").set_function(lambda: refused.num_messages)
 
 
 class _Readings(Gauge):

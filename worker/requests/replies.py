@@ -52,9 +52,7 @@ class Replies:
         if logprobs and most < 0:  # others of the batch asked for them
             logprobs = ()
         elif logprobs:
-            logprobs = tuple(
-                msgspec.structs.replace(each, top=each.top[:most]) for each in logprobs[:num]
-            )
+            logprobs = limited(logprobs[:num], most)
         stages = None
         if req.timeline.stage != "decode":
             stages = req.timeline.token(now, in_row=req.row != 0)
@@ -64,6 +62,12 @@ class Replies:
             logprobs, stages, window,
         )  # fmt: skip
         self._reply(req, chunk)
+
+    def scores(self, req: Req, found: Sequence[TokenLogprob]) -> None:
+        """Queue logprobs of the prompt's next tokens."""
+        chunk = TokenChunk(*req.key, len(req.tokens))
+        cut = limited(found, req.sampling.prompt_logprobs)
+        self._reply(req, msgspec.structs.replace(chunk, prompt_logprobs=cut))
 
     def begins(self, req: Req) -> None:
         """Send the news that `req` gets a row, unless its first token has told so.
@@ -121,3 +125,8 @@ class Replies:
         for router, chunks in self._queued.items():
             self._send(router, Chunks(tuple(chunks)))
         self._queued.clear()
+
+
+def limited(logprobs: Sequence[TokenLogprob], most: int) -> tuple[TokenLogprob, ...]:
+    """With `most` alternatives each; others of the batch may have asked for more."""
+    return tuple(msgspec.structs.replace(each, top=each.top[:most]) for each in logprobs)

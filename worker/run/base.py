@@ -12,7 +12,7 @@ from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
 from worker.drafts.drafter import DrafterModel
-from worker.draw.sampler import Result
+from worker.draw.sampler import Result, Scores
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
@@ -84,6 +84,7 @@ class Decoded(NamedTuple):
     result: Result | None  # None: not drawn yet
     path: str  # for metrics: "graph" or "eager"
     num_tokens: int  # computed by the forward, padding included
+    scores: Scores | None = None  # of prompts
 
 
 class StepGraphs:

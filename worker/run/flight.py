@@ -12,9 +12,10 @@ thread waits for messages meanwhile, so it handles whatever arrives.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from worker.api import TokenLogprob
 from worker.cache.layout import KVLayout
 from worker.draw.sampler import Result
 from worker.observe.meter import StepMeter
@@ -111,6 +112,7 @@ class Step:
         self.path = ""  # how it was launched, for metrics; "" until then
         self.num_tokens = 0  # of its forward, with padding; 0 until it has run
         self.end: Handle | None = None  # of the step; None: a masked step's tail is to come
+        self.scores: Sequence[TokenLogprob] = ()  # of `Chunk.scored`, in order, once it has ended
         self.verifies: Handle | None = None  # the drafts that a masked step verifies; None: none
 
     def done(self) -> bool:
@@ -131,7 +133,10 @@ class Step:
         """Block until the step has finished; returns the draws of plan.sampled_rows."""
         assert self.end is not None, "the tail of a masked step is not launched"
         result: Result | None = self.end.wait()
-        return result.read() if result is not None else []
+        if result is None:
+            return []
+        self.scores = result.scores.read() if result.scores is not None else ()
+        return result.read()
 
 
 class Flight:

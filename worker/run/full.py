@@ -99,7 +99,7 @@ class FullDecode(DecodeGraphs):
         padded = torch.zeros(bucket, dtype=torch.int64)
         padded[:num] = torch.tensor(plan.decode, dtype=torch.int64)
         replayed = self._replay(self._loaded.state.pinned(padded), tail, plan.width)
-        hidden, sampled, result, path, num_tokens = replayed
+        hidden, sampled, result, path, num_tokens, _ = replayed
         sampled, result = sampled and sampled.first(num), result and result.first(num, -1)
         return Decoded(hidden[: num * plan.width], sampled, result, path, num_tokens)
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.draw.sampler import Result
+from worker.draw.sampler import Result, Scores, score
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
-from worker.plan import Drawn, Plan
+from worker.plan import LONG_STEP_TOKENS, Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
@@ -126,7 +126,12 @@ class ModelRunner:
         else:
             made = self.run_chunks(step)
         step.path, step.num_tokens = made.path, made.num_tokens
-        return made.result if made.sampled is None else self.draw(plan, made)
+        if made.sampled is not None:
+            return self.draw(plan, made)
+        if made.scores is not None:
+            nothing = made.hidden.new_empty(0, 3, dtype=torch.int64)
+            return Result(nothing, scores=made.scores)
+        return made.result
 
     @torch.inference_mode()
     def begin(self, plan: Plan) -> "_Drafts | None":
@@ -177,12 +182,27 @@ class ModelRunner:
             for i, (chunk, end) in enumerate(zip(plan.chunks, ends, strict=True))
             if chunk.sample
         ]
+        scores = self._scored(plan, hidden)
         if not sampled:
-            return Decoded(hidden, None, None, path, batch.num_tokens)
+            return Decoded(hidden, None, None, path, batch.num_tokens, scores)
         columns = zip(*sampled, strict=True)
         at, rows, position = (self._state.upload(column, torch.int64) for column in columns)
         sampled_rows = SampledRows(rows, position, torch.ones_like(rows, dtype=torch.bool))
-        return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens)
+        return Decoded(hidden[at], sampled_rows, None, path, batch.num_tokens, scores)
+
+    def _scored(self, plan: Plan, hidden: Tensor) -> Scores | None:
+        """Score the prompts of a prefill step; hidden: of all its tokens."""
+        if plan.num_prompt_logprobs < 0:
+            return None
+        starts = itertools.accumulate((len(chunk.tokens) for chunk in plan.chunks), initial=0)
+        at = [
+            start + i
+            for start, chunk in zip(starts, plan.chunks, strict=False)
+            for i in range(len(chunk.scored))
+        ]
+        tokens = [token for chunk in plan.chunks for token in chunk.scored]
+        where, token = (self._state.upload(column, torch.int64) for column in (at, tokens))
+        return score(self.loaded.model.head, hidden, where, token, plan.num_prompt_logprobs)
 
     def _seed(self, plan: Plan) -> None:
         rows = [start.row for start in plan.starts if start.active]
@@ -193,7 +213,9 @@ class ModelRunner:
         """Draw what follows a forward; masks: of its rows, on the host."""
         if plan.decode:
             return self.graphs.decode.draw(forwarded, plan, masks)
-        return draw_eagerly(self.loaded, forwarded, plan, masks)
+        result = draw_eagerly(self.loaded, forwarded, plan, masks)
+        result.scores = forwarded.scores
+        return result
 
 
 class _Drafts(NamedTuple):
@@ -236,4 +258,9 @@ def padded_shape(graphs: Graphs, plan: Plan, *, hooked: bool) -> PaddedShape:
         return PaddedShape()
     num_tokens = sum(len(chunk.tokens) for chunk in plan.chunks)
     longest = plan.max_seq_len_ub
-    return graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
+    shape = graphs.chunks.padded(num_tokens, len(plan.chunks), longest, hooked=hooked)
+    # A graph of a long step has no hidden states of all tokens, which scores are made of.
+    scores = plan.num_prompt_logprobs >= 0
+    if scores and max(num_tokens, shape.num_tokens) >= LONG_STEP_TOKENS:
+        return PaddedShape(refused="scored")
+    return shape

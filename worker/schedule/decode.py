@@ -98,7 +98,8 @@ class DecodeScheduler:
         if new and self.preempted:
             return False
         num_slots = min(len(req.tokens) + self._engine.growth_tokens, req.max_len)
-        most = len(req.tokens) - 1
+        # What the tree holds has no logits.
+        most = 0 if req.is_to_score else len(req.tokens) - 1
         hold = self.book.open(req.tokens, num_slots, max_matched=most, salt=req.salt)
         if hold is None:
             return False
@@ -227,7 +228,8 @@ class DecodeScheduler:
             self.book.bind(req.hold, end + last)
             self._rows.queue_pages(req)
             tokens = tuple(req.tokens[start:end])
-            chunks.append(Chunk(req.row, start, tokens, last, req.hold.slot))
+            scored = req.to_score(start, end)
+            chunks.append(Chunk(req.row, start, tokens, last, req.hold.slot, scored))
             computed.append(req)
             req.num_planned_tokens = end
             budget -= end - start
@@ -279,6 +281,7 @@ class DecodeScheduler:
         self.launched[self.step] = launched
         self.book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
+        scoring = zip(launched.computed, chunks, strict=True)
         return Plan(
             self.step,
             *self._rows.drain(),
@@ -291,6 +294,9 @@ class DecodeScheduler:
             masked=any(draw.masked for draw in draws),
             width=launched.width,
             num_keys=sum(lengths),
+            num_prompt_logprobs=max(
+                (req.sampling.prompt_logprobs for req, chunk in scoring if chunk.scored), default=-1
+            ),
         )
 
     def _bind(self, req: Req, bound: int, width: int, ahead: int) -> bool:

@@ -68,6 +68,7 @@ class Req:
     num_planned_tokens: int = 0  # local prefill: tokens whose chunks have been launched
     num_table_pages: int = 0  # pages that are in the device's page table, or queued for it
     num_in_flight: int = 0  # launched steps that draw for it and have not settled
+    num_scored_tokens: int = 0  # of the prompt: up to here logprobs are planned, if it wants them
     num_slots_in_flight: int = 0  # tokens that these steps may add: the sum of their widths
     num_cached_tokens: int = 0  # of the prompt, found in a prefix tree
     is_sibling: bool = False  # a further choice (n > 1), sent with Generate.after
@@ -86,6 +87,19 @@ class Req:
         self.draw = Draw(
             tail_index(sampling), sampling.changes_logits, sampling.logprobs, bool(sampling.grammar)
         )
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether logprobs of its prompt are wanted and not planned yet: it is computed here."""
+        wanted = self.sampling.prompt_logprobs >= 0
+        return wanted and max(self.num_scored_tokens, 1) < self.num_prompt_tokens
+
+    def to_score(self, start: int, end: int) -> tuple[int, ...]:
+        """The tokens behind those from `start` to `end` that are to be scored; they are noted."""
+        if not self.is_to_score:
+            return ()
+        self.num_scored_tokens = min(end + 1, self.num_prompt_tokens)
+        return tuple(self.tokens[start + 1 : self.num_scored_tokens])
 
     @property
     def key(self) -> tuple[str, int]:

@@ -104,7 +104,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
         config = fit(config, start.configured_len, pages)
         with explain_shortage("allocating the KV pool and the graphs"):
             pool = KVPool(layout, pages, device, slots) if kept is None else kept.pool
-            log.info("KV pool: %d pages, %d slots, %s", pages, slots, layout.describe())
+            log.info("KV pool: %s; %s", holds(config, pages, slots), layout.describe())
             ended_at["pool"] = time.monotonic()
             with memory.taking(reserve_bytes):
                 graphs = build_graphs(_assemble(config, pool, *models))
@@ -237,3 +237,10 @@ def run_largest_steps(
     graphs.run_largest_steps()
     pool.close()
     return graphs
+
+
+def holds(config: WorkerConfig, pages: int, slots: int) -> str:
+    """What a pool has room for, in words; page 0 and slot 0 are nobody's."""
+    longest, tokens = int(config.model.max_model_len), (pages - 1) * int(config.kv.page_size)
+    told = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
+    return told + (f", {slots - 1:,} states" if slots else "")

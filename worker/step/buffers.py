@@ -67,7 +67,8 @@ class BatchBuffers:
     """Builds batches of chunks for one runner from its step state.
 
     drafts: batches have `DraftRows`. all_hidden: the last layer's output is wanted for all tokens
-    of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone.
+    of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone,
+    unless a prompt's logprobs are wanted.
     recurrent: batches have `states`.
     """
 
@@ -148,6 +149,7 @@ class BatchBuffers:
             max_query_len=longest,
             max_seq_len_ub=plan.max_seq_len_ub,
             host=HostLengths(counts, ends),
+            all_hidden=plan.num_prompt_logprobs >= 0,
         )
 
     def max_reqs(self, padded_tokens: int) -> int:
@@ -180,6 +182,8 @@ class BatchBuffers:
         seq_lens: Tensor,
         state_slots: Tensor,
         blocks: Tensor | None,
+        *,
+        all_hidden: bool = False,
         **rest: Any,
     ) -> Batch:
         states = None
@@ -194,7 +198,7 @@ class BatchBuffers:
             seq_lens=seq_lens,
             num_reqs=len(seq_lens),
             num_tokens=num_tokens,
-            last_token_rows=self._last_tokens(num_tokens, query_start),
+            last_token_rows=None if all_hidden else self._last_tokens(num_tokens, query_start),
             draft=DraftRows(*draft) if draft else None,
             states=states,
             **rest,

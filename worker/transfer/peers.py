@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from worker.api import Candidate, Member, PeerId, PullPath
+from worker.api import Candidate, Member, PeerId
 from worker.errors import Incompatible
+from worker.observe.paths import PullPath
 from worker.transfer.sources import DialFailed, Link, LocalRank
 
 log = logging.getLogger("kvlane.peers")

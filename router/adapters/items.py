@@ -1,0 +1,65 @@
+"""Items of OpenAI's responses as messages of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from router.adapters.messages import text_of, word
+from router.errors import invalid, unsupported
+from router.openai.reading import mapping
+
+TEXTS = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text")
+
+
+def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str, Any]]:
+    """The messages of a conversation; what the assistant said, thought and called is one of them.
+
+    Raises an ApiError, 400, that names the item in `param`.
+    """
+    messages = list[dict[str, Any]]()
+    for i, item in enumerate(items):
+        where, kind = f"{param}.{i}", item.get("type") or "message"
+        if kind == "message":
+            role, content = word(item, "role", where), texts(item.get("content"), where)
+            if role == "assistant":
+                _turn(messages, ("content", "tool_calls"))["content"] = content
+            else:
+                messages.append({"role": role, "content": content})
+        elif kind == "reasoning":
+            parts: Any = item.get("content") or item.get("summary") or []
+            _turn(messages, ("reasoning", "content", "tool_calls"))["reasoning"] = texts(
+                parts, where
+            )
+        elif kind == "function_call":
+            names = ("name", "arguments")
+            function = {name: word(item, name, where) for name in names}
+            call = {"id": word(item, "call_id", where), "type": "function", "function": function}
+            _turn(messages, ()).setdefault("tool_calls", []).append(call)
+        elif kind == "function_call_output":
+            call_id, output = word(item, "call_id", where), texts(item.get("output"), where)
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+        else:
+            raise unsupported(f"{where}: items of type {kind!r} are not supported", where)
+    return messages
+
+
+def _turn(messages: list[dict[str, Any]], but: Sequence[str]) -> dict[str, Any]:
+    """The assistant's last message, or a new one if it has one of these fields already."""
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or any(last.get(name) for name in but):
+        last = {"role": "assistant", "content": ""}
+        messages.append(last)
+    return last
+
+
+def texts(content: Any, param: str) -> str:
+    """The text of a content, which is one or has parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise invalid(f"{param}: must be a string or a list of parts", param)
+    parts = [mapping(part) for part in cast("list[Any]", content)]
+    shown = [
+        {"text": part.get("refusal"), **part} if part.get("type") == "refusal" else part
+        for part in parts
+    ]
+    return "\n".join(text_of(part, f"{param}.{i}", TEXTS) for i, part in enumerate(shown))

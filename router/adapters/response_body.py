@@ -1,0 +1,199 @@
+"""Answers in the form of OpenAI's responses: items, whole or as numbered events."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from msgspec.json import encode as to_json
+
+from router.adapters.blocks import Block, Blocks, Kind, Move, Step
+from router.adapters.store import Item, Kept, ResponseStore
+from router.dispatch.mailbox import Delta
+from router.dispatch.queue import Req, counted
+from router.errors import ApiError
+from router.openai.body import AnswerForm, Prepared, merged
+from router.openai.chat import ChatWriter
+
+PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PARTS: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text"}
+UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
+STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a response needs of its request."""
+
+    head: Mapping[str, Any]
+    owner: str
+    inputs: Sequence[Item]
+    conversation: Sequence[Item]
+    store: ResponseStore
+    think_end: int | None  # the token behind which reasoning has ended, if there is such a one
+
+
+class ResponseAnswer(AnswerForm):
+    """The one choice of a chat as a response; `reqs` gets it meanwhile."""
+
+    def __init__(
+        self, asked: Asked, prepared: Prepared, unique_id: str, reqs: Sequence[Req]
+    ) -> None:
+        assert isinstance(prepared.writer, ChatWriter)
+        self._asked, self._writer, self._reqs = asked, prepared.writer, reqs
+        self._blocks = Blocks(prepared.writer)
+        self._unique_id = UNFIT.sub("_", unique_id)  # a client's own part may hold anything
+        self._num_events = 0
+        self._logprobs = list[Any]()  # of all tokens so far
+        self._num_told = 0  # of these
+        self._head: dict[str, Any] = {
+            "id": f"resp_{self._unique_id}", "created_at": int(time.time()), **asked.head,
+        }  # fmt: skip
+
+    def whole(self, answers: Sequence[Delta]) -> bytes:
+        self._score(answers[0])
+        for _ in self._blocks.feed(answers[0]):
+            pass
+        return to_json(self._ended())
+
+    def events(self, deltas: list[Delta]) -> bytes:
+        events = list[bytes]()
+        for delta in merged(deltas):
+            if not self._num_events:
+                begun = self.begin()
+                events += [
+                    self._event(f"response.{name}", response=begun)
+                    for name in ("created", "in_progress")
+                ]
+            self._score(delta)
+            events += [self._told(step) for step in self._blocks.feed(delta)]
+        return b"".join(events)
+
+    def end(self) -> bytes:
+        response = self._ended()
+        return self._event(STREAM_ENDS[response["status"]], response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        why = {"code": "server_error", "message": error.message}
+        response = self._response("failed", [], error=why)
+        self._keep(response)
+        return self._event("response.failed", response=response)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether nobody waits for it."""
+        return self._head["background"]
+
+    def begin(self) -> dict[str, Any]:
+        """The response while it is being made; one that nobody waits for is kept from now on."""
+        response = self._response("in_progress", [])
+        if self.is_background:
+            self._keep(response)
+        return response
+
+    def _ended(self) -> dict[str, Any]:
+        is_cut = self._blocks.reason == "length"
+        output = [self._item(block, whole=True) for block in self._blocks.all]
+        if is_cut and output[-1]["type"] != "reasoning":
+            output[-1]["status"] = "incomplete"
+        status = "incomplete" if is_cut else "completed"
+        thought = any(block.kind == "reasoning" for block in self._blocks.all)
+        response = self._response(
+            status, output,
+            usage=_usage(self._reqs, thought=thought, think_end=self._asked.think_end),
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+        )  # fmt: skip
+        self._keep(response)
+        return response
+
+    def _response(self, status: str, output: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        empty = dict.fromkeys(("error", "incomplete_details", "usage", "completed_at"))
+        return {**self._head, "status": status, "output": output, **empty, **more}
+
+    def _keep(self, response: Mapping[str, Any]) -> None:
+        asked = self._asked
+        if response["store"]:
+            conversation = [*asked.conversation, *response["output"]]
+            asked.store.put(Kept(asked.owner, response, asked.inputs, conversation))
+
+    def _score(self, delta: Delta) -> None:
+        found = self._writer.logprobs(delta)
+        if found is not None:
+            self._logprobs += msgspec.to_builtins(found.content)
+
+    def _item(self, block: Block, *, whole: bool) -> dict[str, Any]:
+        """An item; one that begins is empty."""
+        item: dict[str, Any] = {
+            "id": f"{PREFIXES[block.kind]}_{self._unique_id}-{block.index}",
+            "status": "completed" if whole else "in_progress",
+        }
+        if block.kind == "call":
+            arguments = block.text if whole else ""
+            call = {"type": "function_call", "call_id": block.id, "name": block.name}
+            return item | call | {"arguments": arguments}
+        parts = [_part(block, self._logprobs, whole=True)] if whole else []
+        if block.kind == "reasoning":
+            return item | {"type": "reasoning", "summary": [], "content": parts}
+        return item | {"type": "message", "role": "assistant", "content": parts}
+
+    def _told(self, step: Step) -> bytes:
+        move, block, text = step
+        item = self._item(block, whole=move is Move.CLOSE)
+        place: dict[str, Any] = {"output_index": block.index}
+        told = {**place, "item": item}
+        inner = {**place, "item_id": item["id"]}
+        if block.kind == "call":
+            name = "response.function_call_arguments"
+            if move is Move.MORE:
+                return self._event(f"{name}.delta", **inner, delta=text)
+            if move is Move.OPEN:
+                return self._event("response.output_item.added", **told)
+            inner |= {"name": block.name, "arguments": block.text}
+            done = self._event(f"{name}.done", **inner)
+            return done + self._event("response.output_item.done", **told)
+        inner["content_index"] = 0
+        name = f"response.{PARTS[block.kind]}"
+        part = _part(block, self._logprobs, whole=move is Move.CLOSE)
+        if move is Move.MORE:
+            if block.kind == "text":
+                inner["logprobs"] = self._logprobs[self._num_told :]
+                self._num_told = len(self._logprobs)
+            return self._event(f"{name}.delta", **inner, delta=text)
+        if move is Move.OPEN:
+            added = self._event("response.output_item.added", **told)
+            return added + self._event("response.content_part.added", **inner, part=part)
+        scores = {"logprobs": self._logprobs} if block.kind == "text" else {}
+        done = self._event(f"{name}.done", **inner, text=block.text, **scores)
+        done += self._event("response.content_part.done", **inner, part=part)
+        return done + self._event("response.output_item.done", **told)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        data = to_json({"type": kind, "sequence_number": number, **fields})
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+def _usage(reqs: Sequence[Req], *, thought: bool, think_end: int | None) -> dict[str, Any]:
+    """thought, think_end: reasoning counts up to and with this token, if there is any."""
+    num_prompt, num_output, num_cached = counted(reqs)
+    tokens, num_thought = reqs[0].tokens, 0
+    if thought and think_end is not None:
+        num_thought = tokens.index(think_end) + 1 if think_end in tokens else num_output
+    return {
+        "input_tokens": num_prompt,
+        "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+        "output_tokens": num_output,
+        "output_tokens_details": {"reasoning_tokens": num_thought},
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def _part(block: Block, logprobs: list[Any], *, whole: bool) -> dict[str, Any]:
+    """All there is of text or reasoning; one that begins is empty."""
+    part: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text if whole else ""}
+    if block.kind == "text":
+        part |= {"annotations": [], "logprobs": logprobs if whole else []}
+    return part

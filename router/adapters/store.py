@@ -1,0 +1,109 @@
+"""Responses that are kept, in memory: a bound of bytes and of time, the oldest go first."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.json import encode as to_json
+
+from router.errors import ApiError
+
+Item = Mapping[str, Any]
+
+
+class MissingResponse(ApiError):
+    """404: no response of this id is kept here, or not for who asks."""
+
+    def __init__(self, name: str, param: str | None) -> None:
+        self.name = name
+        message = f"there is no response {name[:80]!r}: it was not stored, or for too long"
+        super().__init__("invalid_value", message, param=param, status=404)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A response; its conversation is all that a next one begins with, its own output last."""
+
+    owner: str  # the name of its API key
+    response: Mapping[str, Any]  # as it is shown
+    inputs: Sequence[Item]  # of its own request
+    conversation: Sequence[Item]
+
+
+class ResponseStore:
+    """Those of one router. Only the loop changes it; other threads may `get`.
+
+    A conversation counts as often as it is kept, although its parts are shared.
+    """
+
+    def __init__(
+        self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
+        self._kept: dict[str, tuple[Kept, int, float]] = {}  # also its bytes, and until when
+        self._num_bytes = 0
+        self._cancels: dict[str, Callable[[], None]] = {}  # of those that are being made
+
+    def put(self, kept: Kept) -> None:
+        """Keep a response; one of the same id is replaced. One beyond the bound is not kept."""
+        name = kept.response["id"]
+        self._drop(name)
+        size = len(to_json([kept.response, kept.conversation]))
+        if size > self._max_bytes:
+            return
+        now = self._clock()
+        oldest = list(self._kept.items())
+        for other, (_, _, until) in oldest:
+            if until > now and self._num_bytes + size <= self._max_bytes:
+                break
+            self._drop(other)
+        self._kept[name] = kept, size, now + self._ttl_s
+        self._num_bytes += size
+
+    def get(self, name: str, owner: str, param: str | None = None) -> Kept:
+        """Raises a MissingResponse that names `param`, if this owner has none of this id."""
+        kept = self.of_anybody(name, param)
+        if kept.owner != owner:
+            raise MissingResponse(name, param)
+        return kept
+
+    def of_anybody(self, name: str, param: str | None = None) -> Kept:
+        """As `get`, whoever the owner is."""
+        kept, _, until = self._kept.get(name, (None, 0, 0.0))
+        if kept is None or until <= self._clock():
+            raise MissingResponse(name, param)
+        return kept
+
+    def delete(self, name: str, owner: str) -> None:
+        """Raises as `get` does; one that is being made is cancelled."""
+        self.get(name, owner)
+        self._cancels.pop(name, lambda: None)()
+        self._drop(name)
+
+    def begin(self, name: str, cancel: Callable[[], None]) -> None:
+        """A response is being made with nobody to wait for it."""
+        self._cancels[name] = cancel
+
+    def end(self, name: str) -> None:
+        """It is no longer."""
+        self._cancels.pop(name, None)
+
+    def cancel(self, name: str, owner: str) -> Kept:
+        """The response, which ends if it is being made.
+
+        Raises as `get` does, and 400 for one that was made while its client waited.
+        """
+        kept = self.get(name, owner)
+        if not kept.response["background"]:
+            raise ApiError("invalid_value", "only background responses can be cancelled")
+        if name in self._cancels:
+            self._cancels.pop(name)()
+            shown = {**kept.response, "status": "cancelled"}
+            kept = Kept(owner, shown, kept.inputs, kept.conversation)
+            self.put(kept)
+        return kept
+
+    def _drop(self, name: str) -> None:
+        _, size, _ = self._kept.pop(name, (None, 0, 0.0))
+        self._num_bytes -= size

@@ -1,0 +1,18 @@
+"""What a decode worker knows of the ways of KV to it."""
+
+from worker.api import Message, PeerId
+
+
+class PullPath(Message, frozen=True):
+    """The way of KV from a prefill worker to a decode worker, which has measured it for `doctor`.
+
+    Never on the wire: the control plane asks for it.
+    """
+
+    peer: PeerId  # the prefill worker
+    transport: str  # name and kind of what the bytes travelled on, e.g. "mooncake/tcp"
+    bytes_per_s: float = 0.0  # of a pull of `num_bytes` in `num_ranges` ranges
+    num_bytes: int = 0
+    num_ranges: int = 0
+    small_pull_s: float = 0.0  # one pull of a few bytes
+    error: str = ""  # why nothing can be pulled
