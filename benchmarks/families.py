@@ -33,10 +33,11 @@ from worker.errors import UserError
 from worker.model.families import FAMILIES
 
 CASES = models.CASES | EXPERTS
-# What transformers has not, or has with more around it.
+# What transformers has not, or what has more around a text that is a case; where it is tested.
 ELSEWHERE = {
     "MiMoForCausalLM": "tests/equivalence/test_mtp.py",
     "Qwen3_5ForConditionalGeneration": "tests/equivalence/test_mtp.py",
+    "Qwen3_5MoeForConditionalGeneration": "tests/equivalence/test_expert_models.py",
 }
 
 
