@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.recurrent import kernels_us
 from benchmarks.timing import DEVICE, product_speed, read_bandwidth, times_ms
-from worker.experts.product import expert_products
-from worker.experts.route import Routes, new_load, route
-from worker.experts.shape import ExpertShape, Held
+from worker.ops.experts.product import expert_products
+from worker.ops.experts.route import Routes, new_load, route
+from worker.ops.experts.shape import ExpertShape, Held
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),

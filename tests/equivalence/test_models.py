@@ -15,7 +15,6 @@ from tests.support.processes import on_ranks
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
-from worker.experts.shape import Division
 from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
@@ -23,6 +22,7 @@ from worker.model.delta_net import rank_delta
 from worker.model.layers import Placement
 from worker.model.loader import load_model
 from worker.model.shape import read_model_shape
+from worker.ops.experts.shape import Division
 from worker.peers.base import SingleCollective
 from worker.recurrent.chunk import block_table
 from worker.recurrent.delta_net import delta_states

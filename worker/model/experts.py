@@ -1,16 +1,16 @@
-"""A layer's experts in the place of its feed-forward; worker.experts has their kernels."""
+"""A layer's experts in the place of its feed-forward; worker.ops.experts has their kernels."""
 
 import re
 
 from torch import Tensor, nn
 
-from worker.experts.product import expert_products
-from worker.experts.route import new_load, route
-from worker.experts.shape import rank_experts
 from worker.forward.context import current
 from worker.model.layers import Placement, ReplicatedLinear, selected
 from worker.model.shape import ModelShape
 from worker.model.shard import Part, Shard, all_of, stacked, whole
+from worker.ops.experts.product import expert_products
+from worker.ops.experts.route import new_load, route
+from worker.ops.experts.shape import rank_experts
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.experts.shape import Division
 from worker.model.shard import Part, Shard, all_of, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
+from worker.ops.experts.shape import Division
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.product import gated_product, product
 from worker.peers.base import Collective

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.experts.shape import ExpertShape
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
 from worker.model.refusals import DENSE, quantized, unknown_architecture
 from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
 from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
+from worker.ops.experts.shape import ExpertShape
 from worker.ops.mask import KEY_BLOCK, KeyMask
 from worker.ops.scaling import RopeScaling
 from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape

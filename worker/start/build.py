@@ -16,12 +16,12 @@ from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
-from worker.experts.load import ExpertLoads
 from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
+from worker.ops.experts.load import ExpertLoads
 from worker.peers.rank_group import RankGroup
 from worker.recurrent.delta_shape import BLOCK
 from worker.registry import resolve

@@ -13,11 +13,11 @@ from worker.config import (
 )
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
-from worker.experts.shape import Division, rank_experts
 from worker.model.files import check_weights
 from worker.model.refusals import check_path
 from worker.model.shape import LayerShape, ModelShape, read_model_shape
 from worker.model.shard import split_even, split_heads
+from worker.ops.experts.shape import Division, rank_experts
 from worker.transfer.base import KINDS
 
 Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be

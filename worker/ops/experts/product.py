@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from worker.experts.route import Routes
-from worker.experts.shape import Held
+from worker.ops.experts.route import Routes
+from worker.ops.experts.shape import Held
 from worker.ops.norms import swiglu
 from worker.ops.op import op
 
