@@ -259,7 +259,7 @@ def test_an_answer_that_cannot_be_written_fails_alone(
     double.send(taken[0][0], chunk(taken[1][1], (66,), 2, last=True))
     bodies = sorted((client.body() for client in clients), key=lambda body: b'"error"' in body)
     assert b'"finish_reason":"stop"' in bodies[0]
-    assert b'"code": "internal_error"' in bodies[1]
+    assert b'"code":"internal_error"' in bodies[1]
     assert all(body.endswith(b"data: [DONE]\n\n") for body in bodies)
 
 
