@@ -6,8 +6,9 @@
 Every layer reads KV of its own and pages lie in random order, so the L2 holds next to none of it.
 For decode the figure to read is the KV's bytes over the time, against the read bandwidth of the
 same run; for prefill (one whole prompt, causal) the floating-point operations over the time.
-`--query-len 4` times verify windows. Plans that are made on the host stay outside the graph. On a
-CPU (`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
+`--query-len 4` times verify windows, `--window 4096 --context 32768` layers that see 4096 keys of
+more, `--cap 50` scores with a soft cap. Plans made on the host stay outside the graph. On a CPU
+(`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from worker.cache.pool import KVPool
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
+from worker.ops.mask import KeyMask
 from worker.registry import resolve
 
 Pass = Callable[[], Tensor]  # all layers; returns the last layer's result
@@ -46,6 +48,7 @@ class Shape:
 MODELS = {
     "qwen3-8b": Shape(36, 32, 8, 128),
     "hybrid-9b": Shape(8, 16, 4, 256),
+    "phi3-mini": Shape(32, 32, 32, 96),
     "tiny": Shape(2, 4, 2, 32),
 }
 
@@ -59,16 +62,20 @@ class Scene:
     batch: Batch
     q: Tensor
     context: int  # keys of each request
+    window: int  # keys that a row sees; 0: all
+    cap: float
 
     def kv_bytes(self) -> int:
         """Keys and values that one pass has to read."""
         per_token = self.shape.kv_heads * self.shape.head_dim * self.q.element_size() * 2
-        return self.batch.num_reqs * self.context * per_token * self.shape.layers
+        seen = min(self.context, (self.window or self.context) + self.batch.max_query_len - 1)
+        return self.batch.num_reqs * seen * per_token * self.shape.layers
 
     def flops(self) -> float:
         """Floating-point operations of one pass: two products over all keys that a row may see."""
-        width = self.batch.max_query_len
-        pairs = width * (self.context - width) + width * (width + 1) / 2  # of each request
+        width, window = self.batch.max_query_len, self.window or self.context
+        first = self.context - width + 1  # keys of a request's first row, without a window
+        pairs = sum(min(first + i, window) for i in range(width))  # of each request
         return (
             4
             * self.batch.num_reqs
@@ -101,7 +108,7 @@ def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: in
     host = HostLengths([width] * num_reqs, [context] * num_reqs)
     batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound, host)
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
-    return Scene(shape, pool, batch, q, context)
+    return Scene(shape, pool, batch, q, context, options.window, options.cap)
 
 
 def passes(scene: Scene, names: list[str]) -> dict[str, Pass]:
@@ -120,7 +127,14 @@ def backend_pass(scene: Scene, name: str) -> Pass:
     shape, batch = scene.shape, scene.batch
     attention: Any = resolve("attention backend", name, ATTENTION)(
         scene.pool,
-        AttentionShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5),
+        AttentionShape(
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5,
+            KeyMask(window=scene.window or None),
+            cap=scene.cap,
+        ),
     )
     planned = None if attention.static_plan else attention.plan(batch)
 
@@ -164,6 +178,8 @@ def parsed() -> argparse.Namespace:
     add("--context", type=int, default=576, help="KV length of each")
     add("--query-len", type=int, default=1, help="query rows of each")
     add("--prefill", type=ints, default=[], help="prompts of these lengths instead, by commas")
+    add("--window", type=int, default=0, help="keys that a row sees; 0: all")
+    add("--cap", type=float, default=0.0, help="soft cap of scores; 0: none")
     add("--bound", type=int, default=0, help="max_seq_len_ub, if higher")
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -27,12 +27,13 @@ from benchmarks.instruments import (
     add_engine_options,
     build,
     decode_floor_ms,
+    expert_steps,
     prefill_floor_ms,
 )
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import product_speed, profile, read_bandwidth
 from worker.api import Sampling
-from worker.plan import max_rows
+from worker.plan import Plan, max_rows
 
 SHORT_OUTPUT = 8  # tokens of the shorter run
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1}
@@ -77,6 +78,22 @@ def step_times(bench: Bench, case: Case, options: argparse.Namespace) -> list[fl
     return times[1:]  # the first one warms up
 
 
+def distinct_experts(bench: Bench, case: Case) -> float:
+    """Experts of a layer that have tokens in a decode step of all rows, on average; 0: no layer
+    has experts. Not timed: each step waits to be counted."""
+    counts = list[tuple[int, int]]()
+
+    def count(plan: Plan, drawn: object, num_tokens: int, all_run: bool) -> None:
+        if all_run and not plan.chunks:
+            counts.append(expert_steps(bench.engine))
+
+    if expert_steps(bench.engine)[1] == 0:
+        return 0.0
+    bench.generate(case.batch, case.prompt_len, case.draws(SHORT_OUTPUT), 0, count)
+    (met, steps), (all_met, all_steps) = counts[0], counts[-1]
+    return (all_met - met) / (all_steps - steps)
+
+
 def measure_decode(
     bench: Bench, cases: list[Case], options: argparse.Namespace, bandwidth: float
 ) -> list[dict[str, Any]]:
@@ -88,14 +105,16 @@ def measure_decode(
         if case.batch > max_rows(width, case.batch):
             continue
         bench.verify_with([width])
-        times = step_times(bench, case, options)
+        times, distinct = step_times(bench, case, options), distinct_experts(bench, case)
         mean_len = case.prompt_len + options.output_len / 2
-        floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth)
+        floor = decode_floor_ms(bench.engine, case.batch, mean_len, bandwidth, distinct)
         figures = (statistics.median(times), min(times), max(times), floor)
         windows = "" if width == 1 else f", windows of {width}"
+        windows += f", {distinct:.1f} experts" if distinct else ""
         numbers = "".join(f"{figure:9.3f}" for figure in figures)
         print(f"{case.batch:5}{case.prompt_len:8}{numbers}  {case.sampling}{windows}", flush=True)
-        measured = {"width": width, "median_ms": figures[0], "times_ms": times, "floor_ms": floor}
+        measured = {"distinct_experts": distinct} if distinct else {}
+        measured |= {"width": width, "median_ms": figures[0], "times_ms": times, "floor_ms": floor}
         rows.append({**case._asdict(), **measured, "path": bench.path})
     return rows
 

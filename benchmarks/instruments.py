@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from benchmarks.output import ints
 from benchmarks.ranks import led_engine
@@ -25,6 +26,7 @@ from worker.config import WorkerConfig
 from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
+from worker.model.experts import Experts
 from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
 from worker.recurrent.delta_shape import BLOCK
 from worker.run.base import ChunkGraphs
@@ -213,16 +215,43 @@ class Bench:
         return {"eager": EagerChunks(loaded), str(loaded.config.graph.prefill): own}
 
 
-def decode_floor_ms(engine: Engine, batch: int, mean_len: float, bandwidth: float) -> float:
+def expert_steps(engine: Engine) -> tuple[int, int]:
+    """(experts that had tokens, summed over steps and layers; steps of all layers) until now."""
+    loads = [each.load[1] for each in engine.runner.loaded.model.experts]
+    totals = [(int(load[:-1].sum()), int(load[-1])) for load in loads]
+    return sum(total[0] for total in totals), sum(total[1] for total in totals)
+
+
+def decode_floor_ms(
+    engine: Engine, batch: int, mean_len: float, bandwidth: float, distinct: float = 0.0
+) -> float:
     """Milliseconds to read the weights a step needs, and KV of `batch` requests of mean_len, and to
-    read and write their states."""
+    read and write their states.
+
+    distinct: experts of a layer that had tokens, on average over the steps.
+    """
     model = engine.runner.loaded.model
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    for each in model.modules():
+        if isinstance(each, Experts):
+            held = each.gate_up, each.down
+            stacks = sum(p.numel() * p.element_size() for p in held)
+            weights -= stacks * (1 - distinct / each.held.count)
     if model.head is not model.embedding:
         weights -= model.embedding.weight.numel() * model.embedding.weight.element_size()
     per_token = engine.layout.page_bytes / int(engine.config.kv.page_size)
     state = 0 if engine.layout.state is None else 2 * engine.layout.state.slot_bytes
     return 1e3 * (weights + batch * (mean_len * per_token + state)) / bandwidth
+
+
+def _multiplied(module: nn.Module) -> int:
+    """Weights that a token is multiplied by: of experts, those of its own alone."""
+    total = sum(p.numel() for p in module.parameters())
+    for each in module.modules():
+        if isinstance(each, Experts):
+            stacks = each.gate_up.numel() + each.down.numel()
+            total -= stacks - stacks * each.shape.top_k // each.held.count
+    return total
 
 
 def prefill_floor_ms(
@@ -234,11 +263,11 @@ def prefill_floor_ms(
     In long steps the last layer multiplies next to no rows once it has stored its KV.
     """
     model, num_tokens = engine.runner.loaded.model, batch * prompt_len
-    layers = sum(p.numel() for p in model.layers.parameters())
+    layers, stored = _multiplied(model.layers), sum(p.numel() for p in model.layers.parameters())
     last, head = model.layers[-1], model.head.weight
     assert isinstance(last, DecoderLayer)
     after = (last.attention.output, last.feed_forward)
-    spared = sum(p.numel() for module in after for p in module.parameters())
+    spared = sum(map(_multiplied, after))
     products = (layers - spared * (num_tokens >= LONG_STEP_TOKENS)) * num_tokens + head.numel()
     heads = model.heads.num_heads * model.shape.head_dim
     products += (len(model.layers) - len(model.states)) * heads * prompt_len * num_tokens
@@ -246,5 +275,5 @@ def prefill_floor_ms(
         _, _, keys, values = model.delta
         a_token = BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
         products += len(model.states) * model.delta.value_heads * a_token * num_tokens
-    read_s = (layers + head.numel()) * head.element_size() / bandwidth
+    read_s = (stored + head.numel()) * head.element_size() / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)

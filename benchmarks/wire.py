@@ -29,6 +29,7 @@ class Link:
         self._arrived = threading.Event()
         self._to = Wire("to/1", PING, self._take, keyring=own[0])
         self._by = Wire("by/1", PING, lambda _: None, keyring=own[1])
+        self._to.refusals.is_limited = False
         self._by.start()
         address = self._to.start("127.0.0.1")
         self._to.admit({"by/1": self._by.key})

@@ -184,8 +184,11 @@ class Config(Section):
     def anchored(self, directory: Path) -> Config:
         """With absolute paths: the processes do not run in the `directory` that ours mean."""
         sections: dict[str, Section] = {}
-        for name, leaf in (("model", "path"), ("spec", "path"), ("router", "api_key_file")):
-            section: Section = getattr(self, name)
+        for name, leaf in (
+            ("model", "path"), ("spec", "path"), ("router", "api_key_file"),
+            ("router", "tls_cert_file"), ("router", "tls_key_file"),
+        ):  # fmt: skip
+            section: Section = sections.get(name) or getattr(self, name)
             path: str = getattr(section, leaf)
             if path and not (name == "model" and path in BUNDLED):
                 anchored = str(directory / Path(path).expanduser())

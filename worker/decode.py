@@ -62,6 +62,8 @@ class DecodeLoop:
             widths=widths,
             spec=config.spec,
             grain=engine.shape.grain,
+            # Drafters with weights have keys in the pages too, and see all of them.
+            span=0 if config.spec.has_weights else engine.shape.span,
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank, meter = engine.local_rank(), engine.meter
@@ -72,7 +74,15 @@ class DecodeLoop:
         self.measured_paths, self.close = self.peers.measured, self.peers.close
         draws = config.disaggregation.first_token == "prefill"
         context = FetchContext(
-            engine.book, engine.layout, thread.send, config.lease, config.transport, metrics, draws
+            engine.book,
+            engine.layout,
+            thread.send,
+            config.lease,
+            config.transport,
+            metrics,
+            thread.refusals,
+            engine.shape.vocab_size,
+            draws,
         )
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
@@ -83,8 +93,8 @@ class DecodeLoop:
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
-        metrics.queued("sibling").set_function(lambda: len(requests.siblings))
-        metrics.queued("grammar").set_function(lambda: len(requests.compiling))
+        metrics.queued("sibling").set_function(lambda: len(requests.deferred.siblings))
+        metrics.queued("grammar").set_function(lambda: len(requests.deferred.compiling))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -93,8 +103,8 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.siblings),
-            "compiling": len(self.requests.compiling),
+            "siblings": len(self.requests.deferred.siblings),
+            "compiling": len(self.requests.deferred.compiling),
         }
 
     def turn(self, events: list[Incoming]) -> float:
@@ -106,7 +116,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.compiling or self.requests.siblings or self.scheduler.preempted:
+        if self.requests.deferred or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -142,18 +152,18 @@ class DecodeLoop:
             case Claim():
                 self.requests.claim(peer, event, now)
             case Stop():
-                self.requests.stop(event)
+                self.requests.stop(peer, event)
             case Abort():
-                self.requests.abort(event)
+                self.requests.abort(peer, event)
             case ForgetPrefixes():
                 self._engine.book.forget()
             case Ack():
                 self.requests.replies.acknowledged(peer, event.req_id, event.dispatch)
             case KVReady():
-                if (req := self._inbound.on_ready(event)) is not None:
+                if (req := self._inbound.on_ready(peer, event)) is not None:
                     self.requests.pass_on(req)
             case PrefillRefused():
-                self._inbound.on_refused(event)
+                self._inbound.on_refused(peer, event)
             case RenewAck():
                 self._inbound.on_renew_ack(peer, event)
             case Lost():

@@ -9,7 +9,7 @@ listens accepts keys of members only, each for the frames of its own name.
 import contextlib
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,6 +34,13 @@ HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 MAX_ASKED = 256  # connections that wait to be announced
 MAX_TOLD_ADDRESSES = 8  # in a line of the log
+MAX_TOLD_PEERS = 1024  # and what they did
+LATELY_S = 600.0  # after which the log says it again
+# What a peer may send: so many units a second, and so many at once. A message is one, and one more
+# for every UNIT_BYTES, since what is read of it takes ten times as much; a link is LINK_UNITS. A
+# prefill worker that announces eight layer groups of 600 prompts a second sends half of it.
+UNITS_PER_S, MAX_UNITS, UNIT_BYTES, LINK_UNITS = 10_000, 50_000, 2048, 200
+MAX_BUDGETS = 1024  # peers
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
 
@@ -64,18 +71,73 @@ def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
 
 @dataclass(slots=True)
 class Refusals:
-    """What the sockets of a process have refused. Their thread counts; others may read."""
+    """What a process has refused. The thread of its sockets counts; others may read.
+
+    Messages are counted by the thread that handles them.
+    """
 
     num_frames: int = 0  # not ours, or not of who has sent them
     num_connections: int = 0  # with keys of no member
+    num_messages: int = 0  # of members, about requests and leases of others, or too many
+    is_limited: bool = True  # whether they may be too many
     _told: tuple[int, int] = 0, 0
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
+    _by_peers_at: float = 0.0
+    _by_peers: Counter[tuple[PeerId, str]] = field(default_factory=Counter[tuple[PeerId, str]])
+    # What each peer may send yet, below 0: too much; and since when that has grown.
+    _budgets: dict[PeerId, tuple[float, float]] = field(
+        default_factory=dict[PeerId, tuple[float, float]]
+    )
 
     def connection(self, address: str) -> None:
         """One more, from there."""
         self.num_connections += 1
         if len(self._addresses) < MAX_TOLD_ADDRESSES:
             self._addresses.add(address)
+
+    def foreign(self, peer: PeerId, message: object) -> None:
+        """A member has sent one more message about what is another's."""
+        self._message(peer, f"has sent a {type(message).__name__} for what is another's")
+
+    def unexpected(self, peer: PeerId, message: object) -> None:
+        """A member has sent one more message that no honest one sends to us."""
+        self._message(peer, f"has sent a {type(message).__name__} that makes no sense here")
+
+    def exceeds(self, peer: PeerId, num_bytes: int, *, begins: bool) -> bool:
+        """Whether a peer sends more than any does that is honest; then this message is dropped.
+
+        Its budget outlives its links: who goes on stays unheard, also over new ones. begins: it is
+        the first message of a link.
+        """
+        if not self.is_limited:
+            return False
+        if peer not in self._budgets and len(self._budgets) >= MAX_BUDGETS:
+            self._budgets.clear()
+        now = time.monotonic()
+        left, at = self._budgets.get(peer, (MAX_UNITS, now))
+        left = min(MAX_UNITS, left + (now - at) * UNITS_PER_S)
+        left -= 1 + num_bytes / UNIT_BYTES + LINK_UNITS * begins
+        self._budgets[peer] = max(left, -UNITS_PER_S), now
+        if left < 0:
+            self._message(peer, "sends more than a member has to say")
+        return left < 0
+
+    def _message(self, peer: PeerId, what: str) -> None:
+        self.num_messages += 1
+        if num := self.news(peer, what):
+            log.warning("%s %s%s", peer, what, f" ({num} times)" if num > 1 else "")
+
+    def news(self, peer: PeerId, what: str) -> int:
+        """How often a peer has done something lately, if the log is to say so: the first time, the
+        tenth, the hundredth, ...; else 0.
+        """
+        now = time.monotonic()
+        if len(self._by_peers) >= MAX_TOLD_PEERS or now - self._by_peers_at > LATELY_S:
+            self._by_peers.clear()
+            self._by_peers_at = now
+        self._by_peers[peer, what] += 1
+        num = self._by_peers[peer, what]
+        return num if num == 10 ** (len(str(num)) - 1) else 0
 
     def tell(self) -> None:
         """Log what has come since the last call."""

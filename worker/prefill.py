@@ -46,7 +46,7 @@ class PrefillLoop(Role):
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
-            metrics, engine.tracer,
+            metrics, thread.refusals, engine.tracer,
         )  # fmt: skip
         self.flight = Flight(engine.meter, overlap=config.spec.overlap, wake=thread.wake)
         self._num_groups_announced = 0  # of the layer groups of the step that is pending
@@ -132,7 +132,7 @@ class PrefillLoop(Role):
             case Renew():
                 self._outbound.on_renew(peer, event, now)
             case Release():
-                self._outbound.on_release(event)
+                self._outbound.on_release(peer, event)
             case ForgetPrefixes():
                 self._engine.book.forget()
             case DrainAsked():

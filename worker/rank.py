@@ -138,6 +138,7 @@ class Rank:
         self._leader = place.peer
         authentication = self._engine.config.transport.authentication
         self._thread = EngineThread(me, self._engine.config.ping, keyring(authentication))
+        self._thread.refusals.is_limited = False  # its leader is the same worker
         self._loop = RankLoop(self._engine, self._thread)
         self.join = self._thread.join
 

@@ -13,7 +13,8 @@ side says Bye, so that the other logs no loss. So does a side that is asked on a
 lost: a process that stood still learns at once that it was given up.
 
 Strangers. With a `Keyring` links are encrypted, and a frame counts if it came over a connection of
-its sender. Frames are bounded, and so is what is taken of one socket before others have their turn.
+its sender. Frames are bounded, and so are what is taken of one socket before others have their turn
+and what a peer may send: who sends more is lost, and unheard until it is quiet.
 """
 
 import contextlib
@@ -90,10 +91,7 @@ class Wire:
             self._post(self._links.admitted)
 
     def connect(self, peer: PeerId, address: str, key: str = "") -> None:
-        """Open a link; a first Pong follows when it works, or Lost when it does not.
-
-        key: the peer's; with a keyring nobody without it gets a frame.
-        """
+        """Open a link to the owner of a key; a first Pong follows, or Lost if it does not work."""
         self._post(lambda: self._links.connect(peer, address, key))
 
     def disconnect(self, peer: PeerId) -> None:
@@ -121,10 +119,7 @@ class Wire:
         return silent_s if silent_s >= self._ping.stall_s else 0.0
 
     def close(self) -> None:
-        """Send what is queued (up to half a second), close every socket, end the thread.
-
-        Calls after this one do nothing.
-        """
+        """Send what is queued (up to half a second) and end; calls after this one do nothing."""
         with self._posting:
             if self._closing:
                 return
@@ -275,17 +270,21 @@ class _Links:
                 if len(route) != (socket is self._listener):
                     raise ValueError("more parts than we send")
                 sender, addressee, place, payload = _unpack(frame.bytes)
+                known = self._peers.get(sender)
+                is_own = known is not None and known.dealer is socket
+                if route:
+                    is_own = self._keyring is None or self._keyring.vouches(sender, frame)
+                if not is_own:
+                    raise ValueError("not its sender's")
+                if self._refusals.exceeds(sender, len(payload), begins=place[1] == 1):
+                    if known is not None:
+                        self.lose(sender, "it sends too much", logging.DEBUG)
+                    continue
                 message = decode(payload)
             except (msgspec.MsgspecError, ValueError, RecursionError):  # lists in lists
                 self._refusals.num_frames += 1
                 continue
-            if socket is not self._listener:
-                is_own = (peer := self._peers.get(sender)) is not None and peer.dealer is socket
-            else:
-                is_own = self._keyring is None or self._keyring.vouches(sender, frame)
-            if not is_own:
-                self._refusals.num_frames += 1
-            elif addressee == self._me:  # else it is for a process that had our address before
+            if addressee == self._me:  # else it is for a process that had our address before
                 self._heard(sender, place, message, route[0].bytes if route else None)
 
     def take_events(self) -> list[Event]:
@@ -350,7 +349,6 @@ class _Links:
         peer = self._peers.get(sender)
         if peer is None or peer.link != link:  # of a link that is over
             if peer is None and route is not None and not isinstance(message, Bye):
-                # It may have stood still when we gave it up: it need not wait for our silence.
                 assert self._listener is not None
                 bye = _pack(self._me, sender, (link, 0), encode(Bye()))
                 with contextlib.suppress(zmq.ZMQError):
@@ -377,14 +375,15 @@ class _Links:
         peer = self._peers.get(sender)
         if peer is not None and link > peer.link:
             self.lose(sender, "it has connected anew")
-            peer = None
-        if peer is None:
+        if sender not in self._peers:
             self._peers[sender] = _Peer(None, route, link, 0.0, True)
 
     def lose(
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
     ) -> None:
-        """Close the link to a peer, and report it as lost."""
+        """Close the link to a peer, and report it as lost; the log says so now and then."""
+        if not self._refusals.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
+            level = logging.DEBUG
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
         self._events.append((peer_id, Lost(reason, is_silent)))

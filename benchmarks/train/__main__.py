@@ -1,6 +1,6 @@
-"""Makes the bundled model `tiny` or `tiny-hybrid` from nothing, or a drafter for one.
+"""Makes the bundled model `tiny`, `tiny-hybrid` or `tiny-moe` from nothing, or a drafter for one.
 
-    python -m benchmarks.train [--hybrid] [--out DIR]
+    python -m benchmarks.train [--hybrid | --moe] [--out DIR]
     python -m benchmarks.train --drafter chain|dflash|mtp [--target DIR] [--out DIR]
 
 Writes weights and configs (for the model the tokenizer, too) to the output folder, and prints the
@@ -23,13 +23,13 @@ import transformers
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy
-from benchmarks.train import hybrid
+from benchmarks.train import hybrid, model, moe
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
-from benchmarks.train.model import CONFIG, Recipe, new_model, save, save_model, train
+from benchmarks.train.model import Recipe, save, save_model, train
 from benchmarks.train.mtp_drafter import MtpDrafter
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
@@ -63,8 +63,8 @@ def main() -> None:
     """Trains, saves, then judges the saved weights."""
     args = _parser().parse_args()
     made = MODELS[args.drafter]
-    if args.hybrid:
-        made = made._replace(out=HYBRID)
+    if args.hybrid or args.moe:
+        made = made._replace(out=HYBRID if args.hybrid else TARGET.with_name("tiny-moe"))
     for name in ("out", "steps", "batch", "lr", "target"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(made, name))
@@ -90,15 +90,16 @@ def _make_target(args: argparse.Namespace) -> int:
     save_tokenizer(train_tokenizer(args.seed), args.out)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
-    model = hybrid.new_model(args.seed) if args.hybrid else new_model(args.seed)
-    train(model, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
-    return save_model(model, args.out, hybrid.CONFIG if args.hybrid else CONFIG)
+    source = hybrid if args.hybrid else moe if args.moe else model
+    made = source.new_model(args.seed)
+    train(made, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
+    return save_model(made, args.out, source.CONFIG)
 
 
 def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
     """Trains and saves a drafter of args.target; the number of parameters."""
-    model, _ = accuracy.load_model(args.target, args.device)
-    speaker = Speaker(model, kind.taps)
+    target, _ = accuracy.load_model(args.target, args.device)
+    speaker = Speaker(target, kind.taps)
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     lesson = Lesson(args.steps, args.batch, args.lr, seed=args.seed, device=args.device)
     drafter, losses = train_drafter(kind, speaker, tokenizer, lesson)
@@ -121,6 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
     add("--hybrid", action="store_true", help="make tiny-hybrid: layers with a recurrent state")
+    add("--moe", action="store_true", help="make tiny-moe: layers of experts")
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
     add("--target", type=Path, help="the drafter's target")
     add("--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")

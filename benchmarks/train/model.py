@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.train.data import IGNORED
+from benchmarks.train.moe import apart
 
 ASSETS = Path(__file__).parents[2] / "worker" / "assets"
 
@@ -90,7 +91,7 @@ def train(model: Any, loader: DataLoader, recipe: Recipe, device: str, compiled:
 
 def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
     """Writes bfloat16 weights and both configs; returns the number of parameters."""
-    weights = model.state_dict()
+    weights = apart(model.state_dict())
     del weights["lm_head.weight"]  # tied to the embedding
     generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     generation["do_sample"] = False

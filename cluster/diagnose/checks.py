@@ -32,7 +32,7 @@ from router.openai.defaults import defaults_of
 from worker.config import SpecConfig, check_collective
 from worker.errors import UserError
 from worker.observe.tracing import check_tracing
-from worker.start.check import check_directories, names_of
+from worker.start.check import Ranks, check_directories, names_of
 
 PORTS = ("cluster.host", "cluster.port")
 EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
@@ -307,7 +307,11 @@ CHECKS = (
 
 def check_model(config: Config, *, with_weights: bool = True) -> None:
     """Check the model's directory and, `with_weights`, its drafter's; raises UserError."""
-    ranks = {f"{role}.tp": part.tp for role in ROLES if (part := config.role(role)).replicas}
+    ranks: Ranks = {
+        f"{role}.tp": (part.tp, part.engine.experts)
+        for role in ROLES
+        if (part := config.role(role)).replicas
+    }
     check_directories(config.model, config.spec, ranks, with_weights=with_weights)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":

@@ -15,6 +15,7 @@ class Asks(StrEnum):
     API_KEY = "an API key"
     CURVE = "a CURVE key of the cluster"
     TOKEN = "Ray's token"
+    NOBODY = "nobody: it takes no connection"
 
 
 class Reach(StrEnum):
@@ -101,8 +102,8 @@ DOORS = {
     "ranks": Door(
         "ranks of a worker of several",
         "gloo or NCCL: sums of ranks",
-        Asks.NOTHING,
-        "",
+        Asks.NOBODY,
+        "it is gloo's, and the ranks have met",
         Reach.CLUSTER,
         "pose as a rank while they start",
     ),

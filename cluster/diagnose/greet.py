@@ -100,6 +100,13 @@ def store(place: Place) -> Answer | None:
     return None
 
 
+def connects(place: Place) -> bool:
+    """Whether a stranger's connection is taken at all."""
+    with suppress(OSError), _connected(place, PATIENCE_S):
+        return True
+    return False
+
+
 def _connected(place: Place, timeout_s: float) -> socket.socket:
     connection = socket.create_connection(place, PATIENCE_S)
     connection.settimeout(timeout_s)

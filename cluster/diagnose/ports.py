@@ -152,6 +152,8 @@ class Walk:
             asks = Asks.CURVE if answer and answer.speech is Speech.CURVE else Asks.NOTHING
         elif door.asks is Asks.TOKEN and not self.with_token:
             asks = Asks.NOTHING
+        if door.asks is Asks.NOBODY and greet.connects(listener.place):
+            asks = Asks.NOTHING
         speaks = door.speaks
         if kind == "api":
             speaks = f"{'HTTPS' if answer and answer.speech is Speech.TLS else 'HTTP'}: the API"

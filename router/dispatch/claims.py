@@ -81,6 +81,9 @@ class Claims:
     def answered(self, peer: PeerId, message: Claimed) -> None:
         """A worker has told whether it has a request."""
         asked = self._asked.get(message.req_id)
+        if asked is not None and peer not in asked.peers:
+            self._wire.refusals.foreign(peer, message)
+            asked = None
         if asked is None and message.found:  # another one was faster, or this one too slow
             self._wire.send(peer, Abort(message.req_id, message.dispatch, keep=True))
         elif asked is not None and message.found:

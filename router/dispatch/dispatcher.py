@@ -148,7 +148,7 @@ class Dispatcher:
                     case Lost():
                         self._on_lost(peer, message.reason)
                     case _:
-                        log.warning("%s sent a %s to a router", peer, type(message).__name__)
+                        self._wire.refusals.unexpected(peer, message)
             except Exception:  # a bug of ours: the other messages are other requests'
                 log.exception("a %s of %s", type(message).__name__, peer)
         if self._touched:  # behind the tasks that were woken: first chunks leave first
@@ -268,6 +268,9 @@ class Dispatcher:
     def _on_refused(self, peer: PeerId, refused: Refused) -> None:
         req = self._reqs.get(refused.req_id)
         if req is None or req.dispatch != refused.dispatch or req.route is None:
+            return
+        if req.route.decode != peer:
+            self._wire.refusals.foreign(peer, refused)
             return
         if refused.error.code in NOT_RETRIED:
             self._end(req, FinishReason.ERROR, error=_failure(refused.error))

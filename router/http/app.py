@@ -18,11 +18,12 @@ from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
+from router.http import garbage
 from router.http.access import SIBLING, origins
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.orders import Operator
-from router.http.port import accept_all, listen
+from router.http.port import BACKLOG, accept_all, listen
 from router.http.routes import application
 from router.http.tls import certificate
 from router.observe.metrics import RouterMetrics
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 BEAT_S = 1.0
+MAX_TURN_ACCEPTS = 32
 DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
 ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
 LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
@@ -66,7 +68,12 @@ class _Server(uvicorn.Server):
         self._listeners = sockets or []
         first, own = self._listeners[:1], self._listeners[1:]
         self.config.ssl = self._tls
+        # As many connections are accepted in a turn of the loop: each may bring a request at once,
+        # and who is here already waits for all of them. Further ones wait in the kernel.
+        self.config.backlog = MAX_TURN_ACCEPTS
         await super().startup(first)
+        for each in first:
+            each.listen(BACKLOG)
         self.config.ssl = None
         loop = asyncio.get_running_loop()
         for listener in own:
@@ -295,6 +302,7 @@ class RouterServer:
         me = f"{place.name}/{place.incarnation}"
         wire = Wire(me, settings.ping, arrivals.put, keyring=self._keyring)
         wire.start()
+        garbage.postpone()
         try:
             config = settings.router
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
@@ -320,6 +328,7 @@ class RouterServer:
         finally:
             self.loop = None
             wire.close()
+            garbage.as_usual()
 
     async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self.front is not None
@@ -347,6 +356,8 @@ class RouterServer:
 
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()
+        if self.front is not None:
+            garbage.collect(self.front.num_open)
         if self._certificate is not None:
             self._certificate.look()
         loop.call_later(BEAT_S, self._beat, loop, wire)

@@ -36,7 +36,7 @@ CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
 PROBES = (
     "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/dashboard/data", "/dashboard/own",
 )  # fmt: skip
-TRACED = {
+GENERATING = {
     "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
     "/v1/completions": "text_completion",
 }  # fmt: skip
@@ -120,7 +120,7 @@ class Exchange:
     def begin_trace(self, tracer: "Tracer", scope: Scope, headers: Mapping[bytes, bytes]) -> None:
         """Begin the server's span, unless the request generates nothing or is not sampled."""
         path, method = scope["path"], scope["method"]
-        if path not in TRACED or method != "POST":
+        if path not in GENERATING or method != "POST":
             return
         sent = [name for name in (TRACEPARENT, TRACESTATE) if name in headers]
         given = {name.decode(): headers[name].decode("latin-1") for name in sent}
@@ -131,7 +131,7 @@ class Exchange:
             "url.path": path,
             "url.scheme": scope["scheme"],
             "user_agent.original": headers.get(b"user-agent", b"").decode("latin-1"),
-            "gen_ai.operation.name": TRACED[path],
+            "gen_ai.operation.name": GENERATING[path],
         }
         trace.enter(f"{method} {path}", self.arrived_at, about)
         if trace.is_recorded:

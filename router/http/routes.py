@@ -15,7 +15,7 @@ from fastapi_offline import FastAPIOffline
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.adapters.message_body import MessageAnswer
 from router.adapters.messages import MessagesBody, chat_of, count_tokens
@@ -25,7 +25,7 @@ from router.errors import ApiError, invalid
 from router.http.access import GUARDED, PAGES, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
-from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
+from router.http.exchange import CLIENT_GONE, GENERATING, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
 from router.http.request_body import read_body
@@ -176,6 +176,24 @@ def _json(body: Struct) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
+class Room:
+    """Refuses requests for which there is no room before anything of them is read."""
+
+    def __init__(self, app: ASGIApp, front: Front) -> None:
+        self._app, self._front = app, front
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "POST" and scope["path"] in GENERATING:
+            try:
+                self._front.dispatcher.check_room(1)
+            except ApiError as error:
+                self._front.metrics.requests(error.code).inc()
+                Exchange.of(scope).failure = error.code
+                await error.response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
 async def _on_error(request: Request, error: Exception) -> Response:
     """Every exception a route may raise, in OpenAI's format; unknown ones are also logged."""
     match error:
@@ -275,10 +293,10 @@ def application(
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = app
+    layers: ASGIApp = Room(app, front)
     if keys is not None:
         refused = front.metrics.requests("invalid_api_key").inc
-        layers = ApiKeys(app, keys, pages=pages_too, refused=refused)
+        layers = ApiKeys(layers, keys, pages=pages_too, refused=refused)
     layers = with_cors(layers, front.cors_origins)  # outside: a preflight has no key
     level = logging.INFO if front.served.config.access_log else logging.DEBUG
     return Exchanges(layers, level, model=front.served.model, tracer=front.tracer)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmarks.accuracy import load_model
-from benchmarks.train import base, chats, problems
+from benchmarks.train import base, chats, model, moe, problems
 from benchmarks.train.answers import Speaker, set_right
 from benchmarks.train.arithmetic import Inexact, evaluate, expand
 from benchmarks.train.base import Drafter, Lesson, train_drafter
@@ -27,6 +27,10 @@ from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.patience import HANG_S
 from worker.api import Sampling
+from worker.model import loader
+from worker.model.layers import Placement
+from worker.model.shape import read_model_shape
+from worker.peers.base import SingleCollective
 
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
 WRITTEN_STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
@@ -203,3 +207,18 @@ def test_a_drafter_knows_nothing_of_the_text_behind_its_anchor(kind, target) -> 
         )
     assert torch.equal(first[:, :-last], second[:, :-last])
     assert not torch.equal(first[:, -last:], second[:, -last:])
+
+
+def test_a_model_of_experts_is_saved_by_the_names_of_checkpoints(tmp_path: Path) -> None:
+    made = moe.new_model(0).eval()
+    count = model.save_model(made, tmp_path, moe.CONFIG)
+    assert count == sum(weight.numel() for weight in made.parameters())
+    assert 2 * count < 4 << 20  # bytes
+    reloaded, _ = load_model(tmp_path, "cpu")
+    ids = torch.tensor([[5, 17, 101, 3]])
+    with torch.inference_mode():
+        wanted, got = made(ids).logits, reloaded(ids).logits
+    torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.1)  # bfloat16 is stored
+    shape = read_model_shape(tmp_path)
+    placement = Placement(SingleCollective(), torch.float32, torch.device("cpu"))
+    loader.load_model(tmp_path, shape, placement)  # every tensor of the file, no other

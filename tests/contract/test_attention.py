@@ -132,6 +132,8 @@ def dense_oracle(
     prefix: int,
     scale: float,
     mask: KeyMask = CAUSAL,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q: [width, heads, d]; keys, values: [length, kv_heads, d], all f64; one query at a time."""
     group = q.shape[1] // keys.shape[1]
@@ -143,7 +145,12 @@ def dense_oracle(
         if seen.start >= seen.stop:
             continue
         for head in range(q.shape[1]):
-            weights = (keys[seen, head // group] @ q[j, head] * scale).softmax(0)
+            scores = keys[seen, head // group] @ q[j, head] * scale
+            if cap:
+                scores = cap * (scores / cap).tanh()
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head : head + 1].double()))
+            weights = scores.softmax(0)[: seen.stop - seen.start]
             out[j, head] = weights @ values[seen, head // group]
     return out
 
@@ -165,17 +172,20 @@ def check(
     padded_reqs: int = 0,
     seed: int = 0,
     mask: KeyMask = CAUSAL,
+    cap: float = 0.0,
+    sinks: bool = False,
+    scale: float | None = None,
 ) -> None:
     """One batch through two layers: results, stored slots, and every slot of nobody's."""
     num_heads, num_kv_heads = heads
     torch_dtype = getattr(torch, dtype)
     rows, pages = make_rows(shapes, page_size, seed)
     pool = make_pool(page_size, num_kv_heads, head_dim, groups, dtype, pages)
-    scale = head_dim**-0.5
+    scale = scale or head_dim**-0.5
     generator = torch.Generator().manual_seed(seed)
-    attention: Any = resolve("attention backend", backend, TABLE)(
-        pool, AttentionShape(num_heads, num_kv_heads, head_dim, scale, mask)
-    )
+    shape = AttentionShape(num_heads, num_kv_heads, head_dim, scale, mask, cap=cap, sinks=sinks)
+    logits = [3 * torch.randn(num_heads, generator=generator) for _ in range(NUM_LAYERS * sinks)]
+    attention: Any = resolve("attention backend", backend, TABLE)(pool, shape, logits)
     batch = make_batch(rows, page_size, padded_rows, padded_reqs)
     plan = attention.plan(batch)
     for layer_id in (1, NUM_LAYERS - 1):
@@ -205,7 +215,10 @@ def check(
         start = 0
         for row, (keys, values) in zip(rows, dense, strict=True):
             mine = q[start : start + row.width].double()
-            expected = dense_oracle(mine, keys.double(), values.double(), row.prefix, scale, mask)
+            expected = dense_oracle(
+                mine, keys.double(), values.double(), row.prefix, scale, mask, cap,
+                logits[layer_id] if sinks else None,
+            )  # fmt: skip
             error = (out[start : start + row.width].double() - expected).abs().max()
             assert error < BOUNDS[dtype], (row, error)
             start += row.width
@@ -293,7 +306,7 @@ def test_a_row_sees_the_keys_of_its_mask_and_no_others(backend, window, first_ke
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
 @pytest.mark.parametrize(
-    "mask", [KeyMask(1, False), KeyMask(0, True, 40), *pairwise.in_whole((KeyMask(1, True, 300),))]
+    "mask", [KeyMask(1, False), KeyMask(1, True, 40), *pairwise.in_whole((KeyMask(1, True, 300),))]
 )
 def test_a_mask_of_a_long_chunk_is_kept_by_the_paged_kernel(mask, monkeypatch):
     monkeypatch.setattr(TritonAttention, "SHORT_ROWS", 4)
@@ -502,20 +515,17 @@ def test_the_configuration_knows_which_backends_plan_on_the_host():
     assert found == PLANNED_ON_HOST
 
 
-@pytest.mark.parametrize("name", ["flashinfer", "by_length"])
 @pytest.mark.parametrize(
     ("mask", "expected"),
     [
         (KeyMask(1), "its first_key"),
         (KeyMask(causal=False), "its causal"),
-        (KeyMask(0, False, 7), "its causal, window"),
+        (KeyMask(1, False, 7), "its causal, first_key"),
     ],
 )
-def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(
-    name, mask, expected, pool
-):
+def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(mask, expected, pool):
     with pytest.raises(Unsupported, match=f"cannot serve KeyMask.*{expected}$"):
-        resolve("attention backend", name, TABLE)(pool, replace(SHAPE, mask=mask))
+        resolve("attention backend", "flashinfer", TABLE)(pool, replace(SHAPE, mask=mask))
 
 
 @pytest.mark.parametrize(("field", "value"), [("first_key", 2), ("window", 0)])
@@ -587,7 +597,7 @@ if not INTERPRETED:
         tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), 128, 2, 132)
         types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
-        types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
+        types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32", "sinks": "constexpr"}
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
         types |= {"scale": "fp32"}
         shape = AttentionShape(32, 8, 128, 1.0, mask)
@@ -625,9 +635,9 @@ if not INTERPRETED:
         types = dict.fromkeys(("q", "out"), "*bf16")
         block = f"tensordesc<bf16[{prompt.BLOCKS_N[head_dim]}, {head_dim}]>"
         types |= dict.fromkeys(("keys", "values"), block)
-        types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32")
+        types |= dict.fromkeys(("items", "counts", "first_rows"), "*i32") | {"sinks": "constexpr"}
         types |= dict.fromkeys(("num_tokens", "num_rows", "stride_q"), "i32") | {"scale": "fp32"}
-        constants = prompt.prompt_constants((32, 8), head_dim)
+        constants = prompt.prompt_constants(AttentionShape(32, 8, head_dim, 1.0))
         stages = prompt.NUM_STAGES[head_dim]
         options = {"num_warps": prompt.NUM_WARPS, "num_stages": stages}
         ptx = ptx_of(prompt._prompt_kernel, types, constants, **options)

@@ -15,6 +15,7 @@ from tests.support.processes import run_ranks
 from worker.errors import PeerLost, UserError
 from worker.ops.norms import add_rms_norm
 from worker.peers.base import COLLECTIVES
+from worker.peers.deaf import listening
 from worker.peers.nccl import NcclCollective
 from worker.peers.rendezvous import free_rendezvous, own_address
 from worker.registry import resolve
@@ -97,6 +98,26 @@ def check_promises(collective: Any, device: torch.device) -> None:
 def test_collective_keeps_its_promises(name: str, tmp_path: Path):
     init_method = f"file://{tmp_path}/rendezvous"
     run_ranks(keep_promises, name, SIZES[name], init_method, num_ranks=SIZES[name])
+
+
+def hear_nobody(rank: int, init_method: str) -> None:
+    """A stranger gets no answer once the group stands; else each would cost a descriptor."""
+    torch.set_num_threads(1)
+    num_files, before = len(os.listdir("/proc/self/fd")), listening()
+    assert len(os.listdir("/proc/self/fd")) == num_files
+    collective: Any = resolve("collective", "gloo", COLLECTIVES)(rank, 2, "cpu", init_method)
+    ones = collective.all_reduce(torch.ones(4))
+    [listener] = listening() - before
+    with socket.socket(fileno=os.dup(listener)) as gloo, socket.socket() as stranger:
+        stranger.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            stranger.connect(gloo.getsockname())
+    assert torch.equal(collective.all_reduce(ones), torch.full((4,), 4.0))
+    collective.close()
+
+
+def test_gloo_answers_nobody_once_its_ranks_are_there(tmp_path: Path) -> None:
+    run_ranks(hear_nobody, f"file://{tmp_path}/rendezvous", num_ranks=2)
 
 
 def lose_the_peer(rank: int, init_method: str) -> None:

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -150,8 +151,9 @@ def _meets_ranks(address: str) -> bool:
 
 
 def _connects(address: str) -> bool:
-    socket.create_connection(_place(address), HANG_S).close()
-    return True
+    with suppress(TimeoutError), socket.create_connection(_place(address), WAIT_S):
+        return True
+    return False
 
 
 def _reachable(address: str) -> str:

@@ -1,4 +1,4 @@
-"""The same request gives the same ids, whatever serves it: of dense families whose layers differ.
+"""The same request gives the same ids, whatever serves it: of families whose layers differ.
 
 The oracle is `transformers`; test_models.py compares logits. All in float32.
 """
@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch.fx import GraphModule
 
-from tests.equivalence.test_models import SHAPE, expect, save_random
-from tests.support.dense_families import DENSE
+from tests.equivalence import test_models as models
 from tests.support.engines import running
+from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.recorded import RecordedMemory, replay
@@ -33,8 +33,15 @@ pytestmark = [
 
 NUM_TOKENS, LENGTHS = 16, (1, 3, 17, 40, 64)
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-# Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope.
-CASES = ("glm4", "granite", "olmo2", "phi4-mini", "smollm3")
+# Each has a part that no other has: rows that are moved, scales, norms of whole parts, no rope;
+# windows of all layers and of some, caps, two ropes, layer norms, an activation without a gate.
+# Experts are not traced.
+CASES = (
+    *("glm4", "granite", "olmo2", "phi4-mini", "smollm3"),
+    *("mistral-window", "gemma2", "gemma3", "exaone4", "command-r-norms", "nemotron"),
+)
+SPARSE = ("qwen3-moe-mixed", "mixtral")
+MODELS = models.CASES | EXPERTS
 SERVED: dict[str, dict[str, Any]] = {
     "here": {"mode": "never"},
     "pulled": {"mode": "always"},
@@ -46,22 +53,27 @@ SERVED: dict[str, dict[str, Any]] = {
 
 def prompts() -> list[tuple[int, ...]]:
     rng = random.Random(7)
-    return [tuple(rng.randrange(2, SHAPE["vocab_size"]) for _ in range(n)) for n in LENGTHS]
+    size = models.SHAPE["vocab_size"]
+    return [tuple(rng.randrange(2, size) for _ in range(n)) for n in LENGTHS]
 
 
 @cache
 def saved(case: str) -> tuple[Path, list[list[int]]]:
     """(directory of the model, greedy ids of transformers for each prompt)."""
     path = Path(mkdtemp(prefix="kvlane-dense-")) / case
-    model = save_random(path, *DENSE[case])
+    return path, greedy(models.save_random(path, *MODELS[case]))
+
+
+def greedy(model: torch.nn.Module, more: int = 32) -> list[list[int]]:
+    """What transformers continues each prompt with; more: tokens that follow, for longrope."""
     wanted = []
     for prompt in prompts():
         ids: list[int] = []
         for _ in range(NUM_TOKENS):
             # What follows changes nothing, but longrope: it is of a long text.
-            ids.append(expect(model, [*prompt], [*ids, *[0] * 32])[0][len(ids)])
+            ids.append(models.expect(model, [*prompt], [*ids, *[0] * more, 0])[0][len(ids)])
         wanted.append(ids)
-    return path, wanted
+    return wanted
 
 
 def sections(path: Path, mode: str = "never", **engine: object) -> dict[str, Any]:
@@ -78,7 +90,7 @@ def paired(ways: Iterable[str]) -> list[Any]:
     ways = list(ways)
     return [
         pytest.param(case, way, marks=[pytest.mark.whole] * (i % len(ways) != j))
-        for i, case in enumerate(CASES)
+        for i, case in enumerate((*CASES, *SPARSE))
         for j, way in enumerate(ways)
     ]
 
@@ -128,3 +140,14 @@ def test_traced_layers_are_those_of_eager(case: str) -> None:
     assert all(check.equal for check in checks)
     assert pieces
     engine.close()
+
+
+@pytest.mark.parametrize("case", SPARSE)
+@pytest.mark.parametrize(("prefill", "decode"), [("expert", "tensor"), ("tensor", "expert")])
+def test_workers_may_divide_experts_in_other_ways(case: str, prefill: str, decode: str) -> None:
+    path, wanted = saved(case)
+    made = sections(path, "always", experts=prefill)
+    other = {"engine": made["engine"] | {"experts": decode}}
+    with running(made, decode_sections=other, prefill_tp=2, decode_tp=2) as cluster:
+        answers = cluster.client.generate(prompts(), GREEDY)
+        assert [answer.tokens for answer in ended(answers)] == wanted

@@ -28,7 +28,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         ],
         "ops.rope:rope_table": [("factor != 1.0", "False")],
         "model.rope_fields:_original": [
-            ("fields.integer(field, f\"{name}.{field}\", default=longest)", "longest")
+            ("inner.integer(field, default=fields.integer(field, default=longest))", "longest")
         ],
         "model.rope_fields:_yarn": [
             ('inner.number("beta_fast", default=32.0)', "32.0"),
@@ -82,7 +82,9 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
         "model.layers:Sum.reduce_add": [("return total, total", "return part, total")],
     },
-    "smollm3": {"model.shape:_read_still": [("not each", "False")]},
+    "smollm3": {
+        "model.shape:_read_still": [("not each for each in turned", "False for _ in turned")],
+    },
     "glm4": {
         "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
         "model.shape:LayerShape.moved_rows": [("if interleaved:", "if False:")],
@@ -90,6 +92,85 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "glm": {
         "model.decoder:FeedForward.shards": [("if self._fused:", "if False:")],
+    },
+    "mistral-window": {
+        "model.shape:ModelShape.masks": [("window=x or None", "window=None")],
+        "attention.reference:ReferenceAttention.plan": [
+            ("self.mask.window + 1", "self.mask.window"),
+        ],
+    },
+    "ministral-mixed": {
+        "model.windows:read_windows": [("kind == SLIDING for", "True for")],
+        "attention.base:ByLayerAttention.forward": [
+            ("self._backends[layer_id]", "self._backends[0]"),
+        ],
+    },
+    "phi3-window": {
+        "model.windows:read_windows": [("slides = [True] * count", "slides = [False] * count")],
+    },
+    "qwen2-window": {
+        "model.windows:read_windows": [
+            ('fields.integer("sliding_window", default=0, least=0)', "8"),
+            ('fields.flag("use_sliding_window")', "False"),
+        ],
+    },
+    "gemma2": {
+        "model.shape:_read_scales": [
+            ('fields.number("query_pre_attn_scalar") ** -0.5', "None"),
+            ('cap if whose == "gemma2"', 'cap if whose == "gemma3"'),
+            ('fields.number("final_logit_softcapping", default=0.0)', "0.0"),
+        ],
+        "attention.reference:ReferenceAttention._weights": [("torch.tanh(scores / cap)", "scores")],
+        "model.layers:VocabParallelEmbedding.logits": [("if self.cap:", "if False:")],
+        "model.decoder:Decoder.embed": [("if self._scale == 1", "if True")],
+        "model.decoder:FeedForward.forward": [("is not None:", "is None:")],
+        "ops.norms:geglu": [('approximate="tanh"', 'approximate="none"')],
+        "model.decoder:norm_of": [("features.centred", "False")],
+        "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
+    },
+    "gemma3": {
+        "model.shape:_read_scales": [('cap if whose == "gemma2" else 0.0', "cap")],
+        "model.shape:ModelShape.rope": [
+            ("and self.windows[layer]", "and False"), ("and self.windows[layer]", ""),
+        ],
+        "model.shape:read_layer_shape": [("rope_types, FULL)", "rope_types, SLIDING)")],
+        "model.attention:SelfAttention.__init__": [("if features.qk_norm:", "if False:")],
+    },
+    "gemma3-images": {
+        "model.shape:read_model_shape": [("if family.nested:", "if False:")],
+        "model.decoder:Decoder.ignores": [("name.startswith(self.ignored_prefixes) or", "")],
+    },
+    "olmo3": {
+        "model.rope_fields:_original": [("inner.integer", "Fields(inner.path, {}).integer")],
+        "model.shape:ModelShape.rope": [("and self.windows[layer]", "and False")],
+    },
+    "exaone4": {
+        "model.shape:_read_still": [("not each for each in windows", "False for each in windows")],
+    },
+    "command-r": {
+        "model.decoder:DecoderLayer.forward": [
+            ("if self._parallel:", "if False:"),
+            ("self.feed_forward(selected(hidden", "self.feed_forward(selected(residual"),
+        ],
+        "model.decoder:norm_of": [("if features.layer_norm:", "if False:")],
+        "model.layers:VocabParallelEmbedding.logits": [("if self.divisor != 1:", "if False:")],
+    },
+    "command-r-norms": {
+        "model.attention:HeadLayerNorms.forward": [
+            ("* weight.float()", ""), ("F.layer_norm(x.", "F.rms_norm(x."),
+        ],
+        "model.attention:HeadLayerNorms.shards": [
+            ("self._shape.moved_rows or ((whole, whole),)", "((whole, whole),)"),
+        ],
+    },
+    "command-r7b": {
+        "model.shape:_read_still": [("not each for each in windows", "False for each in windows")],
+    },
+    "nemotron": {
+        "ops.norms:squared_relu": [(".square()", "")],
+        "model.decoder:FeedForward.__init__": [("not shape.features.gated", "False")],
+        "model.layers:LayerNorm.forward": [("self.bias", "None")],
+        "model.decoder:norm_of": [("features.centred", "False")],
     },
 }  # fmt: skip
 # What one rank alone does not show.
@@ -104,6 +185,18 @@ DIVIDED: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.layers:RMSNorm.reduce_add": [
             ("if self._reduces:", "if self._collective.size > 1:"),
         ],
+        "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
+    },
+    "command-r-norms": {
+        "model.attention:HeadLayerNorms.shards": [
+            (
+                "held = slice(split.first_head, split.first_head + split.num_heads)",
+                "held = slice(0, split.num_heads)",
+            ),
+        ],
+        "model.layers:LayerNorm.reduce_add": [("if self._reduces else part", "if False else part")],
+    },
+    "gemma2": {
         "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
     },
     "phi3": {

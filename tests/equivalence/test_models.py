@@ -10,13 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.dense_families import DENSE, RANKED, SHORT
+from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
 from tests.support.processes import on_ranks
-from worker.attention.base import AttentionShape
-from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
+from worker.experts.shape import Division
 from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
@@ -27,6 +26,7 @@ from worker.model.shape import read_model_shape
 from worker.peers.base import SingleCollective
 from worker.recurrent.chunk import block_table
 from worker.recurrent.delta_net import delta_states
+from worker.start.load import attentions_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,19 +87,29 @@ def save_random(path: Path, family: str, changes: dict[str, Any], **save: Any) -
     """A model of transformers with every weight random, norms and biases too, saved to `path`."""
     import transformers  # seconds, where these tests run only
 
-    kind = f"{family}TextConfig" if family == "Qwen3_5" else f"{family}Config"
-    config = getattr(transformers, kind)(**(SHAPE | changes))
+    kind = (
+        f"{family}TextConfig"
+        if family in ("Qwen3_5", "Qwen3_5Moe", "Gemma3")
+        else f"{family}Config"
+    )
+    config, made = getattr(transformers, kind)(**(SHAPE | changes)), f"{family}ForCausalLM"
+    if family == "Gemma3" and config.tie_word_embeddings:  # of a model that sees images too
+        config = transformers.Gemma3Config(text_config=config.to_dict(), vision_config=VISION)
+        made = "Gemma3ForConditionalGeneration"
     config._attn_implementation = "eager"
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float().eval()
+    model = getattr(transformers, made)(config).float().eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             if name.endswith("norm.weight"):
                 centred = "linear_num_key_heads" in changes and "linear_attn" not in name
+                centred |= family in ("Gemma2", "Gemma3", "Nemotron")
                 weight.copy_(0.2 * noise + (not centred))
+            elif "experts." in name:  # matrices, in a stack
+                weight.copy_(0.2 * noise)
             else:
-                weight.copy_(noise * (0.5, 0.5, 0.2, 1.0)[weight.dim()])
+                weight.copy_(noise * (0.5, 0.5, 0.2, 1.0, 1.0)[weight.dim()])
     model.save_pretrained(path, **save)
     return model
 
@@ -134,8 +144,8 @@ class Engine:
             model.keep(delta_states(self.pool.states, shape, 2, 1))
             for states in self.pool.states:
                 states[0].fill_(float("nan"))
-        shape = heads.num_heads, heads.num_kv_heads, spec.head_dim, spec.attention_scale
-        self.attention = ReferenceAttention(self.pool, AttentionShape(*shape))
+        names = {"prefill": "reference", "decode": "reference"}
+        self.attention = attentions_of(model, names, self.pool).decode
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.pages = [order[:12].tolist(), order[12:].tolist()]
 
@@ -201,13 +211,16 @@ class Engine:
         return list(zip(ids, logits, strict=True))
 
 
-def load(path: Path, collective: Any = None, **options: Any) -> Decoder:
-    placement = Placement(collective or SingleCollective(), torch.float32, CPU)
+def load(path: Path, collective: Any = None, experts: Division = "auto", **options: Any) -> Decoder:
+    placement = Placement(collective or SingleCollective(), torch.float32, CPU, experts)
     shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
     return load_model(path, shape, placement, **options)
 
 
-def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
+def compared(
+    reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]
+) -> Iterator[tuple[float, bool]]:
+    """(largest difference of logits, whether the greedy ids are equal), by chunks and prompts."""
     for chunk in chunks:
         engine = Engine(load(path))
         for prompt, (ids, logits) in zip(PROMPTS, engine.run(chunk), strict=True):
@@ -215,9 +228,14 @@ def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...])
             assert len(ids) == NUM_GREEDY
             assert logits.dtype == torch.float32
             assert logits.shape == wanted.shape
-            assert (logits - wanted).abs().max() < BOUND
-            assert ids == wanted_ids
+            yield float((logits - wanted).abs().max()), ids == wanted_ids
         engine.pool.close()
+
+
+def assert_same(reference: torch.nn.Module, path: Path, chunks: tuple[int, ...]) -> None:
+    for error, same in compared(reference, path, chunks):
+        assert error < BOUND
+        assert same
 
 
 @pytest.mark.parametrize("case", sorted(CASES))
@@ -288,8 +306,11 @@ def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
         ({"num_key_value_heads": 3}, "num_key_value_heads: 3 does not divide 4"),
         ({"rope_parameters": {"rope_type": "xpos", "factor": 2}}, "rope_parameters.*xpos.*llama3"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_parameters\.factor: missing"),
-        ({"use_sliding_window": True, "layer_types": None}, "use_sliding_window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types.*chunked"),
+        (
+            {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention"]},
+            "layer_types: must name .* each of 3 layers",
+        ),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act.*silu"),
     ],

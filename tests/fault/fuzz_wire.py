@@ -1,12 +1,14 @@
-"""Wrong frames at every ZeroMQ socket of a running cluster, by strangers and by members gone bad.
+"""Wrong frames at every socket of a running cluster, by strangers and by members gone bad.
 
     python -m tests.fault.fuzz_wire --seconds 60
+    python -m tests.fault.fuzz_wire --seconds 60 --set decode.tp=2      also at the ports of ranks
     python -m tests.fault.fuzz_wire --frames 1000000 --seconds 3600 --seed 7 --rate 0
 
 Three members gone bad (a router, a decode and a prefill worker, each with a key that the controller
 has announced) send to every worker, and to routers, decode workers and the controller where these
 have connected to them. Strangers speak ZMTP by hand to every port at which it is spoken, or have
-keys that nobody knows. Prints what was sent and how a well-behaved client beside it fared.
+keys that nobody knows; to all other ports, Ray's for one, they say what HTTP/2 and others begin
+with. Prints what was sent and how a well-behaved client beside it fared.
 
 Exits with 1, and keeps the last frames in a file, if a process ends or is replaced, if that client
 fails or gets a wrong text, if somebody logs a traceback, or if memory, threads, descriptors or
@@ -22,9 +24,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from cluster.diagnose.greet import connects
+from cluster.diagnose.sockets import listeners
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.fault.admission import let_in
-from tests.fault.rogues import Impostor, Ledger, Rogue, Stranger
+from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
 from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
@@ -34,27 +38,22 @@ CLUSTER = (
     "--set", "disaggregation.mode=always",
     "--set", "model.max_model_len=64",
 )  # fmt: skip
+LOCAL = "127.0.0.1"
 LOOK_S = 2.0
 BURST = 8  # frames a link, before what came is read
 MAX_BURST_S = 0.05
 
 
-def zmtp_ports() -> Iterator[int]:
-    """Ports of this namespace at which somebody greets as ZeroMQ does."""
-    listening = "0A"
-    lines = Path("/proc/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    ports = {int(f[1].rpartition(":")[2], 16) for f in fields if f[3] == listening}
-    for port in sorted(ports):
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=1) as raw:
-                raw.settimeout(0.3)
-                raw.sendall(b"\xff" + bytes(8) + b"\x7f")
-                greeting = raw.recv(10)
-        except OSError:
-            continue
-        if greeting[:1] == b"\xff" and greeting[9:10] == b"\x7f":
-            yield port
+def speaks_zmtp(port: int) -> bool:
+    """Whether somebody there greets as ZeroMQ does."""
+    try:
+        with socket.create_connection((LOCAL, port), timeout=1) as raw:
+            raw.settimeout(0.3)
+            raw.sendall(b"\xff" + bytes(8) + b"\x7f")
+            greeting = raw.recv(10)
+    except OSError:
+        return False
+    return greeting[:1] == b"\xff" and greeting[9:10] == b"\x7f"
 
 
 class Crowd:
@@ -62,7 +61,9 @@ class Crowd:
 
     def __init__(self, serve: Serve, rng: random.Random, stack: ExitStack) -> None:
         self.ledger = ledger = Ledger()
-        ports, roles = list(zmtp_ports()), ("router", "decode", "prefill")
+        roles = ("router", "decode", "prefill")
+        everywhere = sorted({each.port for each in listeners()})
+        ports = [port for port in everywhere if speaks_zmtp(port)]
         self._rogues = [Rogue(f"{role}-9", role, rng, ledger) for role in roles]
         for rogue in self._rogues:
             stack.callback(rogue.close)
@@ -72,9 +73,11 @@ class Crowd:
         names = {int(m.address.rpartition(":")[2]): m.name for m in own if m.address}
         workers = [member for member in own if member.address.startswith("tcp://")]
         frames = Frames(rng, seeds("router-0/x", workers[0].peer, "prefill-0/x"))
-        self._strangers: list[Stranger | Impostor] = [
+        self._strangers: list[Stranger | Impostor | Noise] = [
             Stranger(port, names.get(port, f"port {port}"), frames, rng, ledger) for port in ports
         ]
+        others = [port for port in everywhere if port not in ports and connects((LOCAL, port))]
+        self._strangers += [Noise(port, frames, rng, ledger) for port in others]
         for plain in (True, False):
             for member in workers:
                 impostor = Impostor(member, frames, rng, ledger, plain=plain)

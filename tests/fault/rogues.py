@@ -279,6 +279,12 @@ class Rogue:
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01%s" + bytes(32)
+BEGINNINGS = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    b"POST / HTTP/1.1\r\nhost: x\r\n",
+    b"\x16\x03\x01\x02\x00\x01",  # TLS
+    b"",
+)
 COMMANDS = (b"\x05HELLO", b"\x08INITIATE", b"\x05READY", b"\x05ERROR", b"\x04PING", b"")
 
 
@@ -327,6 +333,32 @@ class Stranger:
         if size > 255 or rng.random() < 0.1:
             return kind, bytes([flags | 2]) + size.to_bytes(8, "big") + body
         return kind, bytes([flags & 0xFD, size]) + body
+
+
+class Noise:
+    """Bytes from nobody to a port at which no ZMTP is spoken, over one connection after another."""
+
+    def __init__(self, port: int, frames: Frames, rng: random.Random, ledger: Ledger) -> None:
+        self._port, self._frames, self._rng, self._ledger = port, frames, rng, ledger
+
+    def send(self) -> None:
+        """What a protocol begins with, and then something else."""
+        rng = self._rng
+        begin = rng.choice(BEGINNINGS)
+        frame = rng.randbytes(rng.choice([0, 1, 4, 9, 40]))
+        if begin.startswith(b"PRI"):  # frames of HTTP/2: length, type, flags, stream
+            size = rng.choice([0, 8, 255, 2**24 - 1])
+            kind, flags = rng.randrange(12).to_bytes(1, "big"), rng.randbytes(1)
+            frame = size.to_bytes(3, "big") + kind + flags + rng.randbytes(4) + frame
+        said = begin + frame + self._frames.next().payload[:4096]
+        try:
+            with socket.create_connection(("127.0.0.1", self._port), timeout=1) as raw:
+                raw.settimeout(0.002)
+                raw.send(said)
+                self._ledger.note("stranger to ports without ZMTP", "Noise", said)
+                raw.recv(4096)
+        except OSError:  # it has closed it, or waits for more
+            return
 
 
 class Impostor:

@@ -28,6 +28,7 @@ def test_wrong_frames_of_strangers_and_of_members_gone_bad_harm_nobody(
         print(kept(ledger, 11, breaches, tmp_path_factory.getbasetemp()))
     assert not breaches, "\n".join(breaches)
     doors = set(ledger.by_door)
+    assert "stranger to ports without ZMTP" in doors
     for role in ("router", "decode", "prefill"):
         for to in ("decode-0", "prefill-0"):
             assert f"{role} gone bad to {to}, a listener" in doors

@@ -1,11 +1,13 @@
 """What a member gone bad may ask of a worker: it is told no, and nobody else notices.
 
-All of it was found by tests.fault.fuzz_wire. A worker whose engine thread raises ends its process,
+Most of it was found by tests.fault.fuzz_wire. A worker whose engine thread raises ends its process,
 so that here the whole test would end.
 """
 
+import logging
 import math
 import queue
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -33,6 +35,7 @@ class Rogue:
 
     def __init__(self, cluster: Running) -> None:
         self.events: queue.SimpleQueue[Sequence[Event]] = queue.SimpleQueue()
+        self._come = deque[object]()
         self._wire = Wire(
             "rogue/bad", PingConfig(), lambda events: self.events.put(events), keyring=Keyring()
         )
@@ -45,9 +48,10 @@ class Rogue:
     def answer(self, kind: type) -> object:
         """The next message of a kind."""
         while True:
-            for _, message in self.events.get(timeout=HANG_S):
-                if isinstance(message, kind):
+            while self._come:
+                if isinstance(message := self._come.popleft(), kind):
                     return message
+            self._come += [message for _, message in self.events.get(timeout=HANG_S)]
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +116,54 @@ def test_a_claim_by_an_id_that_is_taken_finds_nothing(cluster: Running, rogue: R
     for req_id in ("a", "b"):
         rogue.send("decode-0/i0", api.Abort(req_id, 1))
     until(lambda: not requests)
+
+
+def test_what_is_another_s_stays_as_it_is(
+    cluster: Running, rogue: Rogue, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A router gone bad ends nobody else's request, and takes nobody's id."""
+    long = replace(GREEDY, max_tokens=200, ignore_eos=True)
+    (expected,) = cluster.answers([PROMPT], long)
+    refusals = cluster.workers["decode-0"]._thread.refusals
+    before = refusals.num_messages
+    req_id = cluster.client.submit(PROMPT, long)
+    requests = cluster.workers["decode-0"].loop.requests.reqs
+    until(lambda: (req_id, 1) in requests, act=cluster.client.pump)
+    with caplog.at_level(logging.WARNING, "kvlane.wire"):
+        for _ in range(3):
+            rogue.send("decode-0/i0", api.Stop(req_id, 1, len(PROMPT)))
+            rogue.send("decode-0/i0", api.Abort(req_id, 1))
+        rogue.send("decode-0/i0", Generate(req_id, 1, PROMPT, len(PROMPT), long, 9.0))
+        refused = rogue.answer(api.Refused)
+        assert isinstance(refused, api.Refused)
+        assert refused.error.code == "busy"
+        (after,) = cluster.client.wait([req_id])
+    assert after.tokens == expected.tokens
+    assert refusals.num_messages - before == 7
+    told = [each.getMessage() for each in caplog.records if "rogue/bad" in each.getMessage()]
+    assert told == [
+        f"rogue/bad has sent a {kind} for what is another's"
+        for kind in ("Stop", "Abort", "Generate")
+    ]
+
+
+def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogue) -> None:
+    """Further choices wait for the first one's prompt, and hold no pages that would run out."""
+    requests = cluster.workers["decode-0"].loop.requests
+    long = replace(GREEDY, max_tokens=200, ignore_eos=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(requests.admission, "max_reqs", 3)
+        patch.setattr(requests.deferred, "_waits", lambda _, message: bool(message.after))
+        for number in range(5):
+            rogue.send(
+                "decode-0/i0",
+                Generate(f"s{number}", 1, PROMPT, len(PROMPT), long, 99.0, after="s"),
+            )
+        for number in (3, 4):
+            refused = rogue.answer(api.Refused)
+            assert isinstance(refused, api.Refused)
+            assert (refused.req_id, refused.error.code) == (f"s{number}", "busy")
+        assert len(requests.deferred.siblings) == 3
+        for number in range(3):
+            rogue.send("decode-0/i0", api.Abort(f"s{number}", 1))
+        until(lambda: not requests.deferred.siblings)

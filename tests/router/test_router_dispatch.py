@@ -35,6 +35,7 @@ from worker.config import PingConfig
 
 LENGTH = FinishReason.LENGTH
 FULL = WorkerStats(max_num_reqs=1, num_running=1)
+FOREIGN = 'wire_refused_total{model="small",role="router",what="message"'
 Ids = tuple[int, ...]
 
 
@@ -474,6 +475,34 @@ def test_what_nobody_claims_to_have_is_computed_like_any_other(
     for each in taken:
         speak(ids)(double, *each)
     assert "idempotent-replayed" not in future.result().headers
+
+
+def test_a_worker_speaks_for_its_own_requests_only(
+    serve: Serve, ask: Ask, ids: Ids, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One gone bad refuses nobody else's request, and has none that it was not asked for."""
+    doubles = [DecodeDouble("decode-0"), DecodeDouble("decode-1")]
+    _, url, server = serve(*doubles)
+    future = ask(url)
+    holder, other = holder_and_other(doubles)
+    peer, generate = holder.take()
+    other.refuse(peer, generate, "invalid_value")
+    wait_until(lambda: metric(url, FOREIGN) == 1)
+    speak(ids)(holder, peer, generate)
+    assert ended(future) == ("abcdefgh", "stop", None)
+    future = ask(url, {"idempotency-key": "k"})
+    claims = [double.expect(Claim) for double in doubles]
+    for _ in range(2):
+        doubles[0].answer(Claimed(claims[0].req_id, claims[0].dispatch, found=False))
+    wait_until(lambda: metric(url, FOREIGN) == 2)
+    doubles[0].answer(Claimed(claims[0].req_id, claims[0].dispatch, found=True))
+    assert doubles[0].expect(Abort).keep
+    doubles[1].answer(Claimed(claims[1].req_id, claims[1].dispatch, found=True))
+    wait_until(lambda: server.front.dispatcher._reqs[claims[0].req_id].was_claimed)
+    speak(ids)(doubles[1], peer, replace(generate, req_id=claims[1].req_id, dispatch=1))
+    assert ended(future) == ("abcdefgh", "stop", None)
+    told = [each.getMessage() for each in caplog.records if "is another's" in each.getMessage()]
+    assert len(told) == 2
 
 
 def test_a_worker_that_is_lost_claims_nothing(

@@ -1,11 +1,18 @@
 """Clients, deadlines and the router's own life: leaving, draining, stopping, members, ports."""
 
+import gc
 import threading
+from collections import Counter
+from contextlib import ExitStack
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from router.http.app import MAX_TURN_ACCEPTS
+from router.http.connection import LimitedProtocol
+from router.http.garbage import FEW, MAX_YOUNG, MIN_YOUNG, USUAL, is_due
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from tests.fault.router_doubles import (
@@ -38,8 +45,53 @@ def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> 
         with pytest.raises(openai.RateLimitError) as caught:
             client.completions.create(model="small", prompt="a")
         assert caught.value.code == "busy"
+    unread = httpx.post(f"{url}/v1/completions", content=b"{no JSON", timeout=HANG_S)
+    assert (unread.status_code, unread.headers["retry-after"]) == (429, "1")
+    assert unread.headers["x-request-id"]
+    assert metric(url, 'requests_total{model="small",outcome="busy"') == 2
+    assert httpx.get(f"{url}/v1/models").status_code == 200
     speak(ids)(double, *item)
     assert ended(first) == ("abcdefgh", "stop", None)
+
+
+def test_connections_are_accepted_a_few_at_a_time(served: Served) -> None:
+    """Who is here already has its turn between them, and none is turned away meanwhile."""
+    num, loop, protocol = 4 * MAX_TURN_ACCEPTS, served.router.loop, LimitedProtocol.connection_made
+    held, here = threading.Event(), threading.Event()
+    at_turn: Counter[int] = Counter()
+    turn = 0
+
+    def count() -> None:
+        nonlocal turn
+        turn += 1
+        if not here.is_set():
+            loop.call_soon(count)
+
+    def made(connection: LimitedProtocol, transport: Any) -> None:
+        at_turn[turn] += 1
+        protocol(connection, transport)
+        if at_turn.total() == num:
+            here.set()
+
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LimitedProtocol, "connection_made", made)
+        loop.call_soon_threadsafe(lambda: held.wait(HANG_S))
+        for _ in range(num):
+            stack.enter_context(connected(served.url))
+        loop.call_soon_threadsafe(count)
+        held.set()
+        assert here.wait(HANG_S)
+    assert max(at_turn.values()) <= MAX_TURN_ACCEPTS
+
+
+def test_full_collections_wait_until_they_hold_few_up(serve: Serve) -> None:
+    router = serve(DecodeDouble()).router
+    assert gc.get_threshold()[2] > 1 << 20
+    router.stop()
+    assert gc.get_threshold() == USUAL
+    assert [is_due(MIN_YOUNG, num_open) for num_open in (0, FEW, FEW + 1)] == [True, True, False]
+    assert is_due(MAX_YOUNG, 4096)
+    assert not is_due(MIN_YOUNG - 1, 0)
 
 
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])

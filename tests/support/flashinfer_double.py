@@ -24,7 +24,7 @@ class Wrapper:
         self, page_start: Tensor, pages: Tensor, last_page_len: Tensor,
         num_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
         *, query_start: Tensor, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype,
-        sm_scale: float, seq_lens: Tensor,
+        sm_scale: float, seq_lens: Tensor, window_left: int = -1, logits_soft_cap: float = 0.0,
     ) -> None:  # fmt: skip
         found = (page_start[1:] - page_start[:-1] - 1) * page_size + last_page_len
         assert torch.equal(found, seq_lens)
@@ -36,6 +36,7 @@ class Wrapper:
         self._pages = [pages[a:b] for a, b in pairwise(page_start.tolist())]
         self._shape = num_heads, num_kv_heads, head_dim, page_size
         self._causal, self._scale, self._dtypes = causal, sm_scale, (q_data_type, kv_data_type)
+        self._window_left, self._cap = window_left, logits_soft_cap
 
     def run(self, q: Tensor, caches: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
         """q, out: [query_start[-1], num_heads, head_dim]; caches as KVPool.layer."""
@@ -52,7 +53,13 @@ class Wrapper:
             group = num_heads // num_kv_heads
             keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
             scores = torch.einsum("qhd,khd->hqk", q[rows].float(), keys) * self._scale
+            if self._cap:
+                scores = self._cap * torch.tanh(scores / self._cap)
             width = scores.shape[1]
+            if self._window_left >= 0:
+                old = torch.ones(width, length, dtype=torch.bool)
+                old = old.tril(length - width - self._window_left - 1)
+                scores.masked_fill_(old, float("-inf"))
             if self._causal:
                 hidden = torch.ones(width, length, dtype=torch.bool).triu(length - width + 1)
                 scores.masked_fill_(hidden, float("-inf"))
@@ -87,7 +94,8 @@ class FlashInferDouble(FlashInferAttention):
     """The backend itself, over the wrappers above."""
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"}), masks=FlashInferAttention.caps.masks
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        features=FlashInferAttention.caps.features,
     )
 
     def _make_slots(self, device: torch.device) -> list[Slot]:

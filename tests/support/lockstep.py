@@ -20,6 +20,7 @@ from tests.support.patience import HANG_S
 from worker import api
 from worker.api import FinishReason, PeerId, Sampling
 from worker.decode import DecodeLoop
+from worker.keyring import Refusals
 from worker.loop import LOCAL, MembersChanged
 from worker.plan import Drawn
 from worker.prefill import PrefillLoop
@@ -67,7 +68,7 @@ class Post:
 
     def __init__(self, me: PeerId, boxes: "Boxes") -> None:
         self.me = me
-        self.stats = api.WorkerStats()
+        self.stats, self.refusals = api.WorkerStats(), Refusals()
         self._boxes = boxes
 
     def send(self, peer: PeerId, message: api.AnyMessage) -> None:

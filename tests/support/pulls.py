@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.support.patience import until
-from worker.api import Candidate, Prefill, Sampling
+from worker.api import Candidate, PeerId, Prefill, Sampling
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.schedule.req import Req
 from worker.transfer.base import Peer, Pull, PullState, Run
@@ -19,6 +20,7 @@ from worker.transfer.layout import Pages
 from worker.transfer.sources import Link
 
 PAGE_SIZE = 16
+VOCAB = 1024
 OK, FAILED, RUNNING = PullState.OK, PullState.FAILED, PullState.RUNNING
 
 
@@ -105,15 +107,22 @@ class DecodeSide:
         num_slots: int = 0,
     ) -> None:
         self.sent: list[Any] = []
+        self.peer: PeerId = ""  # who was asked last
+        self.refusals = Refusals()
         self.source = source or ScriptedSource()
         self.book = PageBook(64, PAGE_SIZE, num_slots=num_slots)
         layout = KVLayout((KVRegion("target", 12, 2, 8, num_groups, PAGE_SIZE, "float32"),))
         self.context = FetchContext(
-            self.book, layout, lambda _, message: self.sent.append(message), LeaseConfig(),
+            self.book, layout, self._send, LeaseConfig(),
             TransportConfig(name="shm", kind="shm"),
-            WorkerMetrics(model="m", role="decode", worker="w"), prefill_draws=draws,
+            WorkerMetrics(model="m", role="decode", worker="w"), self.refusals, vocab_size=VOCAB,
+            prefill_draws=draws,
         )  # fmt: skip
         self.inbound = Inbound("d", self.context, cast("Any", SimpleNamespace(link=self.link)))
+
+    def _send(self, peer: PeerId, message: Any) -> None:
+        self.peer = peer
+        self.sent.append(message)
 
     def link(self, peer: str) -> Link:
         return Link(peer, self.source, 0.0)

@@ -215,9 +215,12 @@ def test_a_bundle_has_no_zeros() -> None:
 
 
 def test_relative_paths_are_anchored_and_others_stay(tmp_path: Path) -> None:
-    config = load(None, ["model.path=models/x", "router.api_key_file=keys"]).anchored(tmp_path)
+    files = "api_key_file", "tls_cert_file", "tls_key_file"
+    sets = ["model.path=models/x", *(f"router.{each}=keys/{each}" for each in files)]
+    config = load(None, sets).anchored(tmp_path)
     assert config.model.path == str(tmp_path / "models" / "x")
-    assert config.router.api_key_file == str(tmp_path / "keys")
+    for each in files:
+        assert getattr(config.router, each) == str(tmp_path / "keys" / each)
     assert config.anchored(Path("/elsewhere")) == config
     assert Config().anchored(tmp_path) == Config()
 

@@ -94,12 +94,12 @@ def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(machine,
     assert tree.model_dump() == before
     assert resolved(done, machine) == done
     auto = {path for path, value in leaves(done).items() if value == "auto"}
-    # The first two, max_num_reqs and state_slots need the layout, penalty_rows the model;
-    # disaggregation.mode is
-    # decided for each request, tracing.sample_ratio by OpenTelemetry's SDK.
+    # The first two, max_num_reqs and state_slots need the layout, penalty_rows and experts the
+    # model; disaggregation.mode is decided for each request, tracing.sample_ratio by the SDK of
+    # OpenTelemetry.
     expected = {
         "engine.num_pages", "kv.num_groups", "engine.penalty_rows", "disaggregation.mode",
-        "engine.state_slots", "tracing.sample_ratio",
+        "engine.state_slots", "tracing.sample_ratio", "engine.experts",
     }  # fmt: skip
     assert auto == expected | ({"engine.max_num_reqs"} if machine is CUDA else set())
     chosen = config(

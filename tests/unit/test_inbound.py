@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pulls import OK, PAGE_SIZE, RUNNING, DecodeSide, ScriptedSource
+from tests.support.pulls import OK, PAGE_SIZE, RUNNING, VOCAB, DecodeSide, ScriptedSource
 from worker.api import Error, FinishReason, KVReady, Prefill, PrefillRefused, Release, Sampling
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
@@ -38,7 +38,7 @@ class Decode(DecodeSide):
         pages = tuple(range(1 + first, 1 + first + num_pages))
         rest = {"last": False} | more
         message = KVReady(self.asked.xfer, first, pages, groups.start, len(groups), **rest)
-        return self.inbound.on_ready(message) is self.req
+        return self.inbound.on_ready(self.peer, message) is self.req
 
     def poll(self) -> list[Fetch]:
         return self.inbound.poll(time.monotonic())
@@ -86,7 +86,10 @@ def test_an_attempt_that_fails_later_leaves_the_token() -> None:
     again = decode.asked
     assert (again.xfer.attempt, again.tokens) == (2, (*range(40), TOKEN))
     assert again.sampling is None
-    assert decode.inbound.on_ready(KVReady(first, 0, (), 0, GROUPS, True, token=5)) is None
+    assert (
+        decode.inbound.on_ready(decode.peer, KVReady(first, 0, (), 0, GROUPS, True, token=5))
+        is None
+    )
     assert not decode.tell(0, 3, last=True, token=6)
     assert decode.req.tokens == [*range(40), TOKEN]
     decode.landed()
@@ -100,7 +103,7 @@ def test_an_attempt_that_fails_before_its_token_leaves_it_to_the_next() -> None:
     decode.poll()
     assert decode.asked.sampling == PLAIN
     late = KVReady(first, 1, (2, 3), 0, GROUPS, True, token=5)
-    assert decode.inbound.on_ready(late) is None
+    assert decode.inbound.on_ready(decode.peer, late) is None
     assert decode.tell(0, 3, last=True, token=TOKEN)
     assert decode.req.tokens == [*range(40), TOKEN]
 
@@ -179,20 +182,63 @@ def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
     for code, prefill in (("invalid_value", "p"), ("busy", "q")):
         assert not ended
         assert decode.asked.xfer.prefill == prefill
-        decode.inbound.on_refused(PrefillRefused(decode.asked.xfer, Error(code, "")))
+        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error(code, "")))
         ended = decode.inbound.poll(now)
     assert [(fetch.req, fetch.landed, fetch.ending) for fetch in ended] == [(req, False, None)]
     assert not decode.inbound.fetches
     assert not decode.source.pulls
 
 
+def test_only_who_was_asked_may_answer() -> None:
+    decode = Decode(40)
+    xfer = decode.asked.xfer
+    ready = KVReady(xfer, 0, (1, 2, 3), 0, GROUPS, True, token=5)
+    assert decode.inbound.on_ready(PEERS[1], ready) is None
+    decode.inbound.on_refused(PEERS[1], PrefillRefused(xfer, Error("busy", "")))
+    assert not decode.poll()
+    assert (decode.asked.xfer, decode.source.pulled) == (xfer, [])
+    assert decode.refusals.num_messages == 2
+    assert decode.tell(0, 3, last=True, token=TOKEN)
+    decode.landed()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"first_group": -1},
+        {"num_groups": GROUPS + 1},
+        {"num_groups": 2**40},
+        {"num_groups": -1},
+        {"token": VOCAB},
+        {"token": -1},
+        {"prefill_s": math.nan},
+        {"num_cached_tokens": 2**40},
+        {"state_slot": 1},
+    ],
+    ids=repr,
+)
+def test_an_announcement_that_cannot_be_ends_the_attempt(how: dict[str, Any]) -> None:
+    """Its worker has gone bad; what it says must not raise here, and the next one is asked."""
+    decode = Decode(40)
+    ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True)
+    bad = msgspec.structs.replace(ready, **how)
+    assert decode.inbound.on_ready(decode.peer, bad) is None
+    decode.poll()
+    assert decode.peer == PEERS[1]
+    assert decode.req.tokens == [*range(40)]
+    assert not decode.source.pulled
+    assert decode.refusals.num_messages == 1
+
+
 def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
     decode = DecodeSide(source=ScriptedSource(RUNNING))
     began_at = time.monotonic()  # pulls that are too old are given up by the same clock
 
-    def ready(number: int, at: float) -> None:
+    def begins(number: int, at: float) -> None:
         decode.start(decode.request(PAGE_SIZE + 1, number=number), PEERS, at)
-        decode.inbound.on_ready(KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True))
+        decode.inbound.on_ready(
+            decode.peer, KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True)
+        )
         assert not decode.inbound.poll(at)
 
     def after_s(seconds: float) -> float:
@@ -203,11 +249,11 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
         assert [fetch.landed for fetch in decode.inbound.poll(began_at + 1)] == [True]
 
     assert after_s(0) == math.inf
-    ready(0, began_at)
+    begins(0, began_at)
     assert after_s(0) == after_s(0.9 * YOUNG_S) == 0
     assert after_s(0.002) == pytest.approx(0.00025)
     assert after_s(1) == LONGEST_POLL_S
-    ready(1, began_at + 1)
+    begins(1, began_at + 1)
     assert after_s(1) == 0
     lands(1)
     assert after_s(1) == LONGEST_POLL_S  # the first one still runs

@@ -17,6 +17,7 @@ from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
 from worker.cache.book import Hold
+from worker.keyring import Refusals
 from worker.model.attention import SelfAttention
 from worker.prefill import PrefillLoop
 from worker.start.build import Place, build_engine
@@ -47,7 +48,9 @@ class PrefillAlone:
         config = worker_config("prefill", sections)
         self.engine = build_engine(config, Place("prefill-0", "1", "127.0.0.1"))
         self.sent: list[tuple[KVReady, list[torch.Tensor]]] = []
-        thread = SimpleNamespace(send=self._send, stats=None, wake=lambda: None)
+        thread = SimpleNamespace(
+            send=self._send, stats=None, wake=lambda: None, refusals=Refusals()
+        )
         self._loop = PrefillLoop(self.engine, cast("Any", thread), "p")
         self._loop.flight.waits = False  # the last turn ends with its step
         self._num_asked = 0

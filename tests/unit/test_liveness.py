@@ -17,6 +17,7 @@ from tests.support.patience import HANG_S
 from worker.api import Abort, Generate, Lost, Pong, Prefill, Release, Sampling, WorkerStats, Xfer
 from worker.config import PingConfig
 from worker.decode import DecodeLoop
+from worker.keyring import Refusals
 from worker.loop import EngineThread
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Plan
@@ -112,11 +113,11 @@ def test_a_step_in_flight_is_work_whoever_waits_for_it(role: str) -> None:
     worker.runner.launch = lambda plan, *_: Endless(plan)  # type: ignore[assignment,return-value]
     thread = SimpleNamespace(
         me="w/1", stats=WorkerStats(), send=lambda *_: None, post=None, connect=None,
-        disconnect=None, wake=lambda: None,
+        disconnect=None, wake=lambda: None, refusals=Refusals(),
     )  # fmt: skip
     loop = loop_class(worker, cast("Any", thread), "1")
-    loop.turn([("peer/1", begins)])
-    loop.turn([("peer/1", ends)])
+    loop.turn([("peer/d", begins)])
+    loop.turn([("peer/d", ends)])
     assert loop.turn([]) > 0, "it looks after messages"
     assert (thread.stats.has_work, thread.stats.num_steps) == (True, 0)
     worker.close()

@@ -123,7 +123,9 @@ def test_who_says_nothing_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         place = (LOCAL, silent.getsockname()[1])
         assert not any((greet.overheard(place), greet.mooncake(place), greet.store(place)))
         assert greet.http(place, "/") is None
+        assert greet.connects(place)
     assert greet.overheard(place) is None, "nobody listens any more"
+    assert not greet.connects(place)
 
 
 def test_the_page_has_the_table_of_the_doctor() -> None:

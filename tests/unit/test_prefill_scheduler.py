@@ -9,10 +9,11 @@ import pytest
 
 from tests.support.books import check_book
 from tests.support.made_spans import Made
-from worker.api import Prefill, Release, Renew, Sampling, Xfer
+from worker.api import Prefill, Release, Renew, RenewAck, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan, RowStart, tail_of
 from worker.schedule.pace import Pace, StepTime
@@ -296,13 +297,17 @@ def test_steps_are_as_long_as_the_pace_says() -> None:
 
 
 def outbound_of(
-    scheduler: PrefillScheduler, send: Callable[[Any], None], tracer: Any = None
+    scheduler: PrefillScheduler,
+    send: Callable[[Any], None],
+    tracer: Any = None,
+    refusals: Refusals | None = None,
 ) -> Outbound:
     """Prefill's side of the pull protocol alone."""
     metrics = WorkerMetrics(model="m", role="prefill", worker="w")
     return Outbound(
-        "p", scheduler, 1, lambda _, message: send(message), LeaseConfig(), metrics, tracer
-    )
+        "p", scheduler, 1, lambda _, message: send(message), LeaseConfig(), metrics,
+        refusals or Refusals(), tracer,
+    )  # fmt: skip
 
 
 def test_a_prompt_is_refused_with_the_reason() -> None:
@@ -318,6 +323,23 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
     assert not outbound.num_leases
 
 
+def test_a_lease_is_its_decode_worker_s_alone() -> None:
+    """Another member neither ends it, nor prolongs it, nor begins a later attempt of it."""
+    sent: list[Any] = []
+    refusals, term_s = Refusals(), LeaseConfig().prefill_window_s
+    outbound = outbound_of(scheduler_of(PageBook(64, 2), 4), sent.append, refusals=refusals)
+    xfer, later = Xfer("1", 1, "d", "p"), Xfer("1", 2, "d", "p")
+    outbound.on_prefill("decode-0/d", Prefill(xfer, (1, 2, 3), 0), 0.0)
+    outbound.on_release("decode-1/e", Release(xfer))
+    outbound.on_prefill("decode-1/e", Prefill(later, (1, 2, 3), 0), 0.0)
+    assert outbound.num_leases == 1
+    outbound.on_renew("decode-1/e", Renew(7, (xfer,)), term_s / 2)
+    assert sent.pop() == RenewAck(7, ())
+    assert refusals.num_messages == 3
+    outbound.sweep(term_s)
+    assert outbound.num_leases == 0
+
+
 def test_a_prompt_that_is_dropped_before_it_was_computed_says_why_in_its_trace() -> None:
     made = Made()
     outbound = outbound_of(scheduler_of(PageBook(64, 2), 4), lambda _: None, made.tracer)
@@ -325,7 +347,7 @@ def test_a_prompt_that_is_dropped_before_it_was_computed_says_why_in_its_trace()
     for number in (1, 2):
         xfer = Xfer(str(number), 1, "d", "p")
         outbound.on_prefill("d", Prefill(xfer, (1, 2, 3), 0, trace=trace), 0.0)
-    outbound.on_release(Release(Xfer("1", 1, "d", "p")))
+    outbound.on_release("d", Release(Xfer("1", 1, "d", "p")))
     outbound.sweep(LeaseConfig().prefill_window_s + 1)
     made.tracer.close()
     told = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]

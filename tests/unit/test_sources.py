@@ -90,6 +90,22 @@ def test_all_groups_at_once() -> None:
     decode.close()
 
 
+@pytest.mark.parametrize("remote", [-1, THEIRS, 2**40])
+def test_a_page_that_the_peer_does_not_have_fails_the_pull(remote: int) -> None:
+    """Who announces it has gone bad: nothing is read, and nothing raised."""
+    layout = model_layout(4)
+    ours = content(layout, OURS, 2)
+    prefill, decode = Ranks(layout, 2, content(layout, THEIRS, 1)), Ranks(layout, 1, ours)
+    sources = decode.local(0).connect(prefill.member)
+    pull = sources.pull([(2, 3), (3, remote)])
+    assert (pull.poll(), pull.error) == (FAILED, "the peer has no such page or slot")
+    for held, old in zip(memory(decode.pools[0]), ours, strict=True):
+        assert np.array_equal(held, old)
+    sources.close()
+    prefill.close()
+    decode.close()
+
+
 def test_sources_are_measured_on_page_0() -> None:
     layout = model_layout(4)
     theirs, ours = content(layout, THEIRS, 1), content(layout, OURS, 2)

@@ -11,6 +11,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout, StateRegion
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig, LeaseConfig
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.schedule.pace import Pace
 from worker.schedule.prefill import PrefillScheduler
@@ -102,7 +103,7 @@ def test_each_attempt_pulls_the_state_of_its_own_source() -> None:
 
     def tell(state_slot: int, *, last: bool) -> list[Fetch]:
         ready = KVReady(decode.asked.xfer, 0, (4, 5, 6), 0, 1, last, state_slot=state_slot)
-        decode.inbound.on_ready(ready)
+        decode.inbound.on_ready(decode.peer, ready)
         return decode.inbound.poll(time.monotonic())
 
     assert not tell(3, last=True)
@@ -126,7 +127,7 @@ def test_pages_without_their_state_are_computed_anew() -> None:
     decode = DecodeSide(num_slots=4)
     req = decode.request(40)
     decode.start(req, ["p/1"])
-    decode.inbound.on_ready(KVReady(decode.asked.xfer, 0, (4, 5), 0, 1, False))
+    decode.inbound.on_ready(decode.peer, KVReady(decode.asked.xfer, 0, (4, 5), 0, 1, False))
     decode.inbound.poll(time.monotonic())
     decode.inbound.on_lost("p/1")
     (fetch,) = decode.inbound.poll(time.monotonic())
@@ -145,10 +146,10 @@ def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
     metrics = WorkerMetrics(model="m", role="prefill", worker="w")
     outbound = Outbound(
         "p", scheduler, 2, lambda _, message: sent.append(message),  # type: ignore[arg-type]
-        LeaseConfig(), metrics,
+        LeaseConfig(), metrics, Refusals(),
     )  # fmt: skip
     tokens = tuple(range(100))
-    outbound.on_prefill("d/1", Prefill(Xfer("x", 1, "d", "p"), tokens, 0, 0.0, None, 100), 0.0)
+    outbound.on_prefill("decode/d", Prefill(Xfer("x", 1, "d", "p"), tokens, 0, 0.0, None, 100), 0.0)
     plan = scheduler.plan()
     assert plan is not None
     chunks = scheduler.launched[plan.step]

@@ -4,6 +4,7 @@ import logging
 import queue
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -11,8 +12,16 @@ import pytest
 import zmq
 
 from tests.unit.test_wire import FAST, LIMIT_S, End, linked
+from worker import keyring
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
-from worker.keyring import HANDSHAKE_MS, MAX_MESSAGE_BYTES, Keyring, Refusals
+from worker.keyring import (
+    HANDSHAKE_MS,
+    MAX_MESSAGE_BYTES,
+    MAX_UNITS,
+    UNIT_BYTES,
+    Keyring,
+    Refusals,
+)
 from worker.observe.metrics import WorkerMetrics, watch_wire
 from worker.wire import MAX_TURN_FRAMES, _Links, _pack
 
@@ -243,23 +252,81 @@ def test_a_message_that_would_be_refused_is_not_sent(client: End) -> None:
 
 
 class Flood:
-    """A socket that always has another ping."""
+    """A socket that always has another frame of a peer."""
 
-    num_taken = 0
+    def __init__(self, peer: str = "s/1") -> None:
+        self.peer, self.link, self.num_taken = peer, 1, 0
 
     def recv_multipart(self, *_: Any, **__: Any) -> list[zmq.Frame]:
         self.num_taken += 1
-        frame = _pack("s/1", "w/1", (1, self.num_taken), encode(Ping("s/1")))
+        frame = _pack(self.peer, "w/1", (self.link, self.num_taken), encode(Ack("r", 1)))
         return [zmq.Frame(b"route"), zmq.Frame(frame)]
+
+    def heard(self, links: _Links) -> Counter[str]:
+        """What comes of one turn: how many events of each kind."""
+        links._listener = cast("Any", self)
+        links.receive(cast("Any", self))
+        links._listener = None
+        return Counter(type(event).__name__ for _, event in links.take_events())
 
 
 def test_a_flood_gives_others_their_turn() -> None:
     links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
-    links._listener = cast("Any", flood)
-    links.receive(cast("Any", flood))
+    flood.heard(links)
     assert flood.num_taken == MAX_TURN_FRAMES
-    links._listener = None
     links.close()
+
+
+def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Over new links, too. Others are heard, and the log has few lines of it."""
+    for name, value in (("UNITS_PER_S", 0), ("MAX_UNITS", 1000), ("LINK_UNITS", 500)):
+        monkeypatch.setattr(keyring, name, value)
+    refusals = Refusals()
+    links, flood = _Links("w/1", FAST, lambda: None, None, refusals), Flood()
+    found: Counter[str] = sum((flood.heard(links) for _ in range(4)), Counter())
+    assert (found["Lost"], 490 < found["Ack"] < 500) == (1, True)  # bytes count, too
+    for flood.link in (2, 3):
+        flood.num_taken = 0
+        assert not flood.heard(links)
+    assert Flood("c/1").heard(links) == Counter(Ack=MAX_TURN_FRAMES)
+    assert refusals.num_messages == 6 * MAX_TURN_FRAMES - found["Ack"]
+    told = [each.getMessage() for each in caplog.records if "has to say" in each.getMessage()]
+    assert [each.partition("say")[2] for each in told] == [
+        "",
+        *(f" ({n} times)" for n in (10, 100, 1000)),
+    ]
+    monkeypatch.setattr(keyring, "UNITS_PER_S", 1 << 40)
+    flood.link, flood.num_taken = 4, 0
+    assert flood.heard(links) == Counter(Ack=MAX_TURN_FRAMES)
+    links.close()
+
+
+def test_links_that_a_peer_begins_again_and_again_are_few_lines_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
+    lost = 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keyring, "UNITS_PER_S", 1 << 40)
+        patch.setattr("worker.wire.MAX_TURN_FRAMES", 1)
+        for flood.link in range(1, 102):
+            flood.num_taken = 0
+            lost += flood.heard(links)["Lost"]
+    assert lost == 100
+    told = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(told) == 3
+    links.close()
+
+
+def test_large_messages_count_by_their_size() -> None:
+    refusals, size = Refusals(), UNIT_BYTES * MAX_UNITS
+    assert not refusals.exceeds("s/1", size // 2, begins=True)
+    assert refusals.exceeds("s/1", size // 2, begins=False)
+    assert refusals.exceeds("c/1", size, begins=False)
+    refusals.is_limited = False  # what a leader sends to its ranks
+    assert not refusals.exceeds("s/1", size, begins=False)
 
 
 def test_others_are_served_while_a_stranger_floods() -> None:

@@ -1,8 +1,8 @@
 """The contract of attention over the paged cache, and the backends that keep it."""
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, Bounds
-from worker.forward.context import LayerAttention
+from worker.forward.context import LayerAttention, current, forward_context
 from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
@@ -30,6 +30,14 @@ class AttentionShape:
     scale: float  # of the scores
     mask: KeyMask = CAUSAL
     region: str = "target"
+    cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
+    sinks: bool = False  # each head has a logit of its own that takes weight, but has no value
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What it asks for beyond plain causal attention."""
+        named = {"cap": self.cap, "sinks": self.sinks}
+        return self.mask.unlike_causal | {name for name, wanted in named.items() if wanted}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +48,15 @@ class AttentionCaps:
     dtypes: frozenset[str] | None = None  # of the KV region
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
-    masks: frozenset[str] | None = None  # KeyMask's fields that may differ from CAUSAL's
+    features: frozenset[str] | None = None  # of AttentionShape.features
+
+    def lacks(self, shape: AttentionShape) -> str:
+        """What of the shape is not served, for people; "": nothing."""
+        if self.head_dims is not None and shape.head_dim not in self.head_dims:
+            choices = ", ".join(map(str, sorted(self.head_dims)))
+            return f"head_dim {shape.head_dim} is not one of: {choices}"
+        refused = shape.features - self.features if self.features is not None else ()
+        return f"cannot serve {shape.mask}: its {', '.join(sorted(refused))}" if refused else ""
 
     def region(self, pool: KVPool, shape: AttentionShape) -> KVRegion:
         """The region to be served: of rows of tokens, of the shape's kv heads and head_dim.
@@ -63,26 +79,22 @@ class AttentionCaps:
         checks = (
             ("device", pool.device.type, self.devices),
             ("KV dtype", region.dtype, self.dtypes),
-            ("head_dim", shape.head_dim, self.head_dims),
             ("page_size", region.page_size, self.page_sizes),
         )
         for name, value, allowed in checks:
             if allowed is not None and value not in allowed:
                 choices = ", ".join(map(str, sorted(allowed)))  # type: ignore[type-var]
                 raise Unsupported(f"attention backend: {name} {value} is not one of: {choices}")
-        refused = shape.mask.unlike_causal - self.masks if self.masks is not None else ()
-        if refused:
-            raise Unsupported(
-                f"attention backend: cannot serve {shape.mask}: its {', '.join(sorted(refused))}"
-            )
+        if lack := self.lacks(shape):
+            raise Unsupported(f"attention backend: {lack}")
         return region
 
 
 class AttentionBackend(LayerAttention, Protocol):
     """Attention of ragged query rows over the paged cache; layers call LayerAttention.
 
-    Built as `cls(pool, shape)`. Raises Unsupported from there, and nowhere later, if `caps` refuse
-    the pool or the shape.
+    Built as `cls(pool, shape, sinks)`; sinks: [num_heads] of each layer, or nothing. Raises
+    Unsupported from there, and nowhere later, if `caps` refuse the pool or the shape.
     """
 
     caps: ClassVar[AttentionCaps]
@@ -112,8 +124,10 @@ class PoolAttention:
 
     caps: ClassVar[AttentionCaps]
 
-    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
         self.region = self.caps.region(pool, shape)
+        assert bool(sinks) == shape.sinks
+        self.sinks = sinks or [None] * self.region.num_layers
         self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
         self.dtype: torch.dtype = getattr(torch, self.region.dtype)
         self._layers = pool.layers(shape.region)
@@ -125,6 +139,31 @@ class PoolAttention:
         return None  # nothing is compiled for a batch
 
 
+class ByLayerAttention:
+    """Backends of one kind, of which each layer has one: they differ in their masks."""
+
+    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
+        """backends: of each layer; layers that see the same keys share one."""
+        self._backends = backends
+        self.caps, self.static_plan = backends[0].caps, backends[0].static_plan
+
+    def plan(self, batch: Batch) -> Mapping[AttentionBackend, object]:
+        """The plan of each backend."""
+        return {each: each.plan(batch) for each in dict.fromkeys(self._backends)}
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        return tuple(each.variant(bounds) for each in dict.fromkeys(self._backends))
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._backends[layer_id].kv(layer_id)
+
+    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
+        context, backend = current(), self._backends[layer_id]
+        assert isinstance(context.attn_plan, dict), "the plan must be this backend's own"
+        with forward_context(context.batch, backend, context.attn_plan[backend]):
+            return backend.forward(q, layer_id, out)
+
+
 @dataclass(frozen=True, slots=True)
 class Attentions:
     """The backend of each kind of batch, over one pool; equal names are one object."""
@@ -134,19 +173,31 @@ class Attentions:
     spec: AttentionBackend  # windows that are verified; `static_plan`
 
 
-def build_attentions(names: Mapping[str, str], pool: KVPool, shape: AttentionShape) -> Attentions:
+def build_attentions(
+    names: Mapping[str, str],
+    pool: KVPool,
+    shape: AttentionShape,
+    masks: Sequence[KeyMask] = (),
+    sinks: Sequence[Tensor] = (),
+) -> Attentions:
     """Build the backends that `names` gives for the fields of Attentions, each name once.
 
+    masks: of each layer; (): all have that of `shape`. sinks: see AttentionBackend.
     Without `spec`, where there are no windows, it is that of `decode`. Raises UserError for an
     unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
     `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
     """
-    built: dict[str, AttentionBackend] = {}
+    built: dict[str, Any] = {}
     for kind, name in names.items():
         param = f"engine.attention.{kind}"
         if name not in built:
             try:
-                built[name] = resolve("attention backend", name, ATTENTION)(pool, shape)
+                cls = resolve("attention backend", name, ATTENTION)
+                shapes = {mask: replace(shape, mask=mask) for mask in masks or (shape.mask,)}
+                made = {mask: cls(pool, each, sinks) for mask, each in shapes.items()}
+                alone = made[masks[0] if masks else shape.mask]
+                several = len(made) > 1
+                built[name] = ByLayerAttention([made[x] for x in masks]) if several else alone
             except UserError as refusal:
                 raise type(refusal)(f"{param}: {refusal}", param) from refusal
         if kind == "spec" and not built[name].static_plan:

@@ -1,6 +1,6 @@
 """Prompts by two backends: our kernels for steps that graphs hold, FlashInfer's for long ones."""
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 from torch import Tensor
@@ -25,7 +25,8 @@ class ByLengthAttention:
 
     The choice depends on the batch's padded shape alone, so a graph's break and eager make the same
     one. At 2048 tokens FA3 takes 90 us a layer, our kernel 122. For shorter steps FA3's
-    plan on the host costs more than it saves, and no graph can hold it.
+    plan on the host costs more than it saves, and no graph can hold it. `SHORT` serves all batches
+    of a shape that `LONG` lacks.
     """
 
     SHORT: ClassVar[str] = "triton"
@@ -35,11 +36,11 @@ class ByLengthAttention:
     caps: ClassVar[AttentionCaps] = AttentionCaps()  # each of the two checks its own
     static_plan: ClassVar[bool] = True  # of `SHORT`; only its batches are captured
 
-    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
-        self._short, self._long = (
-            resolve("attention backend", name, self.TABLE)(pool, shape)
-            for name in (self.SHORT, self.LONG)
-        )
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        short, long = (resolve("attention backend", x, self.TABLE) for x in (self.SHORT, self.LONG))
+        self._short = self._long = short(pool, shape, sinks)
+        if not long.caps.lacks(shape):
+            self._long = long(pool, shape)
 
     def plan(self, batch: Batch) -> ByLengthPlan:
         # Of windows the host does not know the lengths.

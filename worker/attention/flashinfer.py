@@ -1,5 +1,6 @@
 """Attention by FlashInfer, planned on the host. The library is optional."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
@@ -98,15 +99,19 @@ class FlashInferAttention(PoolAttention):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({"bfloat16", "float16"}),
         head_dims=frozenset({64, 128, 256}),
-        masks=frozenset(),  # the library has causal and window_left; nobody has asked for them here
+        features=frozenset({"window", "cap"}),
     )
     static_plan: ClassVar[bool] = False
 
-    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
-        super().__init__(pool, shape)
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        super().__init__(pool, shape, sinks)
         self._sizes = *self.heads, shape.head_dim, self.region.page_size
         dtypes = {"q_data_type": self.dtype, "kv_data_type": self.dtype}
-        self._options = {**dtypes, "sm_scale": shape.scale}
+        self._options: dict[str, Any] = {**dtypes, "sm_scale": shape.scale}
+        if shape.mask.window is not None:
+            self._options["window_left"] = shape.mask.window - 1  # beside a row's own key
+        if shape.cap:
+            self._options["logits_soft_cap"] = shape.cap
         self._slots = self._make_slots(pool.device)
         self._next = 0
         table = torch.zeros(1, 2, dtype=torch.int32, device=pool.device)

@@ -7,6 +7,7 @@ from worker.forward.batch import SHORT_KEYS, Bounds
 from worker.ops.launch import power_of_two
 
 MAX_SPLITS = 64
+MAX_BLOCK = 64  # keys that one step of the loop loads, at most
 _TILE_BYTES = 16384  # of keys that one step of the loop loads; as many of values
 
 
@@ -44,7 +45,7 @@ def choose(
     group = heads[0] // heads[1]
     rows = max_query_len * group
     widest = 32 if item_bytes > 2 else 64 if head_dim > 128 else 128
-    block_n = min(64, _TILE_BYTES // (head_dim * item_bytes))
+    block_n = min(MAX_BLOCK, _TILE_BYTES // (head_dim * item_bytes))
     highest = min(max(16, power_of_two(rows)), widest)
     # Small tiles read the keys more often, which costs little while there are few keys, and they
     # fill the device: 64 tokens alone take 3.9 us a layer in tiles of 16 rows, 5.9 in tiles of 128.

@@ -10,8 +10,9 @@ on whether the bound of the keys is above SHORT_KEYS; see `paged_tiles`). So a r
 same bits whatever the other rows are. The last program to finish a tile adds its splits up in
 order.
 
-A KeyMask says which keys a row sees, by constants. All blocks of a mask with first_key or window
-compare every key: such batches are short queries of drafters, so far.
+A KeyMask says which keys a row sees, by constants. With first_key or window all blocks compare
+every key, and those before the window of a tile's first row are not read. A head_dim that is no
+power of two is computed as the next one, BLOCK_D, of which the rest is zeros.
 
 The twin in plain torch is `worker.attention.reference`.
 """
@@ -37,6 +38,18 @@ def bound_of(x, INTERPRETED: tl.constexpr):
         return x.handle.data.item()
     else:
         return x
+
+
+@triton.jit
+def capped(x, CAP: tl.constexpr):
+    """CAP · tanh(x), for exp2."""
+    return (CAP * 1.4426950408889634) * (1.0 - 2.0 / (tl.exp2(x * 2.885390081777927) + 1.0))
+
+
+@triton.jit
+def sink_of(sinks, heads):
+    """The logit of each of these heads that has no value, for exp2."""
+    return tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit
@@ -139,18 +152,18 @@ def _plan_kernel(
 
 @triton.jit
 def _combine(
-    partial, stats, first_slot, num_splits, here, HEAD_DIM: tl.constexpr, KV_HEADS: tl.constexpr,
+    partial, stats, first_slot, num_splits, here, BLOCK_D: tl.constexpr, KV_HEADS: tl.constexpr,
     ROWS: tl.constexpr, USED: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """[USED, HEAD_DIM] f32: the splits of one tile, added in their order; here: [USED].
+    """[USED, BLOCK_D] f32: the splits of one tile, added in their order; here: [USED].
 
     A row that sees no key is that of slot 0, and the keys of its tile are too few to be split.
     """
     local = tl.arange(0, USED)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)
     top = tl.full((USED,), float("-inf"), tl.float32)
     weight = tl.zeros((USED,), tl.float32)
-    total = tl.zeros((USED, HEAD_DIM), tl.float32)
+    total = tl.zeros((USED, BLOCK_D), tl.float32)
     for first in range(0, bound_of(num_splits, INTERPRETED), UNROLL):
         for i in tl.static_range(UNROLL):  # so many loads are in flight together
             slot = first_slot + (first + i) * KV_HEADS
@@ -158,7 +171,7 @@ def _combine(
             stats_at = stats + slot * (2 * ROWS) + local
             part_top = tl.load(stats_at, mask=known, other=float("-inf"), cache_modifier=".cg")
             part_weight = tl.load(stats_at + ROWS, mask=known, other=0.0, cache_modifier=".cg")
-            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            part_at = partial + (slot * ROWS + local)[:, None] * BLOCK_D + dims[None, :]
             part = tl.load(part_at, mask=known[:, None], other=0.0, cache_modifier=".cg")
             higher = tl.maximum(top, part_top)
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -194,19 +207,22 @@ def item_at(items, index, wanted, FIELDS: tl.constexpr):
 @triton.jit
 def zero_padding(
     out, num_rows, num_tokens, program, num_programs,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Zeros into the tokens num_rows..num_tokens - 1 of `out`; all programs share the work."""
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)
     last = num_tokens * HEADS
     for first in range(
         bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
         bound_of(num_programs * 16, INTERPRETED),
     ):  # fmt: skip
         padding = first + tl.arange(0, 16)
-        zero = tl.zeros((16, HEAD_DIM), out.dtype.element_ty)
+        zero = tl.zeros((16, BLOCK_D), out.dtype.element_ty)
         zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(zero_at, zero, mask=(padding < last)[:, None])
+        there = (padding < last)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            there &= (dims < HEAD_DIM)[None, :]
+        tl.store(zero_at, zero, mask=there)
 
 
 @triton.jit
@@ -223,15 +239,15 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 def _blocks(
     acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
     limit, scale, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, FIRST_KEY: tl.constexpr,
-    WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
     Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
     the block after the last is returned. Keys from `end` on have no page.
     """
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
         keys = key + block
@@ -243,8 +259,14 @@ def _blocks(
             inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
             if FIRST_KEY:
                 inside &= (keys >= FIRST_KEY)[:, None]
+            if HEAD_DIM < BLOCK_D:
+                inside &= (dims < HEAD_DIM)[None, :]
             k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
             v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            wide = (dims < HEAD_DIM)[None, :]
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
         else:
             k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
             v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
@@ -253,6 +275,8 @@ def _blocks(
         if INTERPRETED:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        if CAP > 0:
+            scores = capped(scores, CAP)
         if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
             seen = keys[None, :] <= limit[:, None]
             if FIRST_KEY:
@@ -278,14 +302,16 @@ def _blocks(
 @triton.jit
 def _online(
     q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, limit, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    MANY: tl.constexpr, FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr,
+    top, weight, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr,
+    WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score."""
+    """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
+
+    top, weight: the highest score and the sum of weights of what was seen before.
+    """
     block = tl.arange(0, BLOCK_N)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    weight = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     if PAGE >= BLOCK_N:
         page = first_page.to(tl.int64)
     else:
@@ -297,33 +323,36 @@ def _online(
         masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
         acc, weight, top, page = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
-            tl.minimum(masked, end), end, position, limit, scale, False, BLOCK_N, HEAD_DIM, PAGE,
-            FIRST_KEY, WINDOW, INTERPRETED,
+            tl.minimum(masked, end), end, position, limit, scale, False, BLOCK_N, HEAD_DIM, BLOCK_D,
+            PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
     acc, weight, top, page = _blocks(  # type: ignore[misc]
         acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
-        position, limit, scale, True, BLOCK_N, HEAD_DIM, PAGE, FIRST_KEY, WINDOW, INTERPRETED,
+        position, limit, scale, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP,
+        INTERPRETED,
     )  # fmt: skip
     return acc, weight, top
 
 
 @triton.jit(do_not_specialize=["num_tokens", "stride_table"])
 def _attend_kernel(
-    q, out, k_cache, v_cache, page_table, items, counts, partial, stats, arrivals,
+    q, out, k_cache, v_cache, page_table, items, counts, partial, stats, arrivals, sinks,
     num_tokens, stride_q, stride_page, stride_head, stride_table, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr, USED: tl.constexpr,
-    UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
+    USED: tl.constexpr, UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
+    FIRST_KEY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
     MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
 
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
-    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: for exp2.
+    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: for exp2, or
+    with CAP for tanh. sinks: [heads] or None.
     items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
-    partial: f32 [items, KV_HEADS, ROWS, HEAD_DIM]; stats: f32 [items, KV_HEADS, 2, ROWS].
+    partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     if PDL:
@@ -337,7 +366,7 @@ def _attend_kernel(
         items, index // KV_HEADS, program >= 0, FIELDS
     )
     local = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)
     for turn in range(
         bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
         bound_of(num_programs, INTERPRETED),
@@ -358,23 +387,32 @@ def _attend_kernel(
         )
         # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
         # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
-        q_tile = tl.load(q_at, mask=here[:, None] & (begin >= 0), other=0.0)
+        inside = here[:, None]
+        if HEAD_DIM < BLOCK_D:
+            inside &= (dims < HEAD_DIM)[None, :]
+        q_tile = tl.load(q_at, mask=inside & (begin >= 0), other=0.0)
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        weight = tl.zeros((BLOCK_M,), tl.float32)
+        if sinks is not None:  # the first split sees them, as a key without a value
+            sink = sink_of(sinks, head * GROUP + rows % GROUP)
+            top = tl.where(split == 0, sink, top)
+            weight = tl.where(split == 0, 1.0, weight)
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
-            stride_page, begin, end, position, limit, scale, BLOCK_M, BLOCK_N, HEAD_DIM, PAGE,
-            MANY, FIRST_KEY, WINDOW, INTERPRETED,
+            stride_page, begin, end, position, limit, scale, top, weight, BLOCK_M, BLOCK_N,
+            HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
 
         stride_out = KV_HEADS * GROUP * HEAD_DIM
         if num_splits == 1:
             out_at = out + _row_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
-            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=here[:, None])
+            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=inside)
         else:
             slot = tl.cast(flat, tl.int64)
-            part_at = partial + (slot * ROWS + local)[:, None] * HEAD_DIM + dims[None, :]
+            part_at = partial + (slot * ROWS + local)[:, None] * BLOCK_D + dims[None, :]
             tl.store(part_at, acc, mask=here[:, None])
             tl.store(stats + slot * (2 * ROWS) + local, top, mask=here)
             tl.store(stats + slot * (2 * ROWS) + ROWS + local, weight, mask=here)
@@ -386,12 +424,15 @@ def _attend_kernel(
                 used = cut // 65536 * BLOCK_M + tl.arange(0, USED)
                 real = used < num_r
                 total = _combine(
-                    partial, stats, first_slot, num_splits, real, HEAD_DIM, KV_HEADS, ROWS, USED,
+                    partial, stats, first_slot, num_splits, real, BLOCK_D, KV_HEADS, ROWS, USED,
                     UNROLL, INTERPRETED,
                 )  # fmt: skip
                 used_at = _row_offset(used, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
                 total = total.to(out.dtype.element_ty)
-                tl.store(out + used_at + dims[None, :], total, mask=real[:, None])
+                known = real[:, None]
+                if HEAD_DIM < BLOCK_D:
+                    known &= (dims < HEAD_DIM)[None, :]
+                tl.store(out + used_at + dims[None, :], total, mask=known)
                 tl.store(arrivals + first_slot, 0)
         following = flat - num_programs if MANY else flat + num_programs
         start, num_r, past, begin, end, req, page, cut = item_at(  # type: ignore[misc]
@@ -399,8 +440,9 @@ def _attend_kernel(
         )
 
     zero_padding(  # type: ignore[misc]
-        out, num_rows, num_tokens, program, num_programs, KV_HEADS * GROUP, HEAD_DIM, INTERPRETED
-    )
+        out, num_rows, num_tokens, program, num_programs, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
+        INTERPRETED,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +455,7 @@ class PagedPlan:
     items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
     counts: Tensor  # [2] i32: items, query rows
     arrivals: Tensor  # [max_items * kv_heads] i32; all 0 between launches
-    partial: Tensor  # [max_items * kv_heads * rows * head_dim] f32; scratch
+    partial: Tensor  # [max_items * kv_heads * rows * power_of_two(head_dim)] f32; scratch
     stats: Tensor  # [max_items * kv_heads * 2 * rows] f32; scratch
 
 
@@ -440,7 +482,7 @@ def plan_items(
         items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
         counts=torch.empty(2, dtype=torch.int32, device=device),
         arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
-        partial=torch.empty(split_slots * tiles.rows * shape.head_dim, device=device),
+        partial=torch.empty(split_slots * tiles.rows * power_of_two(shape.head_dim), device=device),
         stats=torch.empty(split_slots * tiles.rows * 2, device=device),
     )
     constants: dict[str, Any] = {
@@ -462,12 +504,13 @@ def paged_attention(
     v_cache: Tensor,
     plan: PagedPlan,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Each row's attention to those of its request's keys that it sees; padded rows are zero.
 
     q: [num_tokens, heads, head_dim], each row contiguous; k_cache, v_cache: a layer's
-    [num_pages, kv_heads, page_size, head_dim] views. Returns [num_tokens, heads, head_dim],
-    contiguous: `out` if it is given.
+    [num_pages, kv_heads, page_size, head_dim] views; sinks: [heads], where the plan's shape has
+    some. Returns [num_tokens, heads, head_dim], contiguous: `out` if it is given.
     """
     num_tokens, num_heads, head_dim = q.shape
     tiles, shape = plan.tiles, plan.shape
@@ -485,11 +528,16 @@ def paged_attention(
         options["maxnreg"] = tiles.max_registers
     _attend_kernel[(tiles.programs,)](
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
-        plan.stats, plan.arrivals, num_tokens, q.stride(0), k_cache.stride(0), k_cache.stride(1),
-        plan.page_table.stride(0), shape.scale * 1.4426950408889634,
+        plan.stats, plan.arrivals, sinks, num_tokens, q.stride(0), k_cache.stride(0),
+        k_cache.stride(1), plan.page_table.stride(0), scale_of(shape),
         **constants_of(tiles, shape, k_cache.shape[2]), **options,
     )  # fmt: skip
     return out
+
+
+def scale_of(shape: AttentionShape) -> float:
+    """What kernels multiply products with: for exp2, or for tanh where there is a cap."""
+    return shape.scale / shape.cap if shape.cap else shape.scale * 1.4426950408889634
 
 
 def constants_of(tiles: PagedTiles, shape: AttentionShape, page_size: int) -> dict[str, Any]:
@@ -497,6 +545,7 @@ def constants_of(tiles: PagedTiles, shape: AttentionShape, page_size: int) -> di
     used = power_of_two(tiles.rows)
     return {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEAD_DIM": shape.head_dim,
+        "BLOCK_D": power_of_two(shape.head_dim), "CAP": shape.cap,
         "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
         "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
         "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,

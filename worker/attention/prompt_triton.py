@@ -22,44 +22,58 @@ from worker.attention.paged_triton import (
     FIELDS,
     PagedPlan,
     bound_of,
+    capped,
     item_at,
     plan_items,
+    scale_of,
+    sink_of,
     zero_padding,
 )
 from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
-from worker.ops.launch import has_dependent_launch
+from worker.ops.launch import has_dependent_launch, power_of_two
+from worker.ops.mask import KEY_BLOCK
 
 BLOCK_M = 128
-UNIT = 128  # gathered rows of a request are a multiple of it
-BLOCKS_N = {64: 128, 128: 128, 256: 64}  # keys of a step, by head_dim
+UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it
+HEAD_DIMS = (64, 96, 128, 256)
+BLOCKS_N = {64: 128, 128: 128, 256: 64}  # keys of a step, by head_dim, or the next power of two
 SHARED_BYTES = 228 << 10  # of an SM
 NUM_WARPS, NUM_STAGES = 8, {64: 3, 128: 3, 256: 2}  # stages by head_dim
 
 
 @triton.jit(do_not_specialize=["stride_table", "stride_head"])
 def _gather_kernel(
-    k_cache, v_cache, keys, values, page_table, seq_lens, first_rows,
+    k_cache, v_cache, keys, values, page_table, seq_lens, first_rows, query_start,
     stride_table, stride_page, stride_cache_head, stride_head,
-    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, UNIT: tl.constexpr,
+    PAGE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Grid (pages of the longest request, requests, kv heads): copies a page of one head.
 
-    keys, values: [kv_heads, rows, HEAD_DIM], heads stride_head apart. A request's rows begin at
+    keys, values: [kv_heads, rows, BLOCK_D], heads stride_head apart. A request's rows begin at
     first_rows[i] and are zeros from its last key to the end of a unit: 0 · NaN would be NaN.
+    query_start: with a WINDOW, so that units before it are left out; else None.
     """
     page, req, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_keys = tl.load(seq_lens + req)
     first = page * PAGE
-    if first < tl.cdiv(num_keys, UNIT) * UNIT:
+    wanted = first < tl.cdiv(num_keys, UNIT) * UNIT
+    if WINDOW:
+        query_len = tl.load(query_start + req + 1) - tl.load(query_start + req)
+        wanted &= first >= tl.maximum(num_keys - query_len - (WINDOW - 1), 0) // UNIT * UNIT
+    if wanted:
         at = tl.load(page_table + req.to(tl.int64) * stride_table + page, mask=first < num_keys)
         slot = tl.arange(0, PAGE)
-        dims = tl.arange(0, HEAD_DIM)
+        dims = tl.arange(0, BLOCK_D)
         inside = (first + slot < num_keys)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            inside &= (dims < HEAD_DIM)[None, :]
         within = slot[:, None] * HEAD_DIM + dims[None, :]
         source = at.to(tl.int64) * stride_page + head * stride_cache_head + within
         row = tl.load(first_rows + req).to(tl.int64) + first
-        dest = head.to(tl.int64) * stride_head + row * HEAD_DIM + within
+        dest = head.to(tl.int64) * stride_head + row * BLOCK_D
+        dest += slot[:, None] * BLOCK_D + dims[None, :]
         tl.store(keys + dest, tl.load(k_cache + source, mask=inside, other=0.0))
         tl.store(values + dest, tl.load(v_cache + source, mask=inside, other=0.0))
 
@@ -67,9 +81,11 @@ def _gather_kernel(
 @triton.jit
 def _units(
     acc, weight, top, q_tile, keys, values, first_row, begin, stop, position, scale,
-    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, INTERPRETED: tl.constexpr,
+    MASKED: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys begin..stop - 1; without MASKED every row sees all of them."""
+    unit = 1.0 if CAP > 0 else scale  # of scores, for exp2
     for key in tl.range(  # type: ignore[misc]
         bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N
     ):
@@ -79,14 +95,19 @@ def _units(
         if INTERPRETED:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
         scores = tl.dot(q_tile, k_tile.T, input_precision="ieee")
+        if CAP > 0:
+            scores = capped(scores * scale, CAP)
         if MASKED:
-            seen = (key + tl.arange(0, BLOCK_N))[None, :] <= position[:, None]
+            at = (key + tl.arange(0, BLOCK_N))[None, :]
+            seen = at <= position[:, None]
+            if WINDOW:
+                seen &= at > position[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * scale)
+        higher = tl.maximum(top, tl.max(scores, 1) * unit)
         base = higher
         if MASKED:
             base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
-        p = tl.exp2(scores * scale - base[:, None])
+        p = tl.exp2(scores * unit - base[:, None])
         shrink = tl.exp2(top - base)
         weight = weight * shrink + tl.sum(p, 1)
         p = p.to(dtype)
@@ -99,21 +120,22 @@ def _units(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _prompt_kernel(
-    q, out, keys, values, items, counts, first_rows, num_tokens, num_rows, stride_q, scale,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, FIELDS: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, stride_q, scale,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Grid: a program for each pair (tile of tokens, query head); the last tiles, whose keys are
     the most, go first.
 
     q: [num_tokens, HEADS, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
-    keys, values: descriptors of [kv_heads · num_rows, HEAD_DIM] in blocks of BLOCK_N rows.
-    items, counts: of plan_items with a head for each query head.
+    keys, values: descriptors of [kv_heads · num_rows, BLOCK_D] in blocks of BLOCK_N rows.
+    items, counts: of plan_items with a head for each query head. sinks: [HEADS] or None.
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     flat = tl.load(counts) * HEADS - 1 - program
     num_computed = tl.load(counts + 1)
-    dims = tl.arange(0, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)
     if flat >= 0:
         start, num_r, past, begin, end, req, _, cut = item_at(  # type: ignore[misc]
             items, flat // HEADS, flat >= 0, FIELDS
@@ -121,6 +143,8 @@ def _prompt_kernel(
         head = flat % HEADS
         rows = cut // 65536 * BLOCK_M + tl.arange(0, BLOCK_M)
         here = (rows < num_r)[:, None]
+        if HEAD_DIM < BLOCK_D:
+            here &= (dims < HEAD_DIM)[None, :]
         position = past + rows
         row = (start + rows).to(tl.int64)[:, None]
         q_tile = tl.load(q + row * stride_q + head * HEAD_DIM + dims[None, :], mask=here, other=0.0)
@@ -129,23 +153,34 @@ def _prompt_kernel(
         first_row = head // GROUP * num_rows + tl.load(first_rows + req)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         weight = tl.zeros((BLOCK_M,), tl.float32)
-        acc = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        # Most units lie before all rows of the tile and need no mask.
+        if sinks is not None:  # as a key without a value
+            top = tl.zeros((BLOCK_M,), tl.float32) + sink_of(sinks, head)
+            weight += 1.0
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        # Most units lie before all rows of the tile, and in the windows of all. They need no mask.
         seen = tl.minimum((tl.min(position, 0) + 1) // BLOCK_N * BLOCK_N, end)
+        if WINDOW:
+            first = tl.maximum(tl.max(position, 0) - (WINDOW - 1), 0)
+            first = tl.minimum(tl.cdiv(first, BLOCK_N) * BLOCK_N, end)
+            acc, weight, top = _units(  # type: ignore[misc]
+                acc, weight, top, q_tile, keys, values, first_row, begin, first, position, scale,
+                True, BLOCK_N, WINDOW, CAP, INTERPRETED,
+            )  # fmt: skip
+            begin, seen = first, tl.maximum(first, seen)
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, begin, seen, position, scale,
-            False, BLOCK_N, INTERPRETED,
+            False, BLOCK_N, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, seen, end, position, scale,
-            True, BLOCK_N, INTERPRETED,
+            True, BLOCK_N, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
         whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
         out_at = out + (row * HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(out_at, whole.to(out.dtype.element_ty), mask=here)
 
     zero_padding(  # type: ignore[misc]
-        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, INTERPRETED
+        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D, INTERPRETED
     )
 
 
@@ -154,10 +189,11 @@ class PromptPlan:
     """What all layers of one pass share; each overwrites the gathered keys and values."""
 
     paged: PagedPlan  # tiles of tokens; a head for each query head
+    query_start: Tensor | None  # [num_reqs + 1] i32, with a window; else None
     seq_lens: Tensor  # [num_reqs] i32
     first_rows: Tensor  # [num_reqs] i32, in `gathered`
-    gathered: Tensor  # [2, kv_heads, rows, head_dim]: keys, values
-    keys: Any  # TensorDescriptor of [kv_heads * rows, head_dim]
+    gathered: Tensor  # [2, kv_heads, rows, power_of_two(head_dim)]: keys, values
+    keys: Any  # TensorDescriptor of [kv_heads * rows, power_of_two(head_dim)]
     values: Any
     max_seq_len: int  # host bound
 
@@ -165,7 +201,7 @@ class PromptPlan:
 def serves(k_cache: Tensor) -> bool:
     """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view."""
     _, _, page_size, head_dim = k_cache.shape
-    known = k_cache.dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in BLOCKS_N
+    known = k_cache.dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
     return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
 
 
@@ -191,27 +227,30 @@ def plan_prompts(
 ) -> PromptPlan:
     """Plan a batch of these bounds.
 
-    gathered: [2, kv_heads, rows, head_dim], rows at least `num_rows` of the requests' lengths.
+    gathered: [2, kv_heads, rows, power_of_two(head_dim)], rows at least `num_rows` of the requests'
+    lengths.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 
     _, num_tokens, max_query_len, max_seq_len = bounds
-    max_tiles, block_n = -(-max_query_len // BLOCK_M), BLOCKS_N[shape.head_dim]
+    wide = gathered.shape[3]
+    max_tiles, block_n = -(-max_query_len // BLOCK_M), BLOCKS_N[wide]
     num_tiles = min(len(seq_lens) * max_tiles, -(-num_tokens // BLOCK_M) + len(seq_lens))
     tiles = PagedTiles(
         BLOCK_M, block_n, rows=BLOCK_M, max_tiles=max_tiles, max_items=num_tiles,
         programs=num_tiles * shape.num_heads, num_warps=NUM_WARPS,
-        num_stages=NUM_STAGES[shape.head_dim],
+        num_stages=NUM_STAGES[wide],
     )  # fmt: skip
     each_head, page_size = replace(shape, num_kv_heads=shape.num_heads), 1  # no first page is read
     paged = plan_items(query_start, seq_lens, page_table, tiles, each_head, page_size)
     units = torch.div(seq_lens + UNIT - 1, UNIT, rounding_mode="floor") * UNIT
     first_rows = (units.cumsum(0) - units).to(torch.int32)
     keys, values = (
-        TensorDescriptor(each, list(each.shape), [shape.head_dim, 1], [block_n, shape.head_dim])
+        TensorDescriptor(each, list(each.shape), [wide, 1], [block_n, wide])
         for each in gathered.flatten(1, 2)
     )
-    return PromptPlan(paged, seq_lens, first_rows, gathered, keys, values, max_seq_len)
+    starts = None if shape.mask.window is None else query_start
+    return PromptPlan(paged, starts, seq_lens, first_rows, gathered, keys, values, max_seq_len)
 
 
 def prompt_attention(
@@ -220,11 +259,13 @@ def prompt_attention(
     v_cache: Tensor,
     plan: PromptPlan,
     out: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """As paged_attention, for a plan by plan_prompts."""
     num_tokens, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = k_cache.shape
-    tiles, page_table, scale = plan.paged.tiles, plan.paged.page_table, plan.paged.shape.scale
+    tiles, page_table, shape = plan.paged.tiles, plan.paged.page_table, plan.paged.shape
+    assert num_heads == shape.num_heads
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
     if out is None:
@@ -232,24 +273,30 @@ def prompt_attention(
     assert out.is_contiguous()
     keys, values = plan.gathered
     num_pages = num_rows([plan.max_seq_len]) // page_size
-    constants: dict[str, Any] = {"PAGE": page_size, "HEAD_DIM": head_dim, "UNIT": UNIT}
+    constants: dict[str, Any] = {
+        "PAGE": page_size, "HEAD_DIM": head_dim, "BLOCK_D": keys.shape[2], "UNIT": UNIT,
+        "WINDOW": shape.mask.window or 0,
+    }  # fmt: skip
     _gather_kernel[(num_pages, len(plan.seq_lens), kv_heads)](
         k_cache, v_cache, keys, values, page_table, plan.seq_lens, plan.first_rows,
-        page_table.stride(0), k_cache.stride(0), k_cache.stride(1), keys.stride(0), **constants,
+        plan.query_start, page_table.stride(0), k_cache.stride(0), k_cache.stride(1),
+        keys.stride(0), **constants,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     _prompt_kernel[(tiles.programs,)](
         q, out, plan.keys, plan.values, plan.paged.items, plan.paged.counts, plan.first_rows,
-        num_tokens, keys.shape[1], q.stride(0), scale * 1.4426950408889634,
-        **prompt_constants((num_heads, kv_heads), head_dim), **options,
+        sinks, num_tokens, keys.shape[1], q.stride(0), scale_of(shape),
+        **prompt_constants(replace(shape, num_kv_heads=kv_heads)), **options,
     )  # fmt: skip
     return out
 
 
-def prompt_constants(heads: tuple[int, int], head_dim: int) -> dict[str, Any]:
+def prompt_constants(shape: AttentionShape) -> dict[str, Any]:
     """The compile-time constants of _prompt_kernel."""
+    wide = power_of_two(shape.head_dim)
     return {
-        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[head_dim], "HEAD_DIM": head_dim,
-        "HEADS": heads[0], "GROUP": heads[0] // heads[1], "FIELDS": FIELDS,
+        "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[wide], "HEAD_DIM": shape.head_dim, "BLOCK_D": wide,
+        "HEADS": shape.num_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
+        "FIELDS": FIELDS, "WINDOW": shape.mask.window or 0, "CAP": shape.cap,
         "INTERPRETED": INTERPRETED,
     }  # fmt: skip

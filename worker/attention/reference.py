@@ -1,5 +1,6 @@
 """Attention in plain torch, for any device, page size, dtype of float and head size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -47,8 +48,8 @@ class ReferenceAttention(PoolAttention):
     )
     static_plan: ClassVar[bool] = True
 
-    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
-        super().__init__(pool, shape)
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        super().__init__(pool, shape, sinks)
         self.num_heads, self.num_kv_heads = self.heads
         self.head_dim, self.mask = shape.head_dim, shape.mask
         self._rows = [(_as_rows(keys), _as_rows(values)) for keys, values in self._layers]
@@ -91,7 +92,7 @@ class ReferenceAttention(PoolAttention):
         kv_shape = (batch.num_reqs, self.num_kv_heads, num_keys, self.head_dim)
         return ReferencePlan(
             query_rows=query_rows.flatten(),
-            key_rows=self._key_rows(batch.page_table, seq_lens, keys),
+            key_rows=self._key_rows(batch.page_table, seq_lens, query_lens, keys),
             mask=mask.repeat(1, self.num_heads // self.num_kv_heads, 1).unsqueeze(1),
             out_rows=out_rows,
             is_padding=is_padding.view(-1, 1, 1),
@@ -112,23 +113,46 @@ class ReferenceAttention(PoolAttention):
         queries = q.index_select(0, plan.query_rows)
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
-        found = F.scaled_dot_product_attention(
-            queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
-        )
+        if self.shape.features <= self.shape.mask.unlike_causal:
+            found = F.scaled_dot_product_attention(
+                queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
+            )
+        else:
+            found = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
         found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
         found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
         found = found.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
         return found if out is None else out.copy_(found)
 
-    def _key_rows(self, page_table: Tensor, seq_lens: Tensor, keys: Tensor) -> Tensor:
+    def _weights(self, queries: Tensor, plan: ReferencePlan, sinks: Tensor | None) -> Tensor:
+        """What softmax gives each key, [num_reqs, num_kv_heads, group * width, num_keys].
+
+        queries: [num_reqs, num_kv_heads, group * width, head_dim]; sinks: [num_heads] or None.
+        """
+        scores = (queries @ plan.keys.transpose(-1, -2)).float() * self.shape.scale
+        if cap := self.shape.cap:
+            scores = cap * torch.tanh(scores / cap)
+        scores += plan.mask
+        if sinks is not None:
+            of_rows = sinks.float().view(self.num_kv_heads, -1).repeat_interleave(plan.width, 1)
+            of_rows = of_rows.expand(len(scores), -1, -1).unsqueeze(-1)
+            return torch.cat((scores, of_rows), -1).softmax(-1)[..., :-1].to(queries.dtype)
+        return scores.softmax(-1).to(queries.dtype)
+
+    def _key_rows(
+        self, page_table: Tensor, seq_lens: Tensor, query_lens: Tensor, keys: Tensor
+    ) -> Tensor:
         """Pool row of every (request, kv head, key).
 
-        Keys past a request's end, and before its first key, repeat that one, so that no stale slot
-        is read: the mask alone would let a NaN through (0 · NaN).
+        Keys past a request's end, and before the first that it sees, repeat that one, so that no
+        stale slot is read: the mask alone would let a NaN through (0 · NaN).
         """
-        first = self.mask.first_key
-        held = (keys >= first) & (keys < seq_lens[:, None])
-        spare = (seq_lens - 1).clamp(0, first)[:, None]  # 0 if there is none: no row sees it then
+        first = torch.full_like(seq_lens, self.mask.first_key)
+        if self.mask.window is not None:
+            first = torch.maximum(first, seq_lens - query_lens - self.mask.window + 1)
+        held = (keys >= first[:, None]) & (keys < seq_lens[:, None])
+        # 0 if there is none: no row sees it then.
+        spare = torch.minimum(seq_lens - 1, first).clamp(min=0)[:, None]
         keys = torch.where(held, keys, spare)  # [num_reqs, num_keys]
         pages = page_table.long().gather(1, keys // self.region.page_size)
         rows = pages * self._rows_per_page + keys % self.region.page_size

@@ -1,14 +1,15 @@
 """Attention by this project's own Triton kernels; every length is read on the device alone."""
 
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
-from worker.attention.paged_tiles import PagedTiles, choose
+from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import PagedPlan, constants_of, paged_attention, plan_items
 from worker.attention.prompt_triton import (
     PromptPlan,
@@ -43,7 +44,7 @@ class TritonAttention(PoolAttention):
     caps: ClassVar[AttentionCaps] = AttentionCaps(
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
-        head_dims=frozenset({32, 64, 128, 256}),
+        head_dims=frozenset({32, 64, 96, 128, 256}),
         page_sizes=frozenset(1 << i for i in range(13)),
     )
     static_plan: ClassVar[bool] = True
@@ -52,11 +53,12 @@ class TritonAttention(PoolAttention):
     # which is taken beside the pool, when such prompts come.
     MAX_GATHERED: ClassVar[int] = 131_072
 
-    def __init__(self, pool: KVPool, shape: AttentionShape) -> None:
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
         if not HAS_TRITON:
             raise Unsupported("attention backend: triton is not installed")
-        super().__init__(pool, shape)
-        self._has_prompts = shape.mask == CAUSAL and serves(self._layers[0][0])
+        super().__init__(pool, shape, sinks)
+        is_plain = replace(shape.mask, window=None) == CAUSAL
+        self._has_prompts = is_plain and serves(self._layers[0][0])
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132
@@ -74,7 +76,7 @@ class TritonAttention(PoolAttention):
 
     def variant(self, bounds: Bounds) -> Hashable:
         if self._is_long(bounds):
-            return "long", *prompt_constants(self.heads, self.shape.head_dim).values()
+            return "long", *prompt_constants(self.shape).values()
         tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
         constants = constants_of(tiles, self.shape, self.region.page_size)
@@ -85,14 +87,17 @@ class TritonAttention(PoolAttention):
         return long and self._has_prompts and num_rows([bounds.max_seq_len]) <= self.MAX_GATHERED
 
     def _room(self, num_rows: int, device: torch.device) -> Tensor | None:
-        """[2, kv_heads, rows, head_dim] with at least so many rows; steps use it in their order.
+        """[2, kv_heads, rows, head_dim or the next power of two] with at least so many rows.
+
+        Steps use it in their order.
 
         None: they are too many, or the GPU has no memory for them beside the pool.
         """
         if num_rows > self._max_gathered:
             return None
         if self._gathered is None or self._gathered.shape[2] < num_rows:
-            shape = 2, self.heads[1], power_of_two(num_rows), self.shape.head_dim
+            wide = power_of_two(self.shape.head_dim)
+            shape = 2, self.heads[1], power_of_two(num_rows), wide
             self._gathered = None  # before the next is taken
             try:
                 self._gathered = torch.empty(shape, dtype=self.dtype, device=device)
@@ -102,13 +107,17 @@ class TritonAttention(PoolAttention):
         return self._gathered
 
     def _tiles(self, bounds: Bounds) -> PagedTiles:
-        head_dim, item_bytes = self.shape.head_dim, self.dtype.itemsize
+        head_dim, item_bytes = power_of_two(self.shape.head_dim), self.dtype.itemsize
+        if (window := self.shape.mask.window) is not None:
+            # A tile's keys: what its rows see, from the block on in which the first of them lies.
+            seen = min(bounds.max_seq_len, window + bounds.max_query_len + MAX_BLOCK)
+            bounds = bounds._replace(max_seq_len=seen)
         return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         keys, values = self._layers[layer_id]
         if isinstance(plan, PromptPlan):
-            return prompt_attention(q, keys, values, plan, out)
+            return prompt_attention(q, keys, values, plan, out, self.sinks[layer_id])
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"
-        return paged_attention(q, keys, values, plan, out)
+        return paged_attention(q, keys, values, plan, out, self.sinks[layer_id])

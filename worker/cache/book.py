@@ -19,7 +19,8 @@ class Hold:
     """What one request holds. Filled by PageBook only.
 
     pages[i] holds tokens [i * page_size, (i + 1) * page_size) of the request's sequence; entries
-    never change while the request runs, because device tables are never rewritten.
+    never change while the request runs, because device tables are never rewritten. But those of
+    pages that were given back as nobody reads them again are 0; see PageBook.trim.
     """
 
     node: Node  # deepest tree node that is locked for this request
@@ -30,6 +31,7 @@ class Hold:
     num_reserved: int = 0  # pages promised, not bound yet
     slot: int = 0  # of its state, where layers are recurrent; 0 = none
     salt: str = ""  # of the prefixes that it matches and leaves behind
+    num_trimmed: int = 0  # pages that `trim` has looked at
 
 
 class PageBook:
@@ -142,12 +144,28 @@ class PageBook:
         if not self._prefix_cache:
             return
         pages = hold.pages[: len(tokens) // self.page_size]
+        if hold.num_trimmed and 0 in pages:
+            pages = pages[: pages.index(0)]
         node, refused, displaced = self.tree.insert(tokens, pages, hold.salt)
         self._allocator.free(displaced)
         self.tree.lock(node)
         self.tree.unlock(hold.node)
         hold.node = node
         hold.private -= set(pages) - set(refused)
+
+    def trim(self, hold: Hold, num_tokens: int) -> None:
+        """Give back private pages of tokens before `num_tokens`.
+
+        No step that is in flight or comes reads them. What lies behind them never enters the tree.
+        """
+        last = num_tokens // self.page_size
+        for index in range(hold.num_trimmed, last):
+            page = hold.pages[index]
+            if page in hold.private:
+                hold.private.remove(page)
+                hold.pages[index] = 0
+                self._allocator.free([page])
+        hold.num_trimmed = max(hold.num_trimmed, last)
 
     def forget(self) -> None:
         """Drop from the tree what no hold has matched."""
@@ -162,4 +180,4 @@ class PageBook:
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
         hold.node, hold.num_reserved, hold.slot = self.tree.root, 0, 0
-        hold.pages, hold.num_slots, hold.private = [], 0, set()
+        hold.pages, hold.num_slots, hold.private, hold.num_trimmed = [], 0, set(), 0

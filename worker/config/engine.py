@@ -4,6 +4,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from worker.experts.shape import Division
+
 Auto = Literal["auto"]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
@@ -78,6 +80,9 @@ class EngineConfig(Section):
     collective: Auto | Literal["gloo", "nccl", "custom"] = "auto"
     """What sums among the ranks of a worker, if it has several. auto: gloo on CPU; on CUDA custom
     (our own kernels over peer memory) within a host, nccl across hosts."""
+    experts: Division = "auto"
+    """How layers of experts are divided among the ranks of a worker. tensor: a part of each expert;
+    expert: some experts whole; auto: tensor, unless parts were uneven or less than 64 wide."""
     num_pages: Auto | PositiveInt = "auto"
     """KV pages; auto: on CUDA what memory_fraction leaves, on CPU up to cpu_pool_bytes."""
     memory_fraction: Auto | Fraction = "auto"

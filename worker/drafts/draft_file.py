@@ -19,6 +19,7 @@ from worker.model.shape import (
     read_layer_shape,
     refuse_what_we_cannot_compute,
 )
+from worker.model.windows import refuse_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,9 @@ class DrafterFile:
         """The fields of a DrafterShape but `taps` and `names`, and the form's flags."""
         fields, layer, target = self.fields, self.layer, self.target
         slides, hybrid = self.form.drafter == "dflash", self.form.is_hybrid
-        refuse_what_we_cannot_compute(layer, layers=slides or hybrid)
+        refuse_what_we_cannot_compute(layer)
+        if not (slides or hybrid):
+            refuse_windows(layer)
         unused = slides or layer.get("use_sliding_window") is False
         if not unused and layer.get("sliding_window") is not None:
             raise layer.unsupported("sliding_window", "sliding-window attention")

@@ -47,7 +47,7 @@ class DrafterModel(nn.Module):
         device = target.placement.device
         rank, size = self.collective.rank, self.collective.size
         self.heads = split_heads(shape.num_heads, shape.num_kv_heads, rank, size)
-        self.rotary = RotaryEmbedding(shape, max_positions, device)
+        self.rotary = RotaryEmbedding(shape, shape.rope_of_most, max_positions, device)
         self.embedding = self._rows("embedding", shape.target_vocab_size, target.embedding)
         self.head = self._rows("head", shape.vocab_size, target.head)
         # [vocab_size] i64: the target's id of each of the head's; None: they are the same.

@@ -3,6 +3,7 @@
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
@@ -14,8 +15,19 @@ from worker.model.layers import (
     RowParallelLinear,
     selected,
 )
+from worker.model.rope_fields import Rope
 from worker.model.shape import LayerShape
-from worker.model.shard import Part, Shard, by_head, joined, moved, piece, split_heads
+from worker.model.shard import (
+    HeadSplit,
+    Part,
+    Shard,
+    by_head,
+    joined,
+    moved,
+    piece,
+    split_heads,
+    stacked,
+)
 from worker.ops.norms import sigmoid_gate
 from worker.ops.rope import rope_inv_freq, rope_table
 
@@ -26,15 +38,14 @@ class RotaryEmbedding(nn.Module):
     table: Tensor  # [max_positions, rotary_dim] f32; where rows are moved, [.., head_dim]
 
     def __init__(
-        self, shape: LayerShape, max_positions: int, device: torch.device, *, turns: bool = True
+        self, shape: LayerShape, rope: Rope | None, max_positions: int, device: torch.device
     ) -> None:
-        """turns: False for layers without rope, whose table turns one pair of a head by nothing."""
+        """rope: None: for layers without, whose table turns one pair of a head by nothing."""
         super().__init__()
-        scaling = shape.rope_scaling
         inv_freq, factor, pairs = torch.zeros(1), 1.0, None
-        if turns:
-            inv_freq = rope_inv_freq(shape.rotary_dim, shape.rope_theta, scaling)
-            factor = 1.0 if scaling is None else scaling.attention_factor
+        if rope is not None:
+            inv_freq = rope_inv_freq(shape.rotary_dim, rope.theta, rope.scaling)
+            factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
             pairs = shape.head_dim // 2 if shape.moved_rows else None
         table = rope_table(inv_freq, max_positions, device, factor, pairs)
         self.register_buffer("table", table, persistent=False)
@@ -69,6 +80,40 @@ class WideNorms(nn.Module):
         }
 
 
+class HeadLayerNorms(nn.Module):
+    """Layer norms of each head of q and of k, with weights of their own, in plain torch."""
+
+    def __init__(self, shape: LayerShape, heads: HeadSplit, placement: Placement) -> None:
+        super().__init__()
+        self._shape, self._heads = shape, heads
+        self.q = placement.empty(heads.num_heads, shape.head_dim)
+        self.k = placement.empty(heads.num_kv_heads, shape.head_dim)
+
+    def forward(self, qkv: Tensor) -> None:
+        """Norm q and k in place; see WideNorms."""
+        start = 0
+        for weight in (self.q, self.k):
+            stop, size = start + weight.numel(), weight.shape[1]
+            x = qkv[:, start:stop].unflatten(-1, (-1, size))
+            normed = F.layer_norm(x.float(), (size,), eps=self._shape.rms_norm_eps)
+            x.copy_(normed * weight.float())
+            start = stop
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        found, split, whole = dict[str, Shard](), self._heads, slice(0, self._shape.head_dim)
+        held = slice(split.first_head, split.first_head + split.num_heads)
+        held_kv = slice(split.first_kv_head, split.first_kv_head + split.num_kv_heads)
+        for name, weight, part in (
+            ("q", self.q, Part(self._shape.num_heads, held)),
+            ("k", self.k, Part(self._shape.num_kv_heads, held_kv)),
+        ):
+            tensor, shape = f"{prefix}.{name}_norm.weight", (part.size, self._shape.head_dim)
+            for i, (there, here) in enumerate(self._shape.moved_rows or ((whole, whole),)):
+                dest = weight.detach()[:, here]
+                found[piece(tensor, str(i))] = Shard(dest, shape, (part.held, there))
+        return found
+
+
 class SelfAttention(nn.Module):
     """Projections, optional norms, rope and attention of one layer."""
 
@@ -101,7 +146,12 @@ class SelfAttention(nn.Module):
             self.q_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
             self.k_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
             self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
-        self.wide_norms = WideNorms((q, kv), eps, placement) if features.wide_qk_norm else None
+        self.wide_norms: WideNorms | HeadLayerNorms | None = None
+        if features.wide_qk_norm:
+            self.wide_norms = WideNorms((q, kv), eps, placement)
+        elif features.head_norm:
+            self.wide_norms = HeadLayerNorms(shape, heads, placement)
+        self.sinks = placement.empty(heads.num_heads) if features.sinks else None
         self._moved, self._fused = shape.moved_rows, features.fused_qkv
         assert not (self._moved or self._fused) or not (features.qk_norm or features.output_gate)
         self.rotary, self.layer_id = rotary, layer_id  # of the pool
@@ -144,6 +194,10 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             shards |= self.q_norm.shards(f"{prefix}.q_norm")
             shards |= self.k_norm.shards(f"{prefix}.k_norm")
+        if self.sinks is not None:
+            first = self._heads.first_head
+            part = Part(self._all_heads, slice(first, first + self._heads.num_heads))
+            shards |= stacked(self.sinks, {f"{prefix}.sinks": part})
         return shards
 
     def _by_head(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:

@@ -1,6 +1,7 @@
 """The decoder-only transformer that all served architectures are variants of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 
 from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet, rank_delta
-from worker.model.families import FAMILIES
+from worker.model.experts import Experts
+from worker.model.families import FAMILIES, Features
 from worker.model.layers import (
     ColumnParallelLinear,
+    LayerNorm,
     Placement,
     RMSNorm,
     RowParallelLinear,
@@ -20,12 +23,21 @@ from worker.model.layers import (
 )
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Part, Shard, joined, split_even, split_heads
+from worker.ops.norms import geglu, squared_relu
 from worker.recurrent.delta_net import DeltaState
 from worker.recurrent.delta_shape import DeltaShape
 
 
+def activation_of(name: str) -> Callable[[Tensor], Tensor] | None:
+    """Of a feed-forward, by its name in Features; None: silu, which has kernels of its own."""
+    return {"gelu_pytorch_tanh": geglu, "relu2": squared_relu}.get(name)
+
+
 class FeedForward(nn.Module):
-    """down(silu(gate(x)) · up(x)): [num_tokens, hidden_size] -> this rank's part of the sum."""
+    """down(silu(gate(x)) · up(x)), or with another activation.
+
+    [num_tokens, hidden_size] -> this rank's part of the sum.
+    """
 
     def __init__(self, shape: LayerShape, placement: Placement) -> None:
         super().__init__()
@@ -33,12 +45,18 @@ class FeedForward(nn.Module):
         held = split_even("intermediate_size", width, collective.rank, collective.size)
         part = Part(width, held)
         rows, bias = {"gate_proj": part, "up_proj": part}, shape.features.mlp_bias
+        if not shape.features.gated:
+            del rows["gate_proj"]
+        self._activation = activation_of(shape.features.activation)
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
         self._fused = shape.features.fused_gate_up
         assert not (self._fused and bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """rows: those of the step's tokens that these are; experts want to know."""
+        if self._activation is not None:
+            return self.down(self._activation(self.gate_up(hidden)))
         return self.down(self.gate_up.gated(hidden))
 
     def shards(self, prefix: str) -> dict[str, Shard]:
@@ -53,7 +71,17 @@ class FeedForward(nn.Module):
 ATTENTIONS: Mapping[str, type[SelfAttention]] = {"heads": SelfAttention}
 MIXERS = {False: "self_attn", True: "linear_attn"}  # name in the checkpoint; is it a delta net?
 MTP_PREFIXES = ("model.mtp_layers.", "mtp.")  # of a layer that drafts, in the same files
-FEED_FORWARDS: Mapping[str, type[FeedForward]] = {"dense": FeedForward}
+
+
+def norm_of(
+    features: Features, size: int, eps: float, placement: Placement, *, reduces: bool
+) -> RMSNorm:
+    """A norm of a layer, or the last one; see RMSNorm."""
+    options = {"centred": features.centred, "reduces": reduces}
+    if features.layer_norm:
+        options["bias"] = features.layer_norm == "biased"
+        return LayerNorm(size, eps, placement, **options)
+    return RMSNorm(size, eps, placement, **options)
 
 
 class DecoderLayer(nn.Module):
@@ -67,17 +95,19 @@ class DecoderLayer(nn.Module):
         placement: Placement,
         *,
         is_delta: bool = False,
+        is_sparse: bool = False,
     ) -> None:
-        """layer_id: of the pool. is_delta: has a gated delta net for its attention."""
+        """layer_id: of the pool. is_delta: has a gated delta net for its attention; is_sparse: has
+        experts for its feed-forward."""
         super().__init__()
         features, self._names = shape.features, shape.features.norms
         self._collective, self._scale = placement.collective, shape.scales.residual
+        self._parallel = features.parallel
 
         def norm(name: str, *, before: bool) -> RMSNorm | None:
-            size, eps, centred = shape.hidden_size, shape.rms_norm_eps, features.centred
+            size, eps = shape.hidden_size, shape.rms_norm_eps
             reduces = before and not self._names.attention_out
-            made = RMSNorm(size, eps, placement, centred=centred, reduces=reduces)
-            return made if name else None
+            return norm_of(features, size, eps, placement, reduces=reduces) if name else None
 
         self.input_norm = norm(self._names.attention_in, before=True) or Sum()
         self.attention_norm = norm(self._names.attention_out, before=False)
@@ -89,7 +119,15 @@ class DecoderLayer(nn.Module):
             self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
         self._mixer = MIXERS[is_delta]
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
-        self.feed_forward = FEED_FORWARDS[features.feed_forward](shape, placement)
+        self._block = "mlp"
+        self.feed_forward: FeedForward | Experts
+        if is_sparse:
+            assert isinstance(shape, ModelShape)
+            assert features.experts is not None
+            self.feed_forward = _experts(shape, placement)
+            self._block = features.experts.block
+        else:
+            self.feed_forward = FeedForward(shape, placement)
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
 
     def forward(
@@ -102,9 +140,12 @@ class DecoderLayer(nn.Module):
         their hidden states are returned; None: all. KV is stored and read of all tokens anyway.
         """
         hidden, residual = self.input_norm.reduce_add(part, residual)
+        if self._parallel:
+            part = self.feed_forward(selected(hidden, rows), rows)
+            return part.add_(self.attention(hidden, positions, rows)), selected(residual, rows)
         part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
         hidden, residual = self.post_norm.reduce_add(part, selected(residual, rows))
-        return self._leaving(self.feed_forward(hidden), self.feed_forward_norm), residual
+        return self._leaving(self.feed_forward(hidden, rows), self.feed_forward_norm), residual
 
     def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """What attention or feed-forward adds to the residual: scaled, or whole and normed."""
@@ -114,11 +155,20 @@ class DecoderLayer(nn.Module):
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         shards = self.attention.shards(f"{prefix}.{self._mixer}")
-        shards |= self.feed_forward.shards(f"{prefix}.mlp")
+        shards |= self.feed_forward.shards(f"{prefix}.{self._block}")
         norms = self.input_norm, self.attention_norm, self.post_norm, self.feed_forward_norm
         for name, norm in zip(self._names, norms, strict=True):
             shards |= {} if norm is None else norm.shards(f"{prefix}.{name}")
         return shards
+
+
+def _experts(shape: ModelShape, placement: Placement) -> Experts:
+    """Those of a layer, and the one that all tokens share."""
+    assert shape.experts is not None
+    width, shared = shape.experts.shared_width, None
+    if width:
+        shared = FeedForward(replace(shape, intermediate_size=width), placement)
+    return Experts(shape, placement, shared)
 
 
 class Taps:
@@ -153,7 +203,8 @@ class Decoder(nn.Module):
 
     # Tensors that some checkpoints carry and no forward pass needs.
     ignored_suffixes = (".rotary_emb.inv_freq",)
-    ignored_prefixes = (*MTP_PREFIXES, "model.visual.")  # the latter is what sees images
+    # What drafts, and what sees images.
+    ignored_prefixes = (*MTP_PREFIXES, "model.visual.", "vision_tower.", "multi_modal_projector.")
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
@@ -167,28 +218,34 @@ class Decoder(nn.Module):
             self.delta = rank_delta(shape.delta, self.collective.rank, self.collective.size)
         vocabulary = shape.vocab_size, shape.hidden_size, placement
         self.embedding = VocabParallelEmbedding(*vocabulary)
-        table = shape, shape.max_position_embeddings, placement.device
-        rotaries = {False: RotaryEmbedding(*table)}  # by whether a layer is still
-        if True in shape.is_still:
-            rotaries[True] = RotaryEmbedding(*table, turns=False)
-        is_still = shape.is_still or (False,) * shape.num_layers
+        ropes = [shape.rope(number) for number in range(shape.num_layers)]
+        tables = {
+            rope: RotaryEmbedding(shape, rope, shape.max_position_embeddings, placement.device)
+            for rope in dict.fromkeys(ropes)
+        }
         is_delta = shape.is_delta or (False,) * shape.num_layers
+        is_sparse = shape.is_sparse or (False,) * shape.num_layers
         self.layers = nn.ModuleList(
             DecoderLayer(
                 shape,
                 number - sum(is_delta[:number]),
-                rotaries[is_still[number]],
+                tables[ropes[number]],
                 placement,
                 is_delta=is_delta[number],
+                is_sparse=is_sparse[number],
             )
             for number in range(shape.num_layers)
         )
+        self.experts = [each for each in self.modules() if isinstance(each, Experts)]
         size, eps, features = shape.hidden_size, shape.rms_norm_eps, shape.features
         reduces = not features.norms.feed_forward_out
-        self.norm = RMSNorm(size, eps, placement, centred=features.centred, reduces=reduces)
+        self.norm = norm_of(features, size, eps, placement, reduces=reduces)
         tied = shape.tie_word_embeddings
         self.head = self.embedding if tied else VocabParallelEmbedding(*vocabulary)
-        self.head.divisor = shape.scales.logits
+        self.head.divisor, self.head.cap = shape.scales.logits, shape.scales.logits_cap
+        self._scale = shape.scales.embedding
+        if features.root_scale:
+            self._scale = torch.tensor(size**0.5, dtype=placement.dtype).item()
 
     def tap(self, layers: Sequence[int], max_tokens: int) -> Taps:
         """Keep the residual after each of `layers` in later steps of up to `max_tokens` tokens.
@@ -209,6 +266,11 @@ class Decoder(nn.Module):
         for net, state in zip(nets, states, strict=True):
             net.state = state
 
+    def pad_below(self, sink: int) -> None:
+        """Tokens whose KV goes to slots below `sink` are padding, in later steps: no expert's."""
+        for each in self.experts:
+            each.sink = sink
+
     @property
     def states(self) -> list[DeltaState]:
         """Those that are kept, layer by layer; without gated delta nets none."""
@@ -216,8 +278,14 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [num_tokens] i64 -> [num_tokens, hidden_size]."""
-        hidden, scale = self.embedding(input_ids), self.shape.scales.embedding
-        return hidden if scale == 1 else hidden * scale
+        hidden = self.embedding(input_ids)
+        return hidden if self._scale == 1 else hidden * self._scale
+
+    @property
+    def sinks(self) -> list[Tensor]:
+        """Of each layer [num_heads of this rank], where layers have them."""
+        made = [each.sinks for each in self.modules() if isinstance(each, SelfAttention)]
+        return [each for each in made if each is not None]
 
     def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """All layers and the final norm, within a forward_context(): [num_tokens, hidden_size].
@@ -249,4 +317,5 @@ class Decoder(nn.Module):
     def ignores(self, name: str) -> bool:
         tied_head = self.head is self.embedding and name == "lm_head.weight"
         ignored = name.startswith(self.ignored_prefixes) or name.endswith(self.ignored_suffixes)
-        return tied_head or ignored
+        is_elsewhere = any(each.is_elsewhere(name) for each in self.experts[:1])  # as in all layers
+        return tied_head or ignored or is_elsewhere

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 class NormNames(NamedTuple):
@@ -14,6 +14,15 @@ class NormNames(NamedTuple):
     feed_forward_out: str = ""
 
 
+class ExpertNames(NamedTuple):
+    """A layer's experts in the checkpoint."""
+
+    block: str  # what stands in the place of `mlp`
+    gate: str
+    up: str
+    down: str
+
+
 @dataclass(frozen=True, slots=True)
 class Features:
     """What a model's layers are made of, beyond their sizes."""
@@ -22,7 +31,7 @@ class Features:
     output_bias: bool = False  # of the attention's output projection
     qk_norm: bool = False  # RMSNorm of each head's q and k, before rope
     attention: Literal["heads"] = "heads"
-    feed_forward: Literal["dense"] = "dense"
+    experts: ExpertNames | None = None  # None: every feed-forward is dense
     output_gate: bool = False  # attention's output times the sigmoid of a projection
     centred: bool = False  # norms store their weight minus 1
     # Where gated delta nets stand beside attention: how their input projections are stored, each of
@@ -34,6 +43,13 @@ class Features:
     fused_qkv: bool = False  # q, k and v are one tensor of the checkpoint, qkv_proj
     fused_gate_up: bool = False  # gate_up_proj
     norms: NormNames = NormNames()  # noqa: RUF009 - immutable
+    layer_norm: Literal["", "plain", "biased"] = ""  # LayerNorms stand where others have RMSNorm
+    head_norm: bool = False  # LayerNorm of each head of q and k, each with weights of its own
+    parallel: bool = False  # the feed-forward takes what attention takes, and their sum is added
+    activation: Literal["silu", "gelu_pytorch_tanh", "relu2"] = "silu"
+    gated: bool = True  # the feed-forward is down(act(gate(x)) · up(x)); else down(act(up(x)))
+    root_scale: bool = False  # embedded tokens times √hidden_size, rounded to their dtype
+    sinks: bool = False  # a logit of each head that takes weight, but has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,18 +63,19 @@ class Family:
     unless_said: tuple[str, ...] = ()  # flags that are true where config.json has none
     # Which part of a head is rotated where config.json is silent; None: always the whole.
     rotary: float | None = None
-    has_still_layers: bool = False  # `no_rope_layers`
-    scales: bool = False  # `embedding_multiplier` and the like
-    # `sliding_window` alone makes one, if absent of so many tokens (0: none); None: it needs
-    # `use_sliding_window`, or none is ever made.
-    window: int | None = None
-    # The text model of several: config.json has it in `text_config`, the checkpoint below `prefix`.
-    nested: bool = False
-
-    @property
-    def prefix(self) -> str:
-        """Of the layers' tensors."""
-        return "model.language_model" if self.nested else "model"
+    # Layers without rope: those that `no_rope_layers` names, or all without a window.
+    still: Literal["", "listed", "global"] = ""
+    scales: Literal["", "granite", "gemma2", "gemma3", "cohere"] = (
+        ""  # whose fields say what is multiplied
+    )
+    # Layers with a window of `sliding_window` tokens where `layer_types` is absent: "flag": as
+    # `use_sliding_window` and `max_window_layers` say, n: all but each nth.
+    windows: Literal["", "flag", "all"] | int = ""
+    local_theta: str = ""  # the field of rope's base in layers with a window; "": as in all others
+    eps: str = "rms_norm_eps"
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])  # of absent fields
+    nested: bool = False  # the text model of several: config.json has it in `text_config`
+    prefix: str = "model"  # of the layers' tensors
 
     def features(self, true: Collection[str]) -> Features:
         """Those of a model of which these flags are true."""
@@ -75,34 +92,130 @@ GLM_BIAS = QKV, ("attention_bias",)
 SANDWICH = NormNames(
     attention_out="post_self_attn_layernorm", feed_forward_out="post_mlp_layernorm"
 )
+MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
 QWEN_3_5 = "Qwen3.5 (dense, text)"
+QWEN_3_5_MOE: dict[str, Any] = {
+    "models": "Qwen3.5 MoE (text)", "layers": replace(HYBRID, experts=MLP_EXPERTS), "flags": BIASES,
+    "rotary": 0.25, "defaults": {"intermediate_size": 512},  # no layer is dense
+}  # fmt: skip
+COMMAND_R: dict[str, Any] = {
+    "scales": "cohere", "eps": "layer_norm_eps",
+    "defaults": {
+        "layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+COHERE = Features(
+    interleaved=True, layer_norm="plain", parallel=True,
+    norms=NormNames(feed_forward_in=""),
+)  # fmt: skip
+GEMMA = Features(
+    centred=True, activation="gelu_pytorch_tanh", root_scale=True,
+    norms=NormNames(
+        attention_out="post_attention_layernorm", feed_forward_in="pre_feedforward_layernorm",
+        feed_forward_out="post_feedforward_layernorm",
+    ),
+)  # fmt: skip
+GEMMA_DEFAULTS: dict[str, Any] = {
+    "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
+    "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "eos_token_id": 1,
+}  # fmt: skip
+GEMMA_3: dict[str, Any] = {
+    "flags": BIASES, "scales": "gemma3", "windows": 6, "local_theta": "rope_local_base_freq",
+    "defaults": GEMMA_DEFAULTS | {
+        "rope_theta": 1e6, "max_position_embeddings": 131_072, "vocab_size": 262_208,
+    },
+}  # fmt: skip
 
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
+    "Cohere2ForCausalLM": Family(
+        "Command-R7B and A",
+        COHERE,
+        BIASES,
+        still="global",
+        windows=4,
+        **COMMAND_R | {"defaults": COMMAND_R["defaults"] | {"sliding_window": 4096}},
+    ),
+    "CohereForCausalLM": Family(
+        "Command-R", COHERE, BIASES | {"head_norm": "use_qk_norm"}, **COMMAND_R
+    ),
+    "Exaone4ForCausalLM": Family(
+        "EXAONE 4",
+        Features(qk_norm=True, norms=OUTER),
+        still="global",
+        windows=4,
+        defaults={"sliding_window": 4096},
+    ),
+    "Gemma2ForCausalLM": Family(
+        "Gemma 2",
+        GEMMA,
+        BIASES,
+        scales="gemma2",
+        windows=2,
+        defaults=GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma3ForCausalLM": Family("Gemma 3 (text)", replace(GEMMA, qk_norm=True), **GEMMA_3),
+    "Gemma3ForConditionalGeneration": Family(
+        "Gemma 3 (text)",
+        replace(GEMMA, qk_norm=True),
+        nested=True,
+        prefix="language_model.model",
+        **GEMMA_3,
+    ),
     "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), *GLM_BIAS, rotary=0.5),
     "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, *GLM_BIAS, rotary=0.5),
-    "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales=True),
+    "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales="granite"),
     # `qk_norm` is a field of derived checkpoints.
     "LlamaForCausalLM": Family("Llama 2 and 3", flags=ALL_BIASES | {"qk_norm": "qk_norm"}),
-    "MiMoForCausalLM": Family("MiMo-7B", Features(qkv_bias=True)),  # Qwen2's, and one that drafts
-    "MinistralForCausalLM": Family("Ministral", window=4096),
-    "MistralForCausalLM": Family("Mistral", window=4096),
-    "Olmo2ForCausalLM": Family("OLMo 2", Features(wide_qk_norm=True, norms=OUTER), BIASES),
-    "Phi3ForCausalLM": Family(
-        "Phi-3 and Phi-4", Features(fused_qkv=True, fused_gate_up=True), rotary=1.0, window=0
+    # Qwen2's layers, and one that drafts.
+    "MiMoForCausalLM": Family("MiMo-7B", Features(qkv_bias=True), windows="flag"),
+    "MinistralForCausalLM": Family("Ministral", windows="all", defaults={"sliding_window": 4096}),
+    "MistralForCausalLM": Family("Mistral", windows="all", defaults={"sliding_window": 4096}),
+    "MixtralForCausalLM": Family("Mixtral", Features(experts=MIXTRAL), windows="all"),
+    "NemotronForCausalLM": Family(
+        "Nemotron (dense)",
+        Features(layer_norm="biased", centred=True, activation="relu2", gated=False),
+        ALL_BIASES,
+        rotary=0.5,
+        eps="norm_eps",
+        defaults={"norm_eps": 1e-5},
     ),
-    "Qwen2ForCausalLM": Family("Qwen2.5", Features(qkv_bias=True)),  # config.json does not say so
-    "Qwen3ForCausalLM": Family("Qwen3", QK_NORM, BIASES),
+    "Olmo2ForCausalLM": Family("OLMo 2", Features(wide_qk_norm=True, norms=OUTER), BIASES),
+    "Olmo3ForCausalLM": Family(
+        "OLMo 3",
+        Features(wide_qk_norm=True, norms=OUTER),
+        BIASES,
+        windows=4,
+        local_theta="rope_theta",
+        defaults={"rope_theta": 5e5, "sliding_window": 4096},
+    ),
+    "Phi3ForCausalLM": Family(
+        "Phi-3 and Phi-4", Features(fused_qkv=True, fused_gate_up=True), rotary=1.0, windows="all"
+    ),
+    # config.json does not say that there is a bias.
+    "Qwen2ForCausalLM": Family("Qwen2.5", Features(qkv_bias=True), windows="flag"),
+    "Qwen3ForCausalLM": Family("Qwen3", QK_NORM, BIASES, windows="flag"),
+    "Qwen3MoeForCausalLM": Family("Qwen3 MoE", replace(QK_NORM, experts=MLP_EXPERTS), BIASES),
     "Qwen3NextForCausalLM": Family(
-        "Qwen3-Next (dense)", replace(HYBRID, delta="by_key_head"), BIASES, rotary=0.25
+        "Qwen3-Next",
+        replace(HYBRID, delta="by_key_head", experts=MLP_EXPERTS),
+        BIASES,
+        rotary=0.25,
+    ),
+    "Qwen3_5MoeForCausalLM": Family(**QWEN_3_5_MOE),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        **QWEN_3_5_MOE, nested=True, prefix="model.language_model"
     ),
     "Qwen3_5ForCausalLM": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25),
-    "Qwen3_5ForConditionalGeneration": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25, nested=True),
+    "Qwen3_5ForConditionalGeneration": Family(
+        QWEN_3_5, HYBRID, BIASES, rotary=0.25, nested=True, prefix="model.language_model"
+    ),
     "SeedOssForCausalLM": Family(
         "Seed-OSS", Features(), ALL_BIASES | {"output_bias": "attention_out_bias"}, GLM_BIAS[1]
     ),
-    "SmolLM3ForCausalLM": Family("SmolLM3", flags=ALL_BIASES, has_still_layers=True),
+    "SmolLM3ForCausalLM": Family("SmolLM3", flags=ALL_BIASES, still="listed"),
 }
 
 

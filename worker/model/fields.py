@@ -63,6 +63,10 @@ class Fields:
         value = self._read([field], {}, "an object", lambda value: isinstance(value, dict))
         return Fields(self.path, value, f"{self.prefix}{field}.")
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> "Fields":
+        """The same, with a value for each of these that is absent; null stays null."""
+        return Fields(self.path, {**defaults, **self.values}, self.prefix)
+
     def choice(self, field: str, supported: tuple[Any, ...]) -> None:
         """Refuse a field that is none of `supported`; it may be absent."""
         if (value := self.get(field)) is not None and value not in supported:

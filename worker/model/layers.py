@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker.experts.shape import Division
 from worker.model.shard import Part, Shard, all_of, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
@@ -25,6 +26,7 @@ class Placement:
     collective: Collective
     dtype: torch.dtype
     device: torch.device
+    experts: Division = "auto"  # how layers of experts are divided
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight without gradient, of the model's dtype; the loader fills it."""
@@ -194,6 +196,46 @@ class RMSNorm(nn.Module):
         return {f"{prefix}.weight": whole(self.weight, self._plus)}
 
 
+class LayerNorm(RMSNorm):
+    """Ba et al., "Layer Normalization" (arXiv:1607.06450), in plain torch; see RMSNorm."""
+
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        placement: Placement,
+        *,
+        centred: bool = False,
+        reduces: bool = True,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(size, eps, placement, reduces=reduces)
+        self._plus = float(centred)  # rounded to the weight's dtype, as transformers does
+        self.bias = placement.empty(size) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return self(part), part
+        part = self._collective.all_reduce(part) if self._reduces else part
+        total = added(part, residual, self.tap)
+        return self(total), total
+
+    def shards(self, prefix: str) -> dict[str, Shard]:
+        bias = {} if self.bias is None else {f"{prefix}.bias": whole(self.bias)}
+        return super().shards(prefix) | bias
+
+
+def added(part: Tensor, residual: Tensor, tap: Tensor | None) -> Tensor:
+    """Their sum, in plain torch, kept in `tap` if there is one."""
+    total = torch.add(part, residual)
+    if tap is not None:
+        tap[: len(part)] = total
+    return total
+
+
 class Sum(nn.Module):
     """Stands where a layer has no norm: what is there taken is the residual itself.
 
@@ -208,9 +250,7 @@ class Sum(nn.Module):
         """(new residual, new residual); see RMSNorm."""
         if residual is None:
             return part, part
-        total = torch.add(part, residual)
-        if self.tap is not None:
-            self.tap[: len(part)] = total
+        total = added(part, residual, self.tap)
         return total, total
 
     def shards(self, prefix: str) -> dict[str, Shard]:
@@ -234,7 +274,7 @@ class VocabParallelEmbedding(nn.Module):
         self.stop = min(self.start + rows, vocab_size)
         self.weight = placement.empty(rows, hidden_size)
         self.weight.zero_()
-        self.divisor = 1.0  # of logits
+        self.divisor, self.cap = 1.0, 0.0  # of logits; see Scales
         # The ids whose logits this rank computes, before any gather; None: all ids.
         self.part: VocabPart | None = None
         if collective.size > 1:
@@ -266,6 +306,8 @@ class VocabParallelEmbedding(nn.Module):
         part = product(hidden, self.weight)
         if self.divisor != 1:
             part = part.div_(self.divisor)
+        if self.cap:
+            part = part.div_(self.cap).tanh_().mul_(self.cap)
         if not whole or self._collective.size == 1:
             return part[:, : self.stop - self.start]
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]

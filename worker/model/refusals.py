@@ -8,13 +8,16 @@ from worker.model.fields import Fields
 
 # Models that are served, by the architecture of their files.
 QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
-MISTRAL, OLMO, PHI = (
+SPARSE = "Qwen/Qwen3-30B-A3B"
+MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
-    "microsoft/phi-4",
+    *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
 ADVISED = {
+    SPARSE: "Qwen3MoeForCausalLM",
     QWEN: "Qwen3ForCausalLM", HYBRID: "Qwen3_5ForConditionalGeneration", LLAMA: "LlamaForCausalLM",
     MISTRAL: "MistralForCausalLM", OLMO: "Olmo2ForCausalLM", PHI: "Phi3ForCausalLM",
+    GEMMA: "Gemma3ForCausalLM",
 }  # fmt: skip
 READ = "kvlane reads bf16, f16 and f32 safetensors"
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
@@ -30,16 +33,20 @@ NEEDED: dict[str, tuple[str, str]] = {
         "latent attention (MLA), most of them experts too",
         f"{DENSE}; the distilled DeepSeek-R1 models are Llama and Qwen2, which are served",
     ),
-    "Moe|MoE|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": ("layers of experts", DENSE),
+    "Moe|MoE|moe|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": (
+        "experts of another form than Mixtral's or Qwen3's", f"take {SPARSE}, or {DENSE[5:]}",
+    ),
     "ConditionalGeneration|VL|Vision|ImageText|Llava|Phi4MM|Phi3V|Omni|Audio|Whisper": (
         "images, sound or an encoder beside the text",
         f"take a model of text alone, as {QWEN}, or {HYBRID}, of which the text is served",
     ),
-    "Gemma": ("gelu gates, scaled embeddings, and soft caps or sliding windows", DENSE),
-    "Olmo3|Exaone4|Cohere2|Step3|Afmoe": (
-        "sliding windows in some layers", f"take a model without, as {OLMO} or {MISTRAL}",
+    "Gemma": (
+        "what Gemma 2 and 3 have not", f"take one of those, as {GEMMA}, or a dense {MISTRAL}"
     ),
-    "Cohere|Nemotron|Starcoder|GPT|Falcon|Bloom|MPT|Mpt|OPT|StableLm|Persimmon|^PhiFor|^OlmoFor": (
+    "Step3|Afmoe": (
+        "gates of its own beside sliding windows", f"take a model without, as {OLMO}",
+    ),
+    "Starcoder|GPT|Falcon|Bloom|MPT|Mpt|OPT|StableLm|Persimmon|^PhiFor|^OlmoFor": (
         "LayerNorm, or a feed-forward without a gate",
         f"take a model with RMSNorm and SwiGLU, as {PHI} or {QWEN}",
     ),
@@ -65,6 +72,14 @@ def unknown_architecture(fields: Fields, name: str, supported: str) -> Unsupport
             return fields.unsupported(field, f"{text}; supported: {supported}")
     text = f"{name!r} is not supported; take a model of an architecture that is: {supported}"
     return fields.unsupported(field, text)
+
+
+def window_remedy(window: int) -> str:
+    """What can be done about layers that see so many keys only."""
+    if not window:
+        return f"; {DENSE}"
+    reason = "a window hides nothing in texts no longer than itself"
+    return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
 
 
 def quantized(fields: Fields) -> Unsupported:

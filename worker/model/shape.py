@@ -1,23 +1,21 @@
 """A Hugging Face model directory's configuration, read into one checked record."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from worker.experts.shape import ExpertShape
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
 from worker.model.refusals import DENSE, quantized, unknown_architecture
-from worker.model.rope_fields import PLAIN, ROPE_TYPES, read_rope
+from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
+from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
+from worker.ops.mask import KEY_BLOCK, KeyMask
 from worker.ops.scaling import RopeScaling
 from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape
 
-FULL, LINEAR, SLIDING = (
-    "full_attention",
-    "linear_attention",
-    "sliding_attention",
-)  # in `layer_types`
 DTYPES = ("float32", "bfloat16", "float16")
+NOBODYS = Family("")  # what holds for drafters
 
 
 class Scales(NamedTuple):
@@ -27,6 +25,8 @@ class Scales(NamedTuple):
     residual: float = 1.0  # of what attention and feed-forward add to it
     logits: float = 1.0  # they are divided by it
     attention: float | None = None  # of its scores; None: head_dim^-0.5
+    attention_cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
+    logits_cap: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,11 @@ class LayerShape:
     def features(self) -> Features:
         """What the layers are made of."""
         raise NotImplementedError
+
+    @property
+    def rope_of_most(self) -> Rope:
+        """How all layers turn that are not told otherwise."""
+        return Rope(self.rope_theta, self.rope_scaling, None)
 
     @property
     def attention_scale(self) -> float:
@@ -94,6 +99,11 @@ class ModelShape(LayerShape):
     is_delta: tuple[bool, ...] = ()
     delta: DeltaShape | None = None
     is_still: tuple[bool, ...] = ()  # which layers have no rope; (): none
+    windows: tuple[int, ...] = ()  # keys that a layer's tokens see, 0: all; (): no layer has one
+    local_rope: Rope | None = None  # of layers with a window; None: as of the others
+    # Which layers have experts in the place of a feed-forward; (): none.
+    is_sparse: tuple[bool, ...] = ()
+    experts: ExpertShape | None = None
 
     def served(self, max_len: int | str) -> "ModelShape":
         """For requests of up to `max_len` tokens; another text than a number: of any length.
@@ -107,6 +117,27 @@ class ModelShape(LayerShape):
             return self
         is_long = max_len > scaling.original_max_position_embeddings
         return replace(self, rope_scaling=replace(scaling, is_long=is_long))
+
+    @property
+    def masks(self) -> tuple[KeyMask, ...]:
+        """Which keys the tokens see, of each layer with keys; (): all."""
+        longest = self.max_position_embeddings
+        seen = [window if window < longest else 0 for window in self.windows]
+        return tuple(KeyMask(window=x or None) for x in seen) if any(seen) else ()
+
+    @property
+    def span(self) -> int:
+        """So many tokens before its end are read of a text, by kernels in whole blocks; 0: all."""
+        widest = [mask.window or 0 for mask in self.masks]
+        return max(widest) + KEY_BLOCK - 1 if all(widest) and widest else 0
+
+    def rope(self, layer: int) -> Rope | None:
+        """How this layer turns; None: it has no rope."""
+        if self.is_still and self.is_still[layer]:
+            return None
+        if self.local_rope is not None and self.windows and self.windows[layer]:
+            return self.local_rope
+        return self.rope_of_most
 
     @property
     def grain(self) -> int:
@@ -136,24 +167,31 @@ def read_model_shape(path: Path) -> ModelShape:
     if architecture not in FAMILIES:
         raise unknown_architecture(fields, architecture, ", ".join(sorted(FAMILIES)))
     family = FAMILIES[architecture]
+    outer = fields = fields.with_defaults(family.defaults)
     if family.nested:
-        fields = fields.inner("text_config")
-    refuse_what_we_cannot_compute(fields, layers=bool(family.layers.delta), family=family)
+        fields = fields.inner("text_config").with_defaults(family.defaults)
+    refuse_what_we_cannot_compute(fields, family)
+    windows = () if family.layers.delta else read_windows(fields, family)
     asked = sorted({*family.flags.values()})
     generation = path / "generation_config.json"
     generates = read_fields(generation) if generation.exists() else Fields(generation, {})
     return ModelShape(
         architecture=architecture,
-        **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES),
+        **read_layer_shape(fields, rotary=family.rotary, rope_types=ROPE_TYPES, eps=family.eps),
         **(_read_delta(fields) if family.layers.delta else {}),
+        **(_read_experts(fields, family) if family.layers.experts else {}),
         num_layers=fields.integer("num_hidden_layers"),
         vocab_size=fields.integer("vocab_size"),
         tie_word_embeddings=(outer if family.nested else fields).flag("tie_word_embeddings"),
         flags=tuple(x for x in asked if fields.flag(x, default=x in family.unless_said)),
-        scales=_read_scales(fields) if family.scales else Scales(),
-        is_still=_read_still(fields) if family.has_still_layers else (),
+        scales=_read_scales(fields, family.scales),
+        is_still=_read_still(fields, family, windows),
+        windows=windows,
+        local_rope=(
+            read_local_rope(fields, SLIDING, family.local_theta) if family.local_theta else None
+        ),
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        eos_token_ids=_eos_token_ids(fields, generates),
+        eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 
@@ -166,47 +204,19 @@ def read_architecture(fields: Fields) -> str:
     return names[0]
 
 
-def refuse_what_we_cannot_compute(
-    fields: Fields, *, layers: bool = False, family: Family | None = None
-) -> None:
-    """Refuse what no layer of ours has, whatever the architecture.
-
-    layers: whoever calls has layers of several types, and reads the fields of those itself.
-    family: of a model; None: of a drafter.
-    """
-    longest = fields.integer("max_position_embeddings") if family else 0
-    window = fields.integer("sliding_window", default=0, least=0)
-    sees_all = 0 < longest <= window
-    if not layers:
-        layer_types = fields.get("layer_types")
-        known = {FULL, SLIDING} if sees_all else {FULL}
-        if others := set(layer_types or ()) - known:
-            problem = f"layers of type {', '.join(sorted(others))}"
-            raise fields.unsupported("layer_types", problem + _remedy(window, others))
-        if layer_types is None and fields.flag("use_sliding_window") and not sees_all:
-            problem = "sliding-window attention" + _remedy(window)
-            raise fields.unsupported("use_sliding_window", problem)
-    if family is not None and family.window is not None and not sees_all:
-        # Null says that there is none, and an absent field what transformers takes it for.
-        if "sliding_window" not in fields.values:
-            window = family.window
-        if 0 < window < longest:
-            problem = f"attention to the last {window} tokens" + _remedy(window)
-            raise fields.unsupported("sliding_window", problem)
-    if fields.get("hidden_act") not in (None, "silu"):
-        raise fields.unsupported("hidden_act", f"{fields.get('hidden_act')!r}; supported: silu")
-    if fields.flag("mlp_bias") and (family is None or "mlp_bias" not in family.flags):
+def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> None:
+    """Refuse what no layer of ours has, of a family or a drafter."""
+    activation = family.layers.activation
+    for name in ("hidden_act", "hidden_activation"):
+        if fields.get(name) not in (None, activation):
+            problem = f"{fields.get(name)!r}; supported: {activation}"
+            raise fields.unsupported(name, problem)
+    if fields.flag("mlp_bias") and "mlp_bias" not in family.flags:
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
+    if fields.flag("use_bidirectional_attention"):
+        raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
     if fields.get("quantization_config") is not None:
         raise quantized(fields)
-
-
-def _remedy(window: int, kinds: Collection[str] = (SLIDING,)) -> str:
-    """What can be done about layers of these kinds."""
-    if set(kinds) != {SLIDING} or not window:
-        return f"; {DENSE}"
-    reason = "a window hides nothing in texts no longer than itself"
-    return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
 
 
 def _read_delta(fields: Fields) -> dict[str, Any]:
@@ -220,9 +230,6 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
         raise fields.error("layer_types", problem)
     if FULL not in kinds:
         raise fields.unsupported("layer_types", "no layer with attention")
-    dense = fields.integers("mlp_only_layers")
-    if fields.integer("num_experts", default=0, least=0) and len(set(dense)) < num_layers:
-        raise fields.unsupported("num_experts", f"layers of experts; {DENSE}")
     fields.choice("linear_conv_kernel_dim", (TAPS,))
     fields.choice("attn_output_gate", (True,))
     key_heads = fields.integer("linear_num_key_heads", default=16)
@@ -239,14 +246,53 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
     return {"is_delta": tuple(kind == LINEAR for kind in kinds), "delta": delta}
 
 
-def _read_scales(fields: Fields) -> Scales:
-    """Granite's, by the names of its config.json."""
-    names = "embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier"
-    return Scales(*(fields.number(name, default=1.0) for name in names))
+def _read_experts(fields: Fields, family: Family) -> dict[str, Any]:
+    """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
+    num_layers, places = fields.integer("num_hidden_layers"), ("num_experts", "num_local_experts")
+    num_experts = fields.integer(*places, default=0, least=0)
+    dense = set(fields.integers("mlp_only_layers"))
+    step = fields.integer("decoder_sparse_step", default=1)
+    is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
+    if not num_experts or not any(is_sparse):
+        return {}
+    own, top_k = fields.get("moe_intermediate_size"), fields.integer("num_experts_per_tok")
+    if top_k > num_experts:
+        problem = f"{top_k} is more than {places[0]} {num_experts}"
+        raise fields.error("num_experts_per_tok", problem)
+    fields.choice("hidden_act", ("silu",))
+    delta = bool(family.layers.delta)
+    experts = ExpertShape(
+        num_experts,
+        top_k,
+        fields.integer("intermediate_size" if own is None else "moe_intermediate_size"),
+        renormalizes=own is None or fields.flag("norm_topk_prob", default=delta),
+        shared_width=fields.integer("shared_expert_intermediate_size") if delta else 0,
+    )
+    return {"is_sparse": is_sparse, "experts": experts}
 
 
-def _read_still(fields: Fields) -> tuple[bool, ...]:
-    """SmolLM3's: `no_rope_layers` is 0 for layers without rope."""
+def _read_scales(fields: Fields, whose: str) -> Scales:
+    """By the names of their config.json."""
+    if whose == "granite":
+        names = "embedding_multiplier", "residual_multiplier", "logits_scaling"
+        names = *names, "attention_multiplier"
+        return Scales(*(fields.number(name, default=1.0) for name in names))
+    if whose == "cohere":
+        return Scales(logits=1 / fields.number("logit_scale"))
+    if not whose:
+        return Scales()
+    cap = fields.number("attn_logit_softcapping", default=0.0)
+    return Scales(
+        attention=fields.number("query_pre_attn_scalar") ** -0.5,
+        attention_cap=cap if whose == "gemma2" else 0.0,  # transformers has it, and leaves it out
+        logits_cap=fields.number("final_logit_softcapping", default=0.0),
+    )
+
+
+def _read_still(fields: Fields, family: Family, windows: tuple[int, ...]) -> tuple[bool, ...]:
+    """Which layers have no rope; SmolLM3's `no_rope_layers` is 0 for them."""
+    if family.still != "listed":
+        return tuple(not each for each in windows) if family.still else ()
     count, turned = fields.integer("num_hidden_layers"), fields.integers("no_rope_layers")
     interval = fields.integer("no_rope_layer_interval", default=4)
     turned = turned or [(i + 1) % interval for i in range(count)]
@@ -256,11 +302,16 @@ def _read_still(fields: Fields) -> tuple[bool, ...]:
 
 
 def read_layer_shape(
-    fields: Fields, *, rotary: float | None = None, rope_types: tuple[str, ...] = PLAIN
+    fields: Fields,
+    *,
+    rotary: float | None = None,
+    rope_types: tuple[str, ...] = PLAIN,
+    eps: str = "rms_norm_eps",
 ) -> dict[str, Any]:
     """The fields of a LayerShape but for its architecture and its vocabulary.
 
     rotary: which part of each head is rotated unless the file says; None: always the whole.
+    eps: the field of norms' eps.
     """
     hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     num_kv_heads = fields.integer("num_key_value_heads", default=num_heads)
@@ -269,7 +320,7 @@ def read_layer_shape(
     head_dim = fields.integer("head_dim", default=max(1, hidden_size // num_heads))
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary embedding, not {head_dim}")
-    rope = read_rope(fields, rope_types)
+    rope = read_rope(fields, rope_types, FULL)
     factor = (rotary or 1.0) if rope.part is None else rope.part
     rotary_dim = int(head_dim * factor) // 2 * 2
     if rotary is None and factor != 1:
@@ -285,7 +336,7 @@ def read_layer_shape(
         "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "intermediate_size": fields.integer("intermediate_size"),
-        "rms_norm_eps": fields.number("rms_norm_eps", default=1e-6),
+        "rms_norm_eps": fields.number(eps, default=1e-6),
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,
         "rotary_dim": rotary_dim,

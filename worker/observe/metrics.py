@@ -72,7 +72,8 @@ stage = _declare("histogram", STAGE_BUCKETS)
 # Of every process that has a wire, and what counts for it.
 WIRE_REFUSED = reading(
     "wire_refused",
-    "Frames that are not ours or not their sender's; connections with no member's key",
+    "Frames that are not ours or not their sender's; connections with no member's key; messages of "
+    "members about what is another's",
     "what",
 )
 
@@ -82,12 +83,14 @@ class Refused(Protocol):
 
     num_frames: int
     num_connections: int
+    num_messages: int
 
 
 def watch_wire(series: Callable[[str], Gauge], refused: Refused) -> None:
     """Have WIRE_REFUSED read these counts when it is scraped."""
     series("frame").set_function(lambda: refused.num_frames)
     series("connection").set_function(lambda: refused.num_connections)
+    series("message").set_function(lambda: refused.num_messages)
 
 
 class _Readings(Gauge):
@@ -216,6 +219,15 @@ class WorkerMetrics(Families):
     pages = gauge("kv_pages", "KV pages by state", "state")
     usage = gauge("kv_cache_usage_ratio", "Share of KV pages in use or promised, 0 to 1")
     slots = gauge("state_slots", "Slots of recurrent states, if the model has any", "state")
+    moe_layer_steps = reading("moe_layer_steps", "Layers of experts computed, over all steps")
+    moe_distinct_experts = reading(
+        "moe_distinct_experts", "Experts of this rank that had tokens, summed over those layers"
+    )
+    moe_busiest_share = gauge(
+        "moe_busiest_share",
+        "Share of tokens that the busiest expert of a layer has had, the mean of layers; 1 / "
+        "experts if they are even",
+    )
     leases = gauge("leases", "Transfers under way, each with a lease")
     bucket_seconds = gauge(
         "graph_bucket_seconds", "One step as measured at the start", "kind", "rows", "path"

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields
 
 from worker.errors import UserError
 
+KEY_BLOCK = 128  # the most keys that a kernel reads at a time, from a multiple of their number on
+
 
 @dataclass(frozen=True, slots=True)
 class KeyMask:

@@ -1,4 +1,4 @@
-"""RMS norms, alone and fused with what stands before them, and SwiGLU."""
+"""RMS norms, alone and fused with what stands before them, and what feed-forwards activate with."""
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +71,17 @@ def swiglu_ref(gate_up: Tensor) -> Tensor:
 
 
 swiglu = op(swiglu_ref)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) · up, gelu by tanh, in plain torch; arguments and result as of swiglu."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """relu(x)², in plain torch; So et al., "Primer" (arXiv:2109.08668)."""
+    return F.relu(x).square()
 
 
 def sigmoid_gate_ref(x: Tensor, gate: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from worker.errors import PeerLost, UserError
 from worker.peers.base import Collective
+from worker.peers.deaf import deafen, with_listener
 from worker.peers.rank_group import TIMEOUT_S, open_store
 from worker.peers.rendezvous import own_address
 
@@ -25,13 +26,17 @@ class GlooCollective(Collective):
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._timeout = timedelta(seconds=TIMEOUT_S)
-        options._devices = [gloo.create_device(hostname=own_address(init_method))]
+        address = own_address(init_method)
+        device, listener = with_listener(lambda: gloo.create_device(address, lazy_init=False))
+        options._devices = [device]
         self._lost = ""
         self._store: Any = open_store("gloo", rank, size, init_method)
         try:
             self._group: Any = gloo(self._store, rank, size, options)
         except RuntimeError as e:
             raise PeerLost(f"gloo rank {rank} of {size}: no group at {init_method}: {e}") from e
+        if listener is not None:
+            deafen(listener)  # all ranks are connected
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._wait(self._group.allreduce([x]))

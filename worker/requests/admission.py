@@ -35,6 +35,8 @@ class Admission:
         self._me = me
         self._engine = engine
         self._scheduler = scheduler
+        config = engine.config.engine
+        self.max_reqs = int(config.max_num_reqs) + config.max_waiting
         shape = engine.shape
         path = engine.config.model.directory
         self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, wake)
@@ -47,10 +49,9 @@ class Admission:
             UserError: this model or this pool can never serve it.
             Busy: there is no room now, or the worker drains.
         """
-        config = self._engine.config.engine
         if self.draining:
             raise Busy("the worker is draining", BUSY_RETRY_S)
-        if num_reqs >= int(config.max_num_reqs) + config.max_waiting:
+        if num_reqs >= self.max_reqs:
             raise Busy("too many requests", BUSY_RETRY_S)
         self._check(message)  # looks at every token, so it comes after the checks of load
         tracer = self._engine.tracer

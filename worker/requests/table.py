@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Callable
 
 from worker.api import (
     Abort,
@@ -17,9 +16,10 @@ from worker.api import (
 )
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
-from worker.requests.admission import DEADLINE_GRACE_S, Admission
+from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
+from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
-from worker.requests.replies import Key, Last, Replies
+from worker.requests.replies import Last, Replies
 from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req, finish_reason
@@ -44,10 +44,7 @@ class Requests:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
         self.admission = Admission(thread.me, engine, scheduler, inbound, thread.wake)
-        # Requests that are not admitted yet, and when they came. They hold no pages. `siblings` are
-        # further choices (n > 1) that wait for the first one's prompt, others for their grammar.
-        self.siblings: dict[Key, tuple[Generate, float]] = {}
-        self.compiling: dict[Key, tuple[Generate, float]] = {}
+        self.deferred = Deferred(self.admission, self.reqs)
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self.kept = KeptAnswers()
         self._engine, self._thread = engine, thread
@@ -59,15 +56,13 @@ class Requests:
     ) -> None:
         """Admit a request, or refuse it; waited_for: the stage in which it was deferred."""
         key = message.req_id, message.dispatch
-        if key in self.reqs:
-            return
-        if self.admission.compiles(message):
-            self.compiling.setdefault((router, *key), (message, received_at))
-            return
-        if self._waits(router, message):
-            self.siblings.setdefault((router, *key), (message, received_at))
-            return
         try:
+            if key in self.reqs:
+                if self._owned(router, message) is None:
+                    raise Busy("another router has a request of this id", BUSY_RETRY_S)
+                return
+            if self.deferred.take(router, message, received_at):
+                return
             req = self.admission.admit(router, message, len(self.reqs), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
@@ -104,12 +99,8 @@ class Requests:
 
     def resume(self) -> None:
         """Admit requests that waited for a grammar or a sibling's prompt, and preempted ones."""
-        waiting = self.compiling.items()
-        for key in [key for key, (message, _) in waiting if not self.admission.compiles(message)]:
-            self.admit(key[0], *self.compiling.pop(key), waited_for="grammar")
-        waiting = self.siblings.items()
-        for key in [key for key, (message, _) in waiting if not self._waits(key[0], message)]:
-            self.admit(key[0], *self.siblings.pop(key), waited_for="sibling")
+        for router, message, received_at, stage in self.deferred.ready():
+            self.admit(router, message, received_at, waited_for=stage)
         self.admission.resume_preempted()
 
     def pass_on(self, req: Req) -> None:
@@ -134,24 +125,23 @@ class Requests:
         self._inbound.peers.lose(peer)
         self._inbound.on_lost(peer)
         self.replies.lost(peer)
-        self._forget(lambda key: key[0] == peer)
+        self.deferred.forget(lambda key: key[0] == peer)
         lost = Error(PeerLost.code, f"{peer} is lost")
         for req in [each for each in self.reqs.values() if each.router == peer]:
             self._unwanted(req, lost)
 
-    def stop(self, message: Stop) -> None:
+    def stop(self, router: PeerId, message: Stop) -> None:
         """End a request whose stop string the router found; drop tokens from at_position on."""
-        req = self.reqs.get((message.req_id, message.dispatch))
-        if req is not None:
+        if (req := self._owned(router, message)) is not None:
             del req.tokens[max(message.at_position, req.num_prompt_tokens) :]
             req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens))
             self.leave(req, FinishReason.STOP)
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, router: PeerId, message: Abort) -> None:
         """End a request that its router no longer wants."""
-        ended = message.req_id, message.dispatch
-        self._forget(lambda key: key[1:] == ended)
-        if (req := self.reqs.get(ended)) is not None:
+        ended = router, message.req_id, message.dispatch
+        self.deferred.forget(lambda key: key == ended)
+        if (req := self._owned(router, message)) is not None:
             self._unwanted(req, ABORTED, keep=message.keep)
 
     def leave(self, req: Req, reason: FinishReason, cut_off: Error | None = None) -> None:
@@ -185,28 +175,19 @@ class Requests:
             self.replies.error(req, error)
             self.leave(req, FinishReason.ABORT, error)
 
+    def _owned(self, router: PeerId, message: Generate | Stop | Abort) -> Req | None:
+        """The request that a message names, if it is here and the router's."""
+        req = self.reqs.get((message.req_id, message.dispatch))
+        if req is None or req.router == router:
+            return req
+        if req.router:  # else its router has given it up, and the message was under way
+            self._thread.refusals.foreign(router, message)
+        return None
+
     def _unwanted(self, req: Req, cut_off: Error, *, keep: bool = True) -> None:
         """End `req`, unless its client may come back for it."""
         if not (keep and self.kept.orphan(req, time.monotonic())):
             self.leave(req, FinishReason.ABORT, cut_off)
-
-    def _forget(self, is_meant: Callable[[Key], bool]) -> None:
-        """Drop requests that are not admitted yet."""
-        for deferred in (self.siblings, self.compiling):
-            for key in [key for key in deferred if is_meant(key)]:
-                del deferred[key]
-
-    def _waits(self, router: PeerId, message: Generate) -> bool:
-        """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.
-
-        Then it will match that prompt's whole pages, and prefill the rest, less than a page.
-        """
-        return bool(message.after) and any(
-            req.req_id == message.after
-            and req.router == router
-            and req.num_computed_tokens < req.num_prompt_tokens - 1
-            for req in self.reqs.values()
-        )
 
 
 def error_of(error: KvlaneError, req_id: str) -> Error:

@@ -57,9 +57,11 @@ class DecodeScheduler:
         widths: WidthPolicy | None = None,
         spec: SpecConfig | None = None,
         grain: int = 1,
+        span: int = 0,
     ) -> None:
-        """grain: chunks that are not a prompt's last end at multiples of it."""
-        self._grain = grain
+        """grain: chunks that are not a prompt's last end at multiples of it. span: so many tokens
+        before its end are read of a text, older pages are given back; 0: all are read."""
+        self._grain, self._span = grain, span
         spec = spec or SpecConfig()
         self.book = book
         self.local: deque[Req] = deque()
@@ -306,6 +308,8 @@ class DecodeScheduler:
         """
         assert req.hold is not None
         slots = window_slots(bound, width, ahead, req.max_len)
+        if self._span:
+            self.book.trim(req.hold, req.num_computed_tokens + 1 - self._span)
         while True:
             try:
                 self.book.bind(req.hold, slots)

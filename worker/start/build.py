@@ -16,6 +16,7 @@ from worker.config import Machine, WorkerConfig
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
+from worker.experts.load import ExpertLoads
 from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
@@ -85,6 +86,11 @@ def build_engine(
         num_slots=pool.num_slots,
     )
     metrics = _metrics(config, name, book, loaded.checks)
+    if experts := loaded.weights.model.experts:
+        loads = ExpertLoads([each.load for each in experts])
+        metrics.moe_layer_steps.set_function(lambda: loads.read().layer_steps)
+        metrics.moe_distinct_experts.set_function(lambda: loads.read().distinct)
+        metrics.moe_busiest_share.set_function(lambda: loads.read().busiest_share)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     meter = StepMeter(metrics)
     sums = metrics if rank_group.size > 1 else None
@@ -148,6 +154,9 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     config = within_block(config, drafter_shape)
     if shape.delta is not None:
         _check_recurrent(config)
+    if shape.experts is not None and config.engine.graph.prefill == "compiled":
+        param = "engine.graph.prefill"
+        raise Unsupported(f"{param}: compiled cannot trace layers of experts", param)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
     engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs

@@ -13,6 +13,7 @@ from worker.config import (
 )
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
+from worker.experts.shape import Division, rank_experts
 from worker.model.files import check_weights
 from worker.model.refusals import check_path
 from worker.model.shape import LayerShape, ModelShape, read_model_shape
@@ -20,6 +21,8 @@ from worker.model.shard import split_even, split_heads
 from worker.transfer.base import KINDS
 
 Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be
+# Path of a field -> ranks among which models are divided, and how their experts are.
+Ranks = Mapping[str, tuple[int, Division]]
 
 
 def names_of(transport: TransportConfig, engines: Mapping[str, EngineConfig]) -> Names:
@@ -42,11 +45,11 @@ def model_limits(directory: Path) -> tuple[int, str]:
 
 
 def check_directories(
-    model: ModelConfig, spec: SpecConfig, ranks: Mapping[str, int], *, with_weights: bool = True
+    model: ModelConfig, spec: SpecConfig, ranks: Ranks, *, with_weights: bool = True
 ) -> None:
     """Check a model's directory; with_weights: its files and drafter too.
 
-    ranks: path of a field -> ranks among which both are divided. UserErrors name file and field.
+    UserErrors name file and field.
     """
     directory = model.directory
     try:
@@ -65,11 +68,14 @@ def check_directories(
         _check_drafter(model, spec, shape, ranks)
 
 
-def _check_ranks(shape: LayerShape, ranks: Mapping[str, int]) -> None:
-    for path, size in ranks.items():
+def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
+    for path, (size, division) in ranks.items():
         try:
             split_heads(shape.num_heads, shape.num_kv_heads, 0, size)
-            split_even("intermediate_size", shape.intermediate_size, 0, size)
+            if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
+                split_even("intermediate_size", shape.intermediate_size, 0, size)
+            if isinstance(shape, ModelShape) and shape.experts is not None:
+                rank_experts(shape.experts, division, 0, size)
             split_even("vocab_size", shape.vocab_size, 0, size)
             if isinstance(shape, ModelShape) and shape.delta is not None:
                 split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
@@ -77,9 +83,7 @@ def _check_ranks(shape: LayerShape, ranks: Mapping[str, int]) -> None:
             raise type(error)(f"{path}: {error}", path) from error
 
 
-def _check_drafter(
-    model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Mapping[str, int]
-) -> None:
+def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Ranks) -> None:
     directory = model.drafter_directory(spec)
     if not directory.is_dir():
         raise UserError(f"spec.path: there is no directory {directory}", "spec.path")

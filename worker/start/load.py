@@ -2,13 +2,13 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
-from worker.attention.base import AttentionShape, build_attentions
+from worker.attention.base import Attentions, AttentionShape, build_attentions
 from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
@@ -142,7 +142,7 @@ def _load_weights(start: Start) -> Weights:
     model = load_model(
         config.model.directory,
         start.shape,
-        Placement(_collective(start), dtype, device),
+        Placement(_collective(start), dtype, device, config.engine.experts),
         load_format=load_format,
         seed=seed,
         progress=start.progress,
@@ -152,6 +152,16 @@ def _load_weights(start: Start) -> Weights:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
     noise = dummy_digest(seed, dtype, device) if load_format == "dummy" else ""
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
+
+
+def attentions_of(model: Decoder, names: Mapping[str, str], pool: KVPool) -> Attentions:
+    """The backends for the layers of a model; see `build_attentions`."""
+    shape, heads = model.shape, model.heads
+    attended = AttentionShape(
+        heads.num_heads, heads.num_kv_heads, shape.head_dim, shape.attention_scale,
+        cap=shape.scales.attention_cap, sinks=shape.features.sinks,
+    )  # fmt: skip
+    return build_attentions(names, pool, attended, shape.masks, model.sinks)
 
 
 def _assemble(
@@ -164,12 +174,10 @@ def _assemble(
     max_width = max(widths)
     # A window or a drafter's block may run past max_len.
     longest = max(max_width, config.spec.block) if decodes else 1
-    names, heads = engine.attention.model_dump(), model.heads
+    names = engine.attention.model_dump()
     if max_width == 1:
         del names["spec"]
-    scale = shape.attention_scale
-    attended = AttentionShape(heads.num_heads, heads.num_kv_heads, shape.head_dim, scale)
-    attention = build_attentions(names, pool, attended)
+    attention = attentions_of(model, names, pool)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "
@@ -197,6 +205,7 @@ def _assemble(
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
         recurrent=model.delta is not None,
     )
+    model.pad_below(page_size)
     if model.delta is not None:
         num_rows = int(engine.max_num_reqs)
         model.keep(delta_states(pool.states, model.delta, num_rows, max_width))

@@ -12,6 +12,7 @@ most often before the KV lands, and stays there if the attempt fails later.
 """
 
 import logging
+import math
 import re
 import time
 from collections import Counter, deque
@@ -24,7 +25,9 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout
 from worker.config import LeaseConfig, TransportConfig
 from worker.errors import OutOfPages, Revoked, TransferError, TransferTimeout
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
+from worker.schedule.asked import known
 from worker.schedule.req import Req
 from worker.transfer.base import Pull, PullState
 from worker.transfer.lease import Lease
@@ -44,6 +47,8 @@ class FetchContext:
     lease: LeaseConfig
     transport: TransportConfig
     metrics: WorkerMetrics
+    refusals: Refusals
+    vocab_size: int
     prefill_draws: bool  # disaggregation.first_token
     bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
 
@@ -184,6 +189,17 @@ class Fetch:
         req.timeline.enter("prefill", now, attributes, asks=True)
         asked = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
         self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried, req.salt))
+
+    def believes(self, message: KVReady) -> bool:
+        """Whether an announcement can be; a worker gone bad may send any numbers."""
+        first, num_groups = message.first_group, self._context.layout.num_groups
+        return (
+            0 <= first <= first + message.num_groups <= num_groups
+            and (message.token is None or known((message.token,), self._context.vocab_size))
+            and 0 <= message.prefill_s < math.inf
+            and 0 <= message.num_cached_tokens <= len(self.req.tokens)
+            and bool(self.hold.slot or not message.state_slot)
+        )
 
     def announced(self, message: KVReady) -> bool:
         """Queue pages that are new; returns whether a token came, which ends req.tokens now."""

@@ -13,7 +13,7 @@ from worker.api import (
     RenewAck,
     Xfer,
 )
-from worker.errors import PeerLost, Revoked
+from worker.errors import PeerLost, Revoked, TransferError
 from worker.schedule.req import Req
 from worker.transfer.fetch import Fetch, FetchContext
 from worker.transfer.peers import PrefillPeers
@@ -66,14 +66,18 @@ class Inbound:
                 fetch.ending = reason
                 fetch.drain()
 
-    def on_ready(self, message: KVReady) -> Req | None:
+    def on_ready(self, peer: PeerId, message: KVReady) -> Req | None:
         """Pass an announcement to its fetch; returns the request if that has got a token by it."""
-        fetch = self._find(message.xfer, "KVReady")
+        fetch = self._find(peer, message)
+        if fetch is not None and not fetch.believes(message):
+            self.context.refusals.unexpected(peer, message)
+            fetch.fail(TransferError.code, "it has announced what cannot be")
+            return None
         return fetch.req if fetch is not None and fetch.announced(message) else None
 
-    def on_refused(self, message: PrefillRefused) -> None:
+    def on_refused(self, peer: PeerId, message: PrefillRefused) -> None:
         """End the attempt: the next candidate is tried."""
-        if (fetch := self._find(message.xfer, "PrefillRefused")) is not None:
+        if (fetch := self._find(peer, message)) is not None:
             fetch.fail(message.error.code, message.error.message)
 
     def on_renew_ack(self, peer: PeerId, message: RenewAck) -> None:
@@ -125,12 +129,16 @@ class Inbound:
                 return True
         return False
 
-    def _find(self, xfer: Xfer, kind: str) -> Fetch | None:
-        fetch = self.fetches.get(xfer.xfer_id)
-        if fetch is None or fetch.xfer != xfer:
-            self.context.metrics.dropped(kind).inc()
-            return None
-        return fetch
+    def _find(self, peer: PeerId, message: KVReady | PrefillRefused) -> Fetch | None:
+        """The fetch whose attempt under way a message of the peer that was asked is about."""
+        fetch = self.fetches.get(message.xfer.xfer_id)
+        if fetch is None or fetch.xfer != message.xfer:
+            self.context.metrics.dropped(type(message).__name__).inc()
+        elif fetch.peer != peer:
+            self.context.refusals.foreign(peer, message)
+        else:
+            return fetch
+        return None
 
     def _renew(self, now: float) -> None:
         by_peer: dict[PeerId, list[Xfer]] = {}

@@ -102,6 +102,13 @@ class RankPair:
     local_pages: int  # of each side's pool, page 0 included
     remote_pages: int
     heads: RegionHeads
+    remote_slots: int = 0  # of state
+
+    def has(self, pairs: Pages, states: Pages = ()) -> bool:
+        """Whether the remote rank has all of these pages and slots."""
+        return all(0 <= page < self.remote_pages for _, page in pairs) and all(
+            0 <= slot < self.remote_slots for _, slot in states
+        )
 
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.

@@ -32,6 +32,7 @@ from worker.api import (
 )
 from worker.config import LeaseConfig
 from worker.errors import Busy, KvlaneError, Revoked, UserError
+from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk
 from worker.schedule.prefill import PrefillScheduler
@@ -63,6 +64,7 @@ class Outbound:
     send: Callable[[PeerId, AnyMessage], None]
     lease: LeaseConfig
     metrics: WorkerMetrics
+    refusals: Refusals
     tracer: "Tracer | None" = None
     draining: bool = False
     _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
@@ -76,6 +78,9 @@ class Outbound:
     def on_prefill(self, peer: PeerId, message: Prefill, now: float) -> None:
         """Admit a prompt and announce its cached pages, or refuse it."""
         xfer = message.xfer
+        if xfer.decode != peer.rpartition("/")[2]:
+            self.refusals.foreign(peer, message)
+            return
         same = xfer.xfer_id, xfer.decode
         attempts = [x for x in self._outgoing if (x.xfer_id, x.decode) == same]
         known = any(x.attempt >= xfer.attempt for x in attempts)
@@ -112,17 +117,25 @@ class Outbound:
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
         """Extend the leases that live, announce their pages again, and acknowledge the leases."""
-        held = tuple(xfer for xfer in message.xfers if xfer in self._outgoing)
+        held = tuple(xfer for xfer in message.xfers if self._of(peer, xfer, message) is not None)
         for xfer in held:
             outgoing = self._outgoing[xfer]
             outgoing.lease.renewed(now)
             self._announce(outgoing, outgoing.first_page)
         self.send(peer, RenewAck(message.seq, held))
 
-    def on_release(self, message: Release) -> None:
+    def on_release(self, peer: PeerId, message: Release) -> None:
         """End the lease: decode has all KV, or no longer wants it."""
-        if (outgoing := self._outgoing.get(message.xfer)) is not None:
+        if (outgoing := self._of(peer, message.xfer, message)) is not None:
             self._drop(outgoing)
+
+    def _of(self, peer: PeerId, xfer: Xfer, message: object) -> _Outgoing | None:
+        """A transfer that lives, if it is the peer's, of which `message` speaks."""
+        outgoing = self._outgoing.get(xfer)
+        if outgoing is None or outgoing.peer == peer:
+            return outgoing
+        self.refusals.foreign(peer, message)
+        return None
 
     def announce_groups(
         self, chunks: Sequence[tuple[PrefillReq, Chunk]], num_final: int, now: float

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -74,6 +74,8 @@ class Sources(PageSource):
         self._sources = sources
 
     def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
+        if not all(pair.has(pairs, states) for _, pair in self._sources):
+            return JoinedPull((), "the peer has no such page or slot")
         pulls = [
             connection.pull(runs)
             for connection, pair in self._sources
@@ -138,7 +140,11 @@ class LocalRank:
             remote = self.model.share(remote_tp, rank)
             endpoint = _endpoint(member, rank)
             num_pages = num_pool_pages(remote, endpoint)
-            peers.append((endpoint, RankPair(layout, remote, self.num_pages, num_pages, heads)))
+            pair = RankPair(layout, remote, self.num_pages, num_pages, heads)
+            if remote.state is not None:
+                slots = endpoint.regions[-1].num_bytes // remote.state.slot_bytes
+                pair = replace(pair, remote_slots=slots)
+            peers.append((endpoint, pair))
         sources: list[tuple[Peer, RankPair]] = []
         try:
             for endpoint, pair in peers:
@@ -208,10 +214,14 @@ class PartedPull(Pull, Generic[Parts]):
 
 
 class JoinedPull(PartedPull[deque[Pull]]):
-    """Pulls over several connections, polled one after another."""
+    """Pulls over several connections, polled one after another.
 
-    def __init__(self, parts: Sequence[Pull]) -> None:
+    failure: why it fails although none of them has.
+    """
+
+    def __init__(self, parts: Sequence[Pull], failure: str = "") -> None:
         super().__init__(deque(parts), sum(part.num_bytes for part in parts), self._cancel_running)
+        self._failure = failure
 
     def poll(self) -> PullState:
         deadline = time.perf_counter() + POLL_BUDGET_S

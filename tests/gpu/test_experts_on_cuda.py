@@ -1,0 +1,122 @@
+"""Experts on one GPU: their kernels as they are served."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.equivalence import test_dense_laws as laws
+from tests.gpu.sync import no_sync
+from tests.support.engines import running
+from tests.support.laws import ended
+from worker.experts.product import expert_products, expert_products_ref
+from worker.experts.route import new_load, route, route_ref
+from worker.experts.shape import ExpertShape, Held
+
+pytestmark = pytest.mark.gpu(1)
+SIZE, SHAPE = 2048, ExpertShape(128, 8, 768, renormalizes=True)
+WIDE = ExpertShape(512, 10, 128, renormalizes=True)
+ALL = Held(0, SHAPE.num_experts)
+COUNTS = [1, 2, 7, 16, 17, 64, 65, 128, 200, 256, 500, 1024, 2048]
+
+
+@pytest.fixture(scope="module")
+def weights() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+
+    def noise(*sizes: int) -> Tensor:
+        return torch.randn(sizes, device="cuda", dtype=torch.bfloat16) * sizes[-1] ** -0.5
+
+    e, i = SHAPE.num_experts, SHAPE.width
+    return noise(e, SIZE), noise(e, 2 * i, SIZE), noise(e, SIZE, i)
+
+
+def load(held: Held) -> Tensor:
+    return new_load(held, torch.device("cuda"))
+
+
+def tokens(count: int) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(count, SIZE, device="cuda", generator=generator).bfloat16()
+
+
+def test_a_row_is_the_same_alone_in_any_batch_order_and_padding(weights) -> None:
+    gate, up, down = weights
+    x = tokens(max(COUNTS))
+
+    def computed(x: Tensor, slots: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        routes = route(x, gate, slots, 64, SHAPE, ALL, load(ALL))
+        return expert_products(x, routes, up, down, ALL), routes.ids, routes.weights
+
+    wanted = computed(x)
+    for count in COUNTS:
+        for got, all_of in zip(computed(x[:count]), wanted, strict=True):
+            assert torch.equal(got, all_of[:count]), count
+    turned = computed(x.flip(0))
+    padded = x.clone()
+    padded[300:] = float("nan")
+    slots = torch.full((len(x),), 64, device="cuda")
+    slots[300:] = 3
+    behind = computed(padded, slots)
+    for i, all_of in enumerate(wanted):
+        assert torch.equal(turned[i].flip(0), all_of)
+        assert torch.equal(behind[i][:300], all_of[:300])
+    assert not behind[0][300:].any()
+
+
+@pytest.mark.parametrize("shape", [SHAPE, WIDE], ids=["128 experts", "512 experts"])
+@pytest.mark.parametrize("count", COUNTS)
+def test_routes_are_the_reference_s(shape: ExpertShape, count: int) -> None:
+    x = tokens(count)
+    gate = torch.randn(shape.num_experts, SIZE, device="cuda").bfloat16() * SIZE**-0.5
+    held = Held(shape.num_experts // 4, shape.num_experts // 2)
+    slots = torch.arange(count, device="cuda") % 50 + 10
+    got, wanted = (f(x, gate, slots, 20, shape, held, load(held)) for f in (route, route_ref))
+    differ = (got.ids != wanted.ids).any(-1)
+    assert differ.float().mean() < 0.02  # two of nearly one score: cuBLAS adds in another order
+    torch.testing.assert_close(got.weights[~differ], wanted.weights[~differ], atol=2e-5, rtol=1e-4)
+    assert (got.ids[slots < 20] == shape.num_experts).all()
+    local = got.ids.flatten() - held.first
+    local = torch.where((local >= 0) & (local < held.count), local, held.count)
+    starts = torch.bincount(local, minlength=held.count + 1).cumsum(0)[: held.count]
+    assert got.starts[0] == 0
+    assert torch.equal(got.starts[1:].long(), starts)
+    last = int(starts[-1])
+    assert torch.equal(got.order[:last].long(), local.argsort(stable=True)[:last])
+
+
+@pytest.mark.parametrize("count", [1, 20, 200, 1024])
+def test_products_are_the_reference_s(weights, count: int) -> None:
+    gate, up, down = weights
+    x = tokens(count)
+    for held in (ALL, Held(32, 48)):
+        part = slice(held.first, held.first + held.count)
+        routes = route(x, gate, None, 0, SHAPE, held, load(held))
+        operands = up[part].contiguous(), down[part].contiguous(), held
+        got, wanted = (f(x, routes, *operands) for f in (expert_products, expert_products_ref))
+        norm = wanted.float().norm(dim=-1).clamp_min(1e-3)
+        assert ((got.float() - wanted.float()).norm(dim=-1) / norm).max() < 2**-7
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("case", laws.SPARSE)
+def test_texts_are_the_reference_s_in_float32(case: str, mode: str) -> None:
+    """Through graphs, whose padding is poisoned, pulled or not, in windows."""
+    path, wanted = laws.saved(case)
+    made = laws.sections(path, mode, device="cuda", strict=True)
+    made |= {"transport": {"name": "mooncake", "kind": "tcp"}}
+    made["spec"] = {"drafter": "ngram", "widths": [1, 4]}
+    with running(made, num_prefill=int(mode == "always")) as cluster:
+        for _ in range(2):
+            answers = cluster.client.generate(laws.prompts(), laws.GREEDY)
+            assert [answer.tokens for answer in ended(answers)] == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_nothing_waits_for_the_device(weights) -> None:
+    gate, up, down = weights
+    x = tokens(300)
+    kept = load(ALL)
+    for _ in range(2):
+        with no_sync():
+            expert_products(x, route(x, gate, None, 0, SHAPE, ALL, kept), up, down, ALL)
+    assert kept[0].sum() == 2 * 300 * SHAPE.top_k

@@ -1,0 +1,30 @@
+"""What is counted of experts, as metrics have it."""
+
+import pytest
+import torch
+
+from worker.experts.load import ExpertLoads, Load
+from worker.experts.route import new_load, route_ref
+from worker.experts.shape import ExpertShape, Held
+
+
+def test_readings_are_of_all_layers_and_steps_of_this_rank() -> None:
+    shape, held, cpu = ExpertShape(4, 1, 8, renormalizes=True), Held(1, 3), torch.device("cpu")
+    loads = [new_load(held, cpu) for _ in range(2)]
+    gate = torch.eye(4)
+    slots = torch.tensor([64, 64, 64, 64, 0])  # the last token is padding
+    for load, experts in zip(loads, ([0, 1, 1, 2, 3], [1, 1, 1, 1, 1]), strict=True):
+        for _ in range(3):
+            route_ref(10 * gate[experts], gate, slots, 64, shape, held, load)
+    # The first layer met experts 1 and 2, of which 1 had 2 of 3 tokens; 0 is another rank's.
+    read = ExpertLoads(loads).read()
+    assert read[:2] == (6, 9)
+    assert read.busiest_share == pytest.approx((2 / 3 + 1) / 2)
+
+
+def test_readings_of_nothing() -> None:
+    loads = [new_load(Held(0, 2), torch.device("cpu"))]
+    readings = ExpertLoads(loads)
+    assert readings.read() == Load(0, 0, 0.0)
+    loads[0] += 5
+    assert readings.read() == Load(0, 0, 0.0)  # of the same scrape

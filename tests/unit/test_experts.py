@@ -1,0 +1,206 @@
+"""Kernels of experts against their definitions, under Triton's interpreter; compiled for sm_90."""
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.interpreted import INTERPRETED, WHY, compiling
+from tests.support.pairwise import in_whole
+from worker.experts import product_triton, route_triton
+from worker.experts.product import expert_products_ref
+from worker.experts.product_triton import choose, expert_products_triton
+from worker.experts.route import new_load, route_ref
+from worker.experts.route_triton import route_triton as route
+from worker.experts.shape import ExpertShape, Held
+
+pytest.importorskip("triton", reason=WHY)
+pytestmark = [  # of numpy, in the interpreter
+    pytest.mark.filterwarnings("ignore:invalid value"),
+    pytest.mark.filterwarnings("ignore:All-NaN slice"),
+    pytest.mark.filterwarnings("ignore:overflow"),
+]
+# The interpreter cuts f32 to bf16 where a GPU rounds.
+BOUNDS = {torch.float32: 1e-6, torch.bfloat16: 0.03}
+SINK = 16
+CPU = torch.device("cpu")
+
+
+def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+    return (drawn * sizes[-1] ** -0.5).to(dtype)
+
+
+def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
+    shape, size = ExpertShape(5, 3, 8, renormalizes=True), 4
+    gate = torch.zeros(5, size)
+    gate[3, 0] = 1.0
+    x = torch.stack([torch.ones(size), torch.full((size,), float("nan"))])
+    for each in [route_ref, *([route] if INTERPRETED else [])]:
+        routes = each(x, gate, None, 0, shape, Held(0, 5), new_load(Held(0, 5), CPU))
+        assert routes.ids.tolist() == [[3, 0, 1], [0, 1, 2]]
+        assert routes.weights[1].isnan().all()
+        assert routes.weights[0].sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 64, 128, 300, 8192])
+def test_no_routing_needs_more_items_than_there_are(num_tokens: int) -> None:
+    for num_experts, top_k in ((8, 2), (128, 8), (512, 10)):
+        tiles = {choose(num_tokens, top_k, num_experts, gated=gated) for gated in (True, False)}
+        assert len({tile.tokens for tile in tiles}) == 1
+        for tile in tiles:
+            ring = (tile.tokens + tile.rows) * tile.block_k * 2 * tile.num_stages
+            assert ring <= 227 * 1024
+
+
+if not INTERPRETED:
+
+    @pytest.mark.parametrize(
+        ("num_tokens", "num_experts"), [(1, 128), *in_whole((64, 128), (300, 512), (4096, 128))]
+    )
+    def test_they_compile_for_hopper_without_one(num_tokens: int, num_experts: int) -> None:
+        shape, held = ExpertShape(num_experts, 8, 64, renormalizes=True), Held(0, num_experts)
+        x, gate = noise(num_tokens, 256).bfloat16(), noise(num_experts, 256).bfloat16()
+        only = ["_router_kernel", "_route_kernel", *["_arrange_kernel"] * (num_tokens > 4)]
+        with compiling(route_triton, *only) as ptx:
+            slots = torch.zeros(num_tokens, dtype=torch.int64)
+            routes = route(x, gate, slots, SINK, shape, held, new_load(held, CPU))
+        assert "wgmma.mma_async.sync.aligned.m64n" in ptx["_router_kernel"]
+        up, down = noise(num_experts, 128, 256).bfloat16(), noise(num_experts, 256, 64).bfloat16()
+        with compiling(product_triton) as ptx:
+            expert_products_triton(x, routes, up, down, held)
+        columns = choose(num_tokens, 8, num_experts, gated=True).tokens
+        assert re.search(rf"wgmma\S+m64n{columns}k16\.f32\.bf16\.bf16", ptx["_grouped_kernel"])
+        for text in ptx.values():
+            assert not re.search(r"\b(st|ld)\.local\b", text)  # nothing spills
+
+else:
+
+    @contextmanager
+    def poisoned() -> Iterator[None]:
+        """Memory that is asked for holds what no result may hold."""
+        empty, new_empty = torch.empty, Tensor.new_empty
+
+        def poison(made: Tensor) -> Tensor:
+            return made.fill_(float("nan") if made.is_floating_point() else 1 << 30)
+
+        with (
+            mock.patch.object(torch, "empty", lambda *a, **k: poison(empty(*a, **k))),
+            mock.patch.object(Tensor, "new_empty", lambda *a, **k: poison(new_empty(*a, **k))),
+        ):
+            yield
+
+    Case = tuple[int, tuple[int, int, tuple[int, int]], tuple[int, int], torch.dtype, bool]
+
+    def check(
+        case: Case, routes: Any = route_triton, products: Any = product_triton, alike: float = 1
+    ) -> None:
+        """Kernels of these modules against the definitions; some tokens are padding, all NaN.
+
+        alike: how far tokens differ from the first; little: all have its experts.
+        """
+        num_tokens, (num_experts, top_k, first_and_count), (size, width), dtype, renormalizes = case
+        held = Held(*first_and_count)
+        shape = ExpertShape(num_experts, top_k, width, renormalizes)
+        x, gate = 8 * noise(num_tokens, size, dtype=dtype), noise(num_experts, size, dtype=dtype)
+        x = x[:1] + alike * (x - x[:1])
+        slots = torch.arange(num_tokens) + SINK
+        slots[num_tokens // 2 : num_tokens // 2 + num_tokens // 4] = 3
+        up = noise(held.count, 2 * width, size, dtype=dtype, seed=1)
+        down = noise(held.count, size, width, dtype=dtype, seed=2)
+        padded = torch.where((slots < SINK)[:, None], float("nan"), x.float()).to(dtype)
+        loads = [new_load(held, CPU) for _ in range(2)]
+        for _ in range(2):
+            wanted = route_ref(x, gate, slots, SINK, shape, held, loads[0])
+            with poisoned():
+                got = routes.route_triton(padded, gate, slots, SINK, shape, held, loads[1])
+        assert torch.equal(*loads)
+        assert loads[0][1, -1] == 2
+        assert torch.equal(got.ids, wanted.ids)
+        live = slots >= SINK
+        torch.testing.assert_close(got.weights[live], wanted.weights[live], atol=1e-6, rtol=1e-5)
+        assert torch.equal(got.starts, wanted.starts)
+        last = int(got.starts[-1])
+        assert torch.equal(got.order[:last], wanted.order[:last])
+        with poisoned():
+            sums = products.expert_products_triton(padded, got, up, down, held)
+        exact = expert_products_ref(x, wanted, up, down, held)
+        assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
+        assert not sums[~live].any()
+
+    @pytest.mark.product(
+        num_tokens=(1, 2, 5, 17, 70),
+        experts=((8, 2, (0, 8)), (6, 3, (2, 3)), (16, 4, (4, 8))),
+        sizes=((64, 32), (72, 48), (300, 32)),
+        dtype=tuple(BOUNDS),
+        renormalizes=(True, False),
+    )
+    def test_they_are_their_definitions(num_tokens, experts, sizes, dtype, renormalizes) -> None:
+        check((num_tokens, experts, sizes, dtype, renormalizes))
+
+    MUTANTS: dict[str, tuple[Any, str, str]] = {
+        "padding is counted": (route_triton, "live &= tl", "real &= tl"),
+        "a row begins behind its own": (
+            route_triton, "rank = tl.cumsum(own, 0) - own", "rank = tl.cumsum(own, 0)",
+        ),
+        "other ranks' experts come first": (route_triton, "(some >= first) &", "(some >= 0) &"),
+        "the least likely first": (
+            route_triton, "best = tl.max(left, 1)", "best = -tl.max(-left, 1)",
+        ),
+        "a part of K is left out": (
+            route_triton, "for _ in tl.static_range(PARTS)", "for _ in tl.static_range(PARTS - 1)",
+        ),
+        "the weight is the row's": (product_triton, "weights + at, mask", "weights + rows, mask"),
+        "gate and up are exchanged": (
+            product_triton, "gate, up = tl.split(pair)", "up, gate = tl.split(pair)",
+        ),
+        "all programs have the first expert": (
+            product_triton, "return tl.where(expert < COUNT, expert, -1)",
+            "return tl.where(expert < COUNT, 0, -1)",
+        ),
+        "a token has the next one's experts": (
+            product_triton, "source = at // TOP_K", "source = at // TOP_K + 1",
+        ),
+        "what another rank computes is summed": (
+            product_triton, "held = (expert >= first) & (expert < first + count)",
+            "held = expert >= 0",
+        ),
+        "an expert's second tile is its first": (
+            product_triton, "begins + (item - behind + items) * BLOCK_T", "begins",
+        ),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("mutant", sorted(MUTANTS))
+    def test_a_kernel_that_reads_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
+        module, right, wrong = MUTANTS[mutant]
+        source = inspect.getsource(module)
+        assert right in source
+        file = tmp_path / f"mutant_{sorted(MUTANTS).index(mutant)}.py"
+        file.write_text(source.replace(right, wrong))
+        spec = importlib.util.spec_from_file_location(file.stem, file)
+        assert spec is not None
+        assert spec.loader is not None
+        made = importlib.util.module_from_spec(spec)
+        sys.modules[file.stem] = made
+        spec.loader.exec_module(made)
+        changed: dict[str, Any] = {"routes" if module is route_triton else "products": made}
+        case = (40, (6, 3, (2, 3)), (300, 32), torch.float32, True)  # of a part of K, too
+
+        def check_all() -> None:
+            check(case, **changed)
+            check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), **changed, alike=0.01)
+
+        with pytest.raises((AssertionError, IndexError, ValueError)):
+            check_all()
+
+    def test_an_expert_may_have_all_tokens() -> None:
+        check((40, (16, 1, (0, 16)), (64, 32), torch.float32, False), alike=0.01)

@@ -1,0 +1,1 @@
+"""Layers of experts: which tokens go to which, and their products."""

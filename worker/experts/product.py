@@ -1,0 +1,37 @@
+"""The products of experts with their tokens, and their sum for each token."""
+
+import torch
+from torch import Tensor
+
+from worker.experts.route import Routes
+from worker.experts.shape import Held
+from worker.ops.norms import swiglu
+from worker.ops.op import op
+
+
+def expert_products_ref(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, held: Held, out: Tensor | None = None
+) -> Tensor:
+    """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
+
+    x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
+    [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
+    None: to new memory. A token without experts here gets zeros. An expert's part is rounded to
+    the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
+    result depends on that row alone on a GPU, bit for bit.
+    """
+    n, k = routes.ids.shape
+    # Of all tokens with all experts: no shape depends on where they go, as in a graph.
+    hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
+    products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
+    local = routes.ids.long() - held.first
+    here = (local >= 0) & (local < held.count)
+    parts = products[local.clamp(0, held.count - 1), torch.arange(n, device=x.device)[:, None]]
+    parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(x.dtype)
+    total = parts[:, 0].float()
+    for place in range(1, k):
+        total = total + parts[:, place]
+    return total.to(x.dtype) if out is None else out.copy_(total)
+
+
+expert_products = op(expert_products_ref)

@@ -1,0 +1,180 @@
+"""Kernels of product.py: grouped products whose weights are the left operand, then a sum.
+
+A program has some rows of one expert's weights and some of that expert's rows of tokens. Which
+ones, it finds from `starts`: the grid is as large as any routing may need, and what is beyond the
+rows that are there ends at once. Sums over K ascend; how many tokens stand beside each other
+changes no sum of a row.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from worker.experts.route import Routes
+from worker.experts.shape import Held
+from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.launch import overlap, power_of_two
+from worker.ops.norms_triton import silu_and_mul
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a grouped product is cut into programs: by the step's tokens and the shapes alone."""
+
+    tokens: int  # rows of tokens
+    rows: int  # of an expert's weights
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# Most tokens of a tile -> (rows, block_k, num_warps, num_stages), gated and not: on an H100.
+_TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] = {
+    32: ((64, 128, 4, 3), (64, 128, 4, 3)),
+    64: ((64, 128, 4, 3), (128, 64, 4, 4)),
+    128: ((128, 64, 8, 3), (128, 64, 4, 3)),
+}
+
+
+@cache
+def choose(num_tokens: int, top_k: int, num_experts: int, *, gated: bool) -> Tile:
+    """The tile for so many tokens, of which an expert has its even share up to twice."""
+    share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
+    tokens = min(max(16, share), max(_TABLE))
+    shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
+    return Tile(tokens, *shapes[not gated])
+
+
+@triton.jit
+def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(expert, first row, row behind its last) of an item; expert -1: there is no such item."""
+    experts = tl.arange(0, COUNT_POW2)
+    begins = tl.load(starts + experts, mask=experts < COUNT, other=0)
+    ends = tl.load(starts + experts + 1, mask=experts < COUNT, other=0)
+    items = (ends - begins + BLOCK_T - 1) // BLOCK_T
+    behind = tl.cumsum(items, 0)
+    expert = tl.sum((behind <= item).to(tl.int32), 0)
+    this = experts == expert
+    first = tl.sum(tl.where(this, begins + (item - behind + items) * BLOCK_T, 0), 0)
+    end = tl.sum(tl.where(this, ends, 0), 0)
+    return tl.where(expert < COUNT, expert, -1), first, end
+
+
+@triton.jit
+def _grouped_kernel(
+    x, w, weights, starts, order, out, N, K, stride_x, num_tiles,
+    COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (items · tiles of weights).
+
+    GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
+    Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
+    """
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
+    item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
+    enter(PDL)
+    expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)  # pyright: ignore
+    if expert < 0:
+        return
+    rows = first + tl.arange(0, BLOCK_T)
+    here = rows < end
+    at = tl.load(order + rows, mask=here, other=0)
+    within = tl.arange(0, BLOCK_N)
+    # Rows of weights beyond N read the last one again and are not stored.
+    lines = tl.minimum(tile * WIDTH + (within % WIDTH if GATED else within), N - 1)
+    if GATED:
+        lines += tl.where(within < WIDTH, 0, N)
+        height = 2 * N
+        source = at // TOP_K
+    else:
+        height = N
+        source = rows
+    ks = tl.arange(0, BLOCK_K)
+    w_at = w + (expert.to(tl.int64) * height + lines)[:, None] * K + ks[None, :]
+    x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        if EVEN_K:
+            w_tile = tl.load(w_at)
+            x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
+        else:
+            inside = (begin + ks < K)[None, :]
+            w_tile = tl.load(w_at, mask=inside, other=0.0)
+            x_tile = tl.load(x_at, mask=here[:, None] & inside, other=0.0)
+        if UPCAST:
+            w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
+        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+    dtype = out.dtype.element_ty
+    cols = tile * WIDTH + tl.arange(0, WIDTH)
+    if GATED:
+        pair = tl.permute(tl.reshape(acc, (2, WIDTH, BLOCK_T)), (1, 2, 0))
+        gate, up = tl.split(pair)
+        acc = silu_and_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
+        spot = rows
+    else:
+        acc = acc * tl.load(weights + at, mask=here, other=0.0)[None, :]
+        spot = at
+    out_at = out + spot.to(tl.int64)[:, None] * N + cols[None, :]
+    tl.store(out_at, tl.trans(acc).to(dtype), mask=here[:, None] & (cols < N)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    parts, ids, out, size, stride_out, first, count,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of columns). parts: [n · TOP_K, size]."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    enter(PDL)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(TOP_K):
+        spot = token * TOP_K + place
+        expert = tl.load(ids + spot)
+        held = (expert >= first) & (expert < first + count)
+        total += tl.load(parts + spot * size + at, mask=inside & held, other=0.0).to(tl.float32)
+    tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def expert_products_triton(
+    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, held: Held, out: Tensor | None = None
+) -> Tensor:
+    """See expert_products_ref; padding in `routes` is read by no product."""
+    (n, size), top_k = x.shape, routes.ids.shape[1]
+    width, num_rows = down.shape[2], n * top_k
+    assert gate_up.shape == (held.count, 2 * width, size)
+    assert down.shape == (held.count, size, width)
+    assert gate_up.is_contiguous()
+    assert down.is_contiguous()
+    assert x.stride(1) == 1
+    hidden = x.new_empty(num_rows, width)
+    parts = x.new_empty(num_rows, size)
+    for source, w, result, gated in ((x, gate_up, hidden, True), (hidden, down, parts, False)):
+        tile = choose(n, top_k, held.count, gated=gated)
+        num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
+        columns, k = result.shape[1], source.shape[1]
+        num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
+        _grouped_kernel[(num_items * num_tiles,)](
+            source, w, routes.weights, routes.starts, routes.order, result, columns, k,
+            source.stride(0), num_tiles,
+            **overlap(
+                x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
+                BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
+                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            ),
+        )  # fmt: skip
+    out = torch.empty_like(x) if out is None else out
+    block = min(1024, power_of_two(size))
+    _combine_kernel[(n, -(-size // block))](
+        parts, routes.ids, out, size, out.stride(0), *held,
+        **overlap(x, TOP_K=top_k, BLOCK=block, num_warps=4),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,70 @@
+"""Which experts a token goes to, with which weight, and in which order their rows stand.
+
+The order follows from the experts and their tokens alone: nothing is read by the host, nothing is
+counted by atomics, so a replay of a graph and an eager step have the same. Tokens of padding go to
+no expert.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from worker.experts.shape import ExpertShape, Held
+from worker.ops.op import op
+
+
+class Routes(NamedTuple):
+    """Of n tokens, each with its k experts. An assignment is number token · k + place among the k.
+
+    A row is an assignment to an expert of this rank: rows of one expert stand together, in the
+    order of their tokens.
+    """
+
+    ids: Tensor  # [n, k] i32; of all experts; their number: of a token that is padding
+    weights: Tensor  # [n, k] f32
+    starts: Tensor  # [count + 1] i32; first row of each of this rank's experts, then their number
+    order: Tensor  # [n · k] i32; each row's assignment; undefined behind the last row
+
+
+def new_load(held: Held, device: torch.device) -> Tensor:
+    """[2, count + 1] i64: rows that each expert of a rank has had, and steps in which it had some;
+    behind the latter all steps. Zeros."""
+    return torch.zeros(2, held.count + 1, dtype=torch.int64, device=device)
+
+
+def route_ref(
+    x: Tensor,
+    gate: Tensor,
+    slots: Tensor | None,
+    sink: int,
+    shape: ExpertShape,
+    held: Held,
+    load: Tensor,
+) -> Routes:
+    """Softmax of all experts' logits in f32, then the k largest; the lower index wins a tie.
+
+    x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
+    token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
+    and makes a NaN of its weight, so every id is one of an expert. load: [2, count + 1] i64, see
+    `new_load`; is added to.
+    """
+    scores = (x.float() @ gate.float().t()).softmax(-1)
+    ranked = scores.nan_to_num(nan=-1.0).sort(dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, : shape.top_k]
+    weights = scores.gather(1, ids)
+    if shape.renormalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    if slots is not None:
+        ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts)
+    local = ids.flatten() - held.first
+    local = torch.where((local >= 0) & (local < held.count), local, held.count)
+    numbers = torch.arange(held.count + 1, device=x.device)
+    starts = (local < numbers[:, None]).sum(1)
+    rows = starts.diff()
+    load[0, :-1] += rows
+    load[1] += torch.cat((rows > 0, torch.ones_like(rows[:1], dtype=torch.bool)))
+    return Routes(ids.int(), weights, starts.int(), local.argsort(stable=True).int())
+
+
+route = op(route_ref)

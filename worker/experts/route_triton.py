@@ -1,0 +1,212 @@
+"""Kernels of route.py.
+
+    router   logits: partial sums over parts of K, which are cut by the weights' shape alone
+    route    the k largest of a token, and their weights
+    arrange  the order of rows: one program an expert, which looks for its own tokens; the few
+             tokens of one program of `route` have theirs from there
+
+A row's sums, choice and weights depend on that row alone, bit for bit. So no sum is left to the
+layout of a block, which follows from how many tokens are in it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker.experts.route import Routes
+from worker.experts.shape import ExpertShape, Held
+from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.launch import overlap, power_of_two
+
+PART = 256  # of K: what one sum of the router is over
+TOKENS = 4  # of a program of `route`, a warp each
+AT_ONCE = 4096  # assignments that a program of `arrange` looks at
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _router_kernel(
+    x, gate, out, num_tokens, num_experts, K, stride_x,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
+    UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, experts]."""
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    part = tl.program_id(2)
+    ks = tl.arange(0, BLOCK_K)
+    enter(PDL)
+    acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
+    for begin in range(0, PART, BLOCK_K):
+        at = part * PART + begin + ks
+        inside = (at < K)[None, :]
+        gate_at = gate + experts.to(tl.int64)[:, None] * K + at[None, :]
+        x_at = x + tokens.to(tl.int64)[:, None] * stride_x + at[None, :]
+        w = tl.load(gate_at, mask=(experts < num_experts)[:, None] & inside, other=0.0)
+        y = tl.load(x_at, mask=(tokens < num_tokens)[:, None] & inside, other=0.0)
+        if UPCAST:
+            w, y = w.to(tl.float32), y.to(tl.float32)
+        acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
+    at = part.to(tl.int64) * num_tokens + tokens
+    at = out + at[None, :] * num_experts + experts[:, None]
+    tl.store(at, acc, mask=(tokens < num_tokens)[None, :] & (experts < num_experts)[:, None])
+
+
+@triton.jit
+def _sum(x, TOKENS: tl.constexpr, SIZE: tl.constexpr):
+    """The sums of x [TOKENS, SIZE] over its columns, pair by pair, whatever its layout is."""
+    if SIZE == 1:
+        return tl.reshape(x, (TOKENS,))
+    even, odd = tl.split(tl.reshape(x, (TOKENS, SIZE // 2, 2)))
+    return _sum(even + odd, TOKENS, SIZE // 2)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
+    PARTS: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
+
+    ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
+    """
+    tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    experts = tl.arange(0, EXPERTS)
+    real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
+    at = parts + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
+    enter(PDL)
+    logits = tl.zeros((TOKENS, EXPERTS), tl.float32)
+    for _ in tl.static_range(PARTS):
+        logits += tl.load(at, mask=real[:, None] & exists, other=0.0)
+        at += num_tokens.to(tl.int64) * NUM_EXPERTS
+    logits = tl.where(exists, logits, float("-inf"))
+    scores = tl.exp(logits - tl.max(logits, 1)[:, None])  # of the softmax, but for their sum
+    # Scores are at least 0, so their bits are in their order; behind them come NaN, then none.
+    bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True) + 1, 0)
+    bits = tl.where(exists, bits, -1)
+    left = (bits.to(tl.int64) << 32) + (EXPERTS - 1 - experts)[None, :]
+    total = tl.zeros((TOKENS,), tl.float32)
+    chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
+    for place in tl.static_range(TOP_K):
+        best = tl.max(left, 1)
+        left = tl.where(left == best[:, None], -(1 << 62), left)
+        high = (best >> 32).to(tl.int32)
+        score = tl.where(high > 0, (high - 1).to(tl.float32, bitcast=True), float("nan"))
+        total += score
+        best = EXPERTS - 1 - (best & (EXPERTS - 1))
+        spot = tokens * TOP_K + place
+        live = real
+        if slots is not None:
+            live &= tl.load(slots + tokens, mask=real, other=0) >= sink
+        tl.store(ids + spot, tl.where(live, best, NUM_EXPERTS).to(tl.int32), mask=real)
+        if ALONE:
+            chosen += ((experts[None, :] == best[:, None]) & live[:, None]).to(tl.int32)
+        tl.store(weights + spot, score, mask=real)
+    if not RENORMALIZES:
+        total = _sum(tl.where(exists, scores, 0.0), TOKENS, EXPERTS)
+    tl.debug_barrier()  # what other lanes of the warp have stored is read back
+    for place in tl.static_range(TOP_K):
+        spot = weights + tokens * TOP_K + place
+        tl.store(spot, tl.div_rn(tl.load(spot, mask=real, other=0.0), total), mask=real)
+    if ALONE:
+        held = (experts >= first) & (experts < first + count)
+        chosen = tl.where(held[None, :], chosen, 0)
+        own = tl.sum(chosen, 0)
+        begins = tl.cumsum(own, 0) - own
+        rows = begins[None, :] + tl.cumsum(chosen, 0)  # the row behind each
+        for place in tl.static_range(TOP_K):
+            spot = tokens * TOP_K + place
+            this = tl.load(ids + spot, mask=real, other=NUM_EXPERTS)
+            mine = (experts[None, :] == this[:, None]) & (chosen > 0)
+            row = tl.sum(tl.where(mine, rows, 0), 1)
+            tl.store(order + row - 1, spot, mask=row > 0)
+        at = experts - first
+        tl.store(starts + at, begins, mask=held)
+        tl.store(starts + count, tl.sum(own, 0))
+        tl.store(load + at, tl.load(load + at, mask=held, other=0) + own, mask=held)
+        steps = load + count + 1
+        met = tl.load(steps + at, mask=held, other=0) + (own > 0).to(tl.int64)
+        tl.store(steps + at, met, mask=held)
+        tl.store(steps + count, tl.load(steps + count) + 1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _arrange_kernel(
+    ids, starts, order, load, num_rows, first, count,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (count + 1): an expert's rows begin behind those of the experts before it.
+
+    load: i64 [2, count + 1]; each column has one program that adds to it.
+    """
+    expert = tl.program_id(0)
+    at = tl.arange(0, AT_ONCE)
+    enter(PDL)
+    row = 0
+    for begin in range(0, num_rows, AT_ONCE):
+        some = tl.load(ids + begin + at, mask=begin + at < num_rows, other=-1)
+        row += tl.sum(((some >= first) & (some < first + expert)).to(tl.int32), 0)
+    tl.store(starts + expert, row)
+    steps = load + count + 1 + expert
+    if expert == count:
+        tl.store(steps, tl.load(steps) + 1)
+    else:
+        begins = row
+        for begin in range(0, num_rows, AT_ONCE):
+            some = tl.load(ids + begin + at, mask=begin + at < num_rows, other=-1)
+            own = (some == first + expert).to(tl.int32)
+            rank = tl.cumsum(own, 0) - own
+            tl.store(order + row + rank, begin + at, mask=own > 0)
+            row += tl.sum(own, 0)
+        tl.store(load + expert, tl.load(load + expert) + row - begins)
+        tl.store(steps, tl.load(steps) + tl.where(row > begins, 1, 0))
+
+
+def route_triton(
+    x: Tensor,
+    gate: Tensor,
+    slots: Tensor | None,
+    sink: int,
+    shape: ExpertShape,
+    held: Held,
+    load: Tensor,
+) -> Routes:
+    """See route_ref."""
+    n, k = x.shape
+    num_experts, top_k = shape.num_experts, shape.top_k
+    assert x.stride(1) == 1
+    assert gate.is_contiguous()
+    assert gate.shape == (num_experts, k)
+
+    def ints(*sizes: int) -> Tensor:
+        return torch.empty(sizes, dtype=torch.int32, device=x.device)
+
+    ids, starts, order = ints(n, top_k), ints(held.count + 1), ints(n * top_k)
+    weights = torch.empty(n, top_k, dtype=torch.float32, device=x.device)
+    logits = torch.empty(-(-k // PART), n, num_experts, dtype=torch.float32, device=x.device)
+    block_t = min(max(16, power_of_two(n)), 64)
+    _router_kernel[(-(-n // block_t), -(-num_experts // 64), len(logits))](
+        x, gate, logits, n, num_experts, k, x.stride(0),
+        **overlap(
+            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, UPCAST=INTERPRETED,
+            num_warps=4, num_stages=3,
+        ),
+    )  # fmt: skip
+    tokens = min(power_of_two(n), TOKENS)
+    sizes: dict[str, Any] = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
+    _route_kernel[(-(-n // tokens),)](
+        logits, slots, ids, weights, starts, order, load, n, sink, *held,
+        **overlap(
+            x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), RENORMALIZES=shape.renormalizes,
+            ALONE=n <= tokens, num_warps=tokens, **sizes,
+        ),
+    )  # fmt: skip
+    if n <= tokens:
+        return Routes(ids, weights, starts, order)
+    at_once = min(max(32, power_of_two(n * top_k)), AT_ONCE)
+    _arrange_kernel[(held.count + 1,)](
+        ids, starts, order, load, n * top_k, *held,
+        **overlap(x, AT_ONCE=at_once, num_warps=min(8, max(1, at_once // 256))),
+    )  # fmt: skip
+    return Routes(ids, weights, starts, order)

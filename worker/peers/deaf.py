@@ -1,0 +1,51 @@
+"""Sockets of libraries that go on listening when nobody is to connect any more.
+
+gloo keeps a descriptor for every connection that a stranger opens, until the process has none left.
+"""
+
+import ctypes
+import os
+import socket
+import stat
+import struct
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+Made = TypeVar("Made")
+
+SO_ATTACH_FILTER = 26  # Linux
+RETURN = 0x06  # of a BPF program; with 0: the packet is dropped
+_LOCK = threading.Lock()  # of two that are made at a time nobody would know which listener is whose
+
+
+def with_listener(make: Callable[[], Made]) -> tuple[Made, int | None]:
+    """What `make` makes, and the socket that it listens on; None: it is not known which one."""
+    with _LOCK:
+        before = listening()
+        made = make()
+        new = listening() - before
+    return made, new.pop() if len(new) == 1 else None
+
+
+def deafen(listener: int) -> None:
+    """Connections that stand go on; packets that would begin one are dropped by the kernel."""
+    with socket.socket(fileno=os.dup(listener)) as own:
+        program = ctypes.create_string_buffer(struct.pack("HBBI", RETURN, 0, 0, 0))
+        own.setsockopt(
+            socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+        )
+
+
+def listening() -> set[int]:
+    """Descriptors of this process's sockets that listen."""
+    found: set[int] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    found.add(int(name))
+    return found
