@@ -22,7 +22,7 @@ from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
-from router.http.access import GUARDED, PAGES, ApiKeys, with_cors
+from router.http.access import GUARDED, PAGES, ROUTERS_OWN, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, GENERATING, Exchange, Exchanges
@@ -245,7 +245,7 @@ def _add_apis(app: FastAPI, routes: Routes) -> None:
         ("/v1/models", routes.models, "GET"),
         ("/v1/models/{name:path}", routes.one_model, "GET"),
         (one, responses.get, "GET"),
-        ("/dashboard/responses/{name}", responses.own, "GET"),
+        (f"{ROUTERS_OWN}{{name}}", responses.own, "GET"),
         (f"{one}/input_items", responses.inputs, "GET"),
         (one, responses.delete, "DELETE"),
         (f"{one}/cancel", responses.cancel, "POST"),
