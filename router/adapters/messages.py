@@ -6,6 +6,7 @@ there; those of a form that its answers do not have are refused.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, cast
 
 from msgspec.json import encode as to_json
@@ -15,6 +16,7 @@ from router.errors import THREAD, ApiError, invalid, unsupported
 from router.openai.chat import rendered
 from router.openai.defaults import Temperature, TopK, TopP
 from router.openai.reading import Many, RequestModel, mapping, read, refused
+from router.openai.reply import Model
 from router.openai.schema import MAX_STOP_STRINGS, MAX_TOOLS, ChatBody, checked
 from router.openai.served import Served
 from router.openai.tools import tools_of
@@ -120,6 +122,12 @@ def count_tokens(served: Served, own_salt: str, raw: bytes) -> bytes:
     prompt = rendered(chat.messages, chat, tools_of(chat).given, text)
     tokens = served.encode(prompt, "messages", adds=False, salt=chat.salt(own_salt))
     return to_json({"input_tokens": len(tokens)})
+
+
+def model_card(card: Model) -> dict[str, Any]:
+    """The model, as Anthropic's `/v1/models` shows it."""
+    created = datetime.fromtimestamp(card.created, UTC).isoformat()
+    return {"type": "model", "id": card.id, "display_name": card.id, "created_at": created}
 
 
 def _sampling(body: CountBody) -> dict[str, Any]:

@@ -27,6 +27,7 @@ PAGES = (  # for operators, and all below
     "/load",
     "/reset_prefix_cache",
 )  # for operators, and all below
+ROUTERS_OWN = "/dashboard/responses/"  # where there are keys nobody but routers reads these
 ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
 TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
@@ -57,6 +58,7 @@ class ApiKeys:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope.get("path", "")
         is_page = self._pages and any(path == each or path.startswith(f"{each}/") for each in PAGES)
+        is_page = is_page or path.startswith(ROUTERS_OWN)
         is_order = path.startswith(ORDERS)
         if scope["type"] != "http" or not (is_page or is_order or path.startswith(GUARDED)):
             await self._app(scope, receive, send)
@@ -94,6 +96,8 @@ class ApiKeys:
         word = headers.get(SIBLING.encode(), b"").decode("latin-1")
         if word and self._keys.is_sibling_word(word, path):
             return
+        if path.startswith(ROUTERS_OWN):
+            raise ApiError("invalid_api_key", "this is for other routers alone")
         if not self._keys.opens_pages(self._key(headers)):
             raise ApiError("invalid_api_key", "this API key opens no operators' pages: admin=yes")
 

@@ -15,6 +15,7 @@ from pydantic.json_schema import models_json_schema
 
 from router.adapters.messages import CountBody, MessagesBody
 from router.adapters.responses import ResponseBody
+from router.errors import ANTHROPIC
 from router.openai import reply
 from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
@@ -57,6 +58,21 @@ class ErrorReply(Struct):
     """The body of every response whose status is 400 or more."""
 
     error: ErrorObject
+
+
+class MessageErrorObject(Struct, omit_defaults=True):
+    """Why a request failed, in Anthropic's form; `details` names what its clients recover from."""
+
+    type: str
+    message: str
+    details: dict[str, str] = {}
+
+
+class MessageErrorReply(Struct):
+    """The body of every response of `/v1/messages` whose status is 400 or more."""
+
+    type: str
+    error: MessageErrorObject
 
 
 class Content(NamedTuple):
@@ -207,7 +223,7 @@ def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, A
     )
     replies = {body.schema for op in OPERATIONS for body in op.replies if body.schema}
     _, more = msgspec.json.schema_components(
-        sorted([*replies, ErrorReply], key=lambda schema: schema.__name__),
+        sorted([*replies, ErrorReply, MessageErrorReply], key=lambda schema: schema.__name__),
         ref_template=REF + "{name}",
     )
     components: dict[str, Any] = {"schemas": schemas["$defs"] | more}
@@ -234,6 +250,9 @@ def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, A
 def _operation(op: Operation, model: str) -> dict[str, Any]:
     content = {media: value for body in op.replies for media, value in body.shown(model).items()}
     failed = Content(JSON, ErrorReply, {"error": ERROR}).shown(model)
+    if op.path.startswith(ANTHROPIC):
+        told = {"type": ERROR["type"], "message": ERROR["message"]}
+        failed = Content(JSON, MessageErrorReply, {"type": "error", "error": told}).shown(model)
     responses = {
         "200": {"description": "Served", "content": content},
         "4XX": {"description": "The request is wrong, or comes too early", "content": failed},

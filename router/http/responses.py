@@ -15,6 +15,7 @@ from router.adapters.response_body import UNFIT, Asked, ResponseAnswer
 from router.adapters.responses import ResponseBody, chat_of_response, conversation_of, head_of
 from router.adapters.store import Kept, MissingResponse, ResponseStore
 from router.errors import unsupported
+from router.http.access import ROUTERS_OWN
 from router.http.answer import Answer
 from router.http.exchange import Exchange
 from router.openai.body import Prepared
@@ -124,7 +125,7 @@ class ResponseRoutes:
         """Whether another router has kept it for this owner; then it is kept here, too."""
         if UNFIT.search(name) is not None:
             return False
-        answers = await self._siblings.ask_routers(f"/dashboard/responses/{name}")
+        answers = await self._siblings.ask_routers(f"{ROUTERS_OWN}{name}")
         for text in filter(None, answers.values()):
             kept = msgspec.json.decode(text, type=Kept)
             if kept.owner == owner and kept.response["status"] != "in_progress":

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -18,11 +18,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.adapters.message_body import MessageAnswer
-from router.adapters.messages import MessagesBody, chat_of, count_tokens
+from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_card
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
-from router.http.access import GUARDED, PAGES, ApiKeys, with_cors
+from router.http.access import GUARDED, PAGES, ROUTERS_OWN, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, GENERATING, Exchange, Exchanges
@@ -41,6 +41,7 @@ from router.show.status import StatusRoutes, version
 from router.text.grammar import Validator
 from worker.errors import Busy, KvlaneError, LibraryError, UserError, contained
 
+ANTHROPIC_SIGN = "anthropic-version"  # a header that its clients send
 MAX_KEY_CHARS = 255  # of an idempotency key
 THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
 # Fields that may take long to prepare, and the escape with which JSON may spell their names.
@@ -90,14 +91,19 @@ class Routes:
         """POST /v1/completions."""
         return await self._generate(request, self._preparer.completion)
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
         """GET /v1/models."""
-        return _json(ModelList([self._served.card]))
+        card = self._served.card
+        if ANTHROPIC_SIGN in request.headers:
+            ends = {"first_id": card.id, "last_id": card.id, "has_more": False}
+            return _json({"data": [model_card(card)], **ends})
+        return _json(ModelList([card]))
 
-    async def one_model(self, name: str) -> Response:
+    async def one_model(self, name: str, request: Request) -> Response:
         """GET /v1/models/{name}."""
         self._served.check_model(name)
-        return _json(self._served.card)
+        card = self._served.card
+        return _json(model_card(card) if ANTHROPIC_SIGN in request.headers else card)
 
     async def tokenize(self, request: Request) -> Response:
         """POST /tokenize."""
@@ -172,7 +178,7 @@ class Routes:
         return body.removeprefix(BOM_UTF8)
 
 
-def _json(body: Struct) -> Response:
+def _json(body: Struct | dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
 
 
@@ -239,7 +245,7 @@ def _add_apis(app: FastAPI, routes: Routes) -> None:
         ("/v1/models", routes.models, "GET"),
         ("/v1/models/{name:path}", routes.one_model, "GET"),
         (one, responses.get, "GET"),
-        ("/dashboard/responses/{name}", responses.own, "GET"),
+        (f"{ROUTERS_OWN}{{name}}", responses.own, "GET"),
         (f"{one}/input_items", responses.inputs, "GET"),
         (one, responses.delete, "DELETE"),
         (f"{one}/cancel", responses.cancel, "POST"),

@@ -27,6 +27,11 @@ def declared(message: Any) -> Any:
     return message
 
 
+def check_models(client: anthropic.Anthropic) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").type == "model"
+
+
 def check_whole_and_streamed(client: anthropic.Anthropic) -> None:
     made = declared(client.messages.create(**GREEDY))
     assert ANSWER in made.content[0].text
@@ -122,7 +127,7 @@ def check_mistakes(client: anthropic.Anthropic) -> None:
 
 if __name__ == "__main__":
     main(
-        "anthropic", check_whole_and_streamed, check_stop_sequences_and_limits,
+        "anthropic", check_models, check_whole_and_streamed, check_stop_sequences_and_limits,
         check_the_answer_goes_on, check_tools, check_parse, check_the_runner_of_tools,
         check_mistakes,
         connect=lambda url: anthropic.Anthropic(

@@ -1,6 +1,7 @@
 """Anthropic's messages: what a chat is asked, and what its answers look like."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,18 @@ def test_another_model_and_a_failed_stream(served: Served, double: DecodeDouble)
     end = read_until(client, b"0\r\n\r\n")
     assert b'event: error\ndata: {"type":"error","error":{"type":"api_error"' in end
     client.close()
+
+
+def test_models_are_shown_in_anthropics_form(served: Served) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = httpx.get(f"{served.url}/v1/models", headers=headers, timeout=HANG_S).json()
+    assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("small", "small", False)
+    (card,) = listed["data"]
+    assert (card["type"], card["id"], card["display_name"]) == ("model", "small", "small")
+    assert datetime.fromisoformat(card["created_at"]).year > 2020
+    one = httpx.get(f"{served.url}/v1/models/small", headers=headers, timeout=HANG_S).json()
+    assert one == card
+    assert httpx.get(f"{served.url}/v1/models", timeout=HANG_S).json()["object"] == "list"
 
 
 def test_no_thread_is_kept_and_its_client_sends_all_again(served: Served) -> None:

@@ -325,12 +325,16 @@ def test_nobody_reads_what_another_key_has_stored(serve: Serve, text: Text, tmp_
     assert [response.status_code for response in found] == [200, 404]
 
 
-def test_another_router_finds_what_one_has_stored(text: Text) -> None:
+@pytest.mark.parametrize("access", ["none", "auto", "open"])
+def test_another_router_finds_what_one_has_stored(text: Text, tmp_path: Path, access: str) -> None:
+    (tmp_path / "keys").write_text("x\ny\n")  # the client's is the first
+    options: dict[str, Any] = {} if access == "none" else {"api_key_file": str(tmp_path / "keys")}
+    options |= {"admin_access": access} if access != "none" else {}
     double = DecodeDouble(script=speak(text.encode("one", add_special_tokens=False), kept=True))
     members = [double.member]
     with (
-        routed(text.directory, members) as (first, url),
-        routed(text.directory, members) as (second, other_url),
+        routed(text.directory, members, **options) as (first, url),
+        routed(text.directory, members, **options) as (second, other_url),
     ):
         members = [structs.replace(first.listed[0], name="router-1"), double.member]
         second.update_members([second.listed[0], *members])
@@ -342,6 +346,9 @@ def test_another_router_finds_what_one_has_stored(text: Text) -> None:
             assert other.responses.retrieve(more.id).previous_response_id == made.id
             with pytest.raises(openai.NotFoundError):
                 client.responses.retrieve(more.id)  # the first has not heard of the second
+            page = f"{url}/dashboard/responses/{made.id}"
+            status = httpx.get(page, headers={"x-api-key": "y"}, timeout=HANG_S).status_code
+            assert status == (200 if access == "none" else 401)
     double.die()
 
 
