@@ -8,6 +8,7 @@ listens accepts keys of members only, each for the frames of its own name.
 
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ ZAP_ADDRESS = "inproc://zeromq.zap.01"  # ZeroMQ's own: its I/O threads ask ther
 ZAP_DOMAIN = b"kvlane"
 
 SEND_QUEUE_FRAMES = 10_000
+RECEIVE_QUEUE_FRAMES = 256  # of a peer that we have not read; then its own queue fills
 CLOSE_LINGER_MS = 500
 # The largest message that we send are the masks of one step, to the ranks of a worker: of 256 rows
 # of 16 drafts over 152 k tokens 78 MB. A socket refuses what is larger before it takes any memory.
@@ -37,9 +39,11 @@ MAX_TOLD_ADDRESSES = 8  # in a line of the log
 MAX_TOLD_PEERS = 1024  # and what they did
 LATELY_S = 600.0  # after which the log says it again
 # What a peer may send: so many units a second, and so many at once. A message is one, and one more
-# for every UNIT_BYTES, since what is read of it takes ten times as much; a link is LINK_UNITS. A
-# prefill worker that announces eight layer groups of 600 prompts a second sends half of it.
-UNITS_PER_S, MAX_UNITS, UNIT_BYTES, LINK_UNITS = 10_000, 50_000, 2048, 200
+# for every so many bytes, as what is read of it takes ten times as much; a link is LINK_UNITS. Half
+# of it is a router that asks one worker 2,500 times a second, or 256 rows' steps of four tokens
+# with all logprobs at 200 a second. Those to whom we have connected answer, at greater length.
+UNITS_PER_S, MAX_UNITS, LINK_UNITS = 20_000, 20_000, 200
+ASKED_UNIT_BYTES, ANSWER_UNIT_BYTES = 2048, 8192
 MAX_BUDGETS = 1024  # peers
 BACKLOG = 128  # connections that wait to be accepted
 RECONNECT_MS, MAX_RECONNECT_MS = 20, 200  # until a connection that failed is tried again
@@ -50,6 +54,7 @@ def bounded_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.So
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM, SEND_QUEUE_FRAMES),
+        (zmq.RCVHWM, RECEIVE_QUEUE_FRAMES),
         (zmq.LINGER, CLOSE_LINGER_MS),
         (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + MAX_HEAD_BYTES),
         (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
@@ -73,7 +78,7 @@ def keyring(authentication: Literal["curve", "none"]) -> "Keyring | None":
 class Refusals:
     """What a process has refused. The thread of its sockets counts; others may read.
 
-    Messages are counted by the thread that handles them.
+    Messages are counted by the thread that handles them, too.
     """
 
     num_frames: int = 0  # not ours, or not of who has sent them
@@ -82,6 +87,7 @@ class Refusals:
     is_limited: bool = True  # whether they may be too many
     _told: tuple[int, int] = 0, 0
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is told of peers
     _by_peers_at: float = 0.0
     _by_peers: Counter[tuple[PeerId, str]] = field(default_factory=Counter[tuple[PeerId, str]])
     # What each peer may send yet, below 0: too much; and since when that has grown.
@@ -103,11 +109,11 @@ class Refusals:
         """A member has sent one more message that no honest one sends to us."""
         self._message(peer, f"has sent a {type(message).__name__} that makes no sense here")
 
-    def exceeds(self, peer: PeerId, num_bytes: int, *, begins: bool) -> bool:
+    def exceeds(self, peer: PeerId, num_bytes: int, *, begins: bool, answers: bool) -> bool:
         """Whether a peer sends more than any does that is honest; then this message is dropped.
 
         Its budget outlives its links: who goes on stays unheard, also over new ones. begins: it is
-        the first message of a link.
+        the first message of a link; answers: of one that we have begun.
         """
         if not self.is_limited:
             return False
@@ -116,14 +122,16 @@ class Refusals:
         now = time.monotonic()
         left, at = self._budgets.get(peer, (MAX_UNITS, now))
         left = min(MAX_UNITS, left + (now - at) * UNITS_PER_S)
-        left -= 1 + num_bytes / UNIT_BYTES + LINK_UNITS * begins
+        left -= 1 + num_bytes / (ANSWER_UNIT_BYTES if answers else ASKED_UNIT_BYTES)
+        left -= LINK_UNITS * begins
         self._budgets[peer] = max(left, -UNITS_PER_S), now
         if left < 0:
             self._message(peer, "sends more than a member has to say")
         return left < 0
 
     def _message(self, peer: PeerId, what: str) -> None:
-        self.num_messages += 1
+        with self._lock:
+            self.num_messages += 1
         if num := self.news(peer, what):
             log.warning("%s %s%s", peer, what, f" ({num} times)" if num > 1 else "")
 
@@ -132,11 +140,12 @@ class Refusals:
         tenth, the hundredth, ...; else 0.
         """
         now = time.monotonic()
-        if len(self._by_peers) >= MAX_TOLD_PEERS or now - self._by_peers_at > LATELY_S:
-            self._by_peers.clear()
-            self._by_peers_at = now
-        self._by_peers[peer, what] += 1
-        num = self._by_peers[peer, what]
+        with self._lock:
+            if len(self._by_peers) >= MAX_TOLD_PEERS or now - self._by_peers_at > LATELY_S:
+                self._by_peers.clear()
+                self._by_peers_at = now
+            self._by_peers[peer, what] += 1
+            num = self._by_peers[peer, what]
         return num if num == 10 ** (len(str(num)) - 1) else 0
 
     def tell(self) -> None:

@@ -276,7 +276,8 @@ class _Links:
                     is_own = self._keyring is None or self._keyring.vouches(sender, frame)
                 if not is_own:
                     raise ValueError("not its sender's")
-                if self._refusals.exceeds(sender, len(payload), begins=place[1] == 1):
+                begins, answers = place[1] == 1, not route
+                if self._refusals.exceeds(sender, len(payload), begins=begins, answers=answers):
                     if known is not None:
                         self.lose(sender, "it sends too much", logging.DEBUG)
                     continue

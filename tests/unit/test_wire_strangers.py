@@ -6,6 +6,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -15,10 +16,11 @@ from tests.unit.test_wire import FAST, LIMIT_S, End, linked
 from worker import keyring
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
 from worker.keyring import (
+    ASKED_UNIT_BYTES,
     HANDSHAKE_MS,
     MAX_MESSAGE_BYTES,
     MAX_UNITS,
-    UNIT_BYTES,
+    UNITS_PER_S,
     Keyring,
     Refusals,
 )
@@ -321,12 +323,14 @@ def test_links_that_a_peer_begins_again_and_again_are_few_lines_of_the_log(
 
 
 def test_large_messages_count_by_their_size() -> None:
-    refusals, size = Refusals(), UNIT_BYTES * MAX_UNITS
-    assert not refusals.exceeds("s/1", size // 2, begins=True)
-    assert refusals.exceeds("s/1", size // 2, begins=False)
-    assert refusals.exceeds("c/1", size, begins=False)
+    refusals, size = Refusals(), ASKED_UNIT_BYTES * MAX_UNITS
+    asks = partial(refusals.exceeds, begins=False, answers=False)
+    assert not asks("s/1", size // 2)
+    assert asks("s/1", size // 2 + ASKED_UNIT_BYTES * UNITS_PER_S)
+    assert asks("c/1", size)
+    assert not refusals.exceeds("d/1", size, begins=True, answers=True)
     refusals.is_limited = False  # what a leader sends to its ranks
-    assert not refusals.exceeds("s/1", size, begins=False)
+    assert not asks("s/1", size)
 
 
 def test_others_are_served_while_a_stranger_floods() -> None:

@@ -169,7 +169,10 @@ class Outbound:
         """Drop transfers whose lease has expired."""
         for outgoing in list(self._outgoing.values()):
             if outgoing.lease.expired(now):
-                log.warning("xfer_id=%s: its lease ended without a release", outgoing.xfer.xfer_id)
+                is_news = self.refusals.news(outgoing.peer, "lets leases end")
+                text = "xfer_id=%s: its lease ended without a release of %s"
+                level = logging.WARNING if is_news else logging.DEBUG
+                log.log(level, text, outgoing.xfer.xfer_id, outgoing.peer)
                 self.metrics.lease_expired.inc()
                 self._drop(outgoing, Revoked.code)
 
