@@ -77,6 +77,7 @@ def test_ranks_sum_by_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert max(*size["errors"].values(), *norm["errors"].values()) < 2**-6
 
 
+@pytest.mark.whole
 def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(router.run, "__defaults__", (64,))
     figures = ran("router", tmp_path, monkeypatch, "--seconds 0.4")["figures"]

@@ -20,6 +20,7 @@ from tests.support.engines import running
 from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep
+from tests.support.pairwise import in_whole
 from tests.support.recorded import RecordedMemory, replay
 from worker.api import Sampling
 from worker.config import WorkerConfig
@@ -173,8 +174,13 @@ def test_traced_layers_are_those_of_eager(case: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("case", SPARSE)
-@pytest.mark.parametrize(("prefill", "decode"), [("expert", "tensor"), ("tensor", "expert")])
+@pytest.mark.parametrize(
+    ("case", "prefill", "decode"),
+    [
+        *((SPARSE[0], "expert", "tensor"), (SPARSE[1], "tensor", "expert")),
+        *in_whole((SPARSE[0], "tensor", "expert"), (SPARSE[1], "expert", "tensor")),
+    ],
+)
 def test_workers_may_divide_experts_in_other_ways(case: str, prefill: str, decode: str) -> None:
     path, wanted = saved(case)
     made = sections(path, "always", experts=prefill)

@@ -17,6 +17,7 @@ from tests.equivalence.test_models import (
     save_random,
 )
 from tests.support.expert_families import EXPERTS
+from tests.support.pairwise import in_whole
 from tests.support.processes import on_ranks
 from worker.errors import Unsupported
 from worker.model import experts as layer
@@ -33,8 +34,16 @@ def test_logits_and_greedy_ids_equal_transformers(case: str, tmp_path: Path) -> 
     assert_same(save_random(path, *EXPERTS[case]), path, chunks=(64, 5))
 
 
-@pytest.mark.parametrize("division", ["tensor", "expert"])
-@pytest.mark.parametrize("case", ["qwen3-moe-mixed", "mixtral", "qwen3-next-moe"])
+@pytest.mark.parametrize(
+    ("case", "division"),
+    [
+        *(("qwen3-moe-mixed", "tensor"), ("qwen3-next-moe", "expert")),
+        *in_whole(
+            *(("qwen3-moe-mixed", "expert"), ("qwen3-next-moe", "tensor")),
+            *(("mixtral", "expert"), ("mixtral", "tensor")),
+        ),
+    ],
+)
 def test_two_ranks_equal_one(case: str, division: Division, tmp_path: Path) -> None:
     save_random(tmp_path, *EXPERTS[case])
 

@@ -179,7 +179,13 @@ else:
         ),
     }  # fmt: skip
 
-    @pytest.mark.parametrize("mutant", sorted(MUTANTS))
+    FEW = (
+        "padding is counted",
+        "gate and up are exchanged",
+        "an expert's second tile is its first",
+    )
+
+    @pytest.mark.parametrize("mutant", [*FEW, *in_whole(*sorted({*MUTANTS} - {*FEW}))])
     def test_a_kernel_that_reads_otherwise_is_seen(mutant: str, tmp_path: Path) -> None:
         module, right, wrong = MUTANTS[mutant]
         source = inspect.getsource(module)
