@@ -14,9 +14,11 @@ from torch import Tensor
 
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
-from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.jit import INTERPRETED, enter, prefetch, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
+
+AHEAD = 1024  # values of a row of weights that a product asks for while the one before it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,9 @@ def choose(num_tokens: int, top_k: int, num_experts: int, *, gated: bool) -> Til
 def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: tl.constexpr):
     """(expert, first row, row behind its last) of an item; expert -1: there is no such item."""
     experts = tl.arange(0, COUNT_POW2)
-    begins = tl.load(starts + experts, mask=experts < COUNT, other=0)
-    ends = tl.load(starts + experts + 1, mask=experts < COUNT, other=0)
+    at = starts + experts  # beside the L1, which may hold what was there before the kernel waits
+    begins = tl.load(at, mask=experts < COUNT, other=0, cache_modifier=".cg")
+    ends = tl.load(at + 1, mask=experts < COUNT, other=0, cache_modifier=".cg")
     items = (ends - begins + BLOCK_T - 1) // BLOCK_T
     behind = tl.cumsum(items, 0)
     expert = tl.sum((behind <= item).to(tl.int32), 0)
@@ -67,7 +70,7 @@ def _grouped_kernel(
     x, w, weights, starts, order, out, N, K, stride_x, num_tiles,
     COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
@@ -76,13 +79,16 @@ def _grouped_kernel(
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    enter(PDL)
+    if GATED:
+        enter(PDL)  # else the kernel before is the gated one: its programs have waited for `starts`
     expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)  # pyright: ignore
     if expert < 0:
+        if not GATED:
+            enter(PDL)
         return
     rows = first + tl.arange(0, BLOCK_T)
     here = rows < end
-    at = tl.load(order + rows, mask=here, other=0)
+    at = tl.load(order + rows, mask=here, other=0, cache_modifier=".cg")
     within = tl.arange(0, BLOCK_N)
     # Rows of weights beyond N read the last one again and are not stored.
     lines = tl.minimum(tile * WIDTH + (within % WIDTH if GATED else within), N - 1)
@@ -94,7 +100,12 @@ def _grouped_kernel(
         height = N
         source = rows
     ks = tl.arange(0, BLOCK_K)
-    w_at = w + (expert.to(tl.int64) * height + lines)[:, None] * K + ks[None, :]
+    w_rows = w + (expert.to(tl.int64) * height + lines) * K
+    if not GATED:
+        if PDL:
+            prefetch(w_rows, K, AHEAD)
+        enter(PDL)
+    w_at = w_rows[:, None] + ks[None, :]
     x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for begin in range(0, K, BLOCK_K):
@@ -167,8 +178,8 @@ def expert_products_triton(
             **overlap(
                 x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
                 BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
-                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
+                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, AHEAD=AHEAD,
+                num_warps=tile.num_warps, num_stages=tile.num_stages,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out
