@@ -15,7 +15,7 @@ runs; the times mean nothing.
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -92,6 +92,7 @@ class Scene:
 def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
     shape, device = MODELS[options.model], torch.device(options.device)
+    shape = replace(shape, layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
     pages = -(-context // options.page_size)
     region = KVRegion(
@@ -180,6 +181,7 @@ def parsed() -> argparse.Namespace:
     made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=sorted(MODELS), default="qwen3-8b")
+    add("--layers", type=int, default=0, help="instead of the model's")
     add("--batch", type=ints, default="1,8,32,128,256", help="requests, by commas")
     add("--context", type=int, default=576, help="KV length of each")
     add("--query-len", type=int, default=1, help="query rows of each")

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
-from worker.ops.jit import INTERPRETED, enter, prefetch, tl, triton
+from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
-
-AHEAD = 1024  # values of a row of weights that a product asks for while the one before it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ def _grouped_kernel(
     x, w, weights, starts, order, out, N, K, stride_x, num_tiles,
     COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
@@ -102,8 +100,6 @@ def _grouped_kernel(
     ks = tl.arange(0, BLOCK_K)
     w_rows = w + (expert.to(tl.int64) * height + lines) * K
     if not GATED:
-        if PDL:
-            prefetch(w_rows, K, AHEAD)
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
     x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
@@ -178,8 +174,8 @@ def expert_products_triton(
             **overlap(
                 x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
                 BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
-                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, AHEAD=AHEAD,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out
