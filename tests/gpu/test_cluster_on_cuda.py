@@ -23,7 +23,7 @@ NUM = 32
 MAX_TOKENS = 100
 PAGE_SIZE = 64
 PAGE_BYTES = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
-MOE = ("--model", "tiny-moe")
+MOE = ("--model", "tiny-moe", "--set", "model.served_name=tiny")
 MOE_PAGE_BYTES = PAGE_BYTES * 4 // 6
 READY_TIMEOUT_S = 400.0  # kernels are compiled, by one worker after the other
 COMMON = (
