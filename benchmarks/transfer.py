@@ -1,14 +1,18 @@
 """Throughput and latency of pulling KV between two processes of this machine.
 
     python -m benchmarks.transfer --transport shm --transport mooncake --run-bytes 65536 1048576
+    python -m benchmarks.transfer --transport sockets --netns far --host 10.9.0.1 --far 10.9.0.2
 
+The second has its source in another network namespace (see `benchmarks/results/transfer.md`).
 Both ends, the copy and the network stack share this machine's cores, so only ratios count (one
 transport, or one run size, against another). The data is random, not zero. A pull is polled in a
 closed loop, as an idle engine would; `first run` is the time of a pull of a single run, which is
 what a short prompt sees.
 """
 
+import argparse
 import contextlib
+import ctypes
 import mmap
 import multiprocessing
 import os
@@ -17,6 +21,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,14 +34,17 @@ from worker.registry import resolve
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, PullState, Run
 
 HOST = "127.0.0.1"
-KINDS = {"shm": "shm", "mooncake": "tcp"}
+KINDS = {"shm": "shm", "mooncake": "tcp", "sockets": "tcp"}
+CLONE_NEWNET = 0x40000000
 CONNECT_S = 10.0
 NUM_SINGLE_RUNS = 50
+POLL_S = 2e-5  # between two polls; others of this process have their turn then
 COLUMNS = {  # of the table
     "transport": "{transport}",
     "run bytes": "{run_bytes}",
     "runs": "{num_runs}",
     "GiB/s (min..max)": "{gib_per_s_median:.2f} ({gib_per_s_min:.2f}..{gib_per_s_max:.2f})",
+    "cpu s/GB": "{cpu_s_per_gb:.2f}",
     "us/run": "{us_per_run:.1f}",
     "first run us": "{first_run_us_p50:.1f}",
     "max": "{first_run_us_max:.1f}",
@@ -51,18 +59,21 @@ def memfd_region(num_bytes: int) -> tuple[np.ndarray, MemoryRegion]:
     return array, MemoryRegion("target", array.ctypes.data, num_bytes, fd)
 
 
-def open_transport(name: str, region: MemoryRegion) -> KVTransport:
+def open_transport(name: str, region: MemoryRegion, host: str = HOST) -> KVTransport:
     """The transport `name` with `region` registered."""
-    transport = resolve("transport", name, TRANSPORTS)(HOST, KINDS[name])
+    transport = resolve("transport", name, TRANSPORTS)(host, KINDS[name])
     transport.register([region])
     return transport
 
 
-def serve(name: str, num_bytes: int, conn: Connection) -> None:
+def serve(name: str, num_bytes: int, conn: Connection, netns: str, host: str) -> None:
     """Main function of the source process; ends with its parent."""
+    if netns:
+        with open(f"/run/netns/{netns}") as there:
+            assert ctypes.CDLL(None).setns(there.fileno(), CLONE_NEWNET) == 0
     array, region = memfd_region(num_bytes)
     array[:] = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
-    transport = open_transport(name, region)
+    transport = open_transport(name, region, host)
     conn.send_bytes(msgspec.msgpack.encode(transport.endpoint()))
     with contextlib.suppress(EOFError):
         conn.recv_bytes()
@@ -74,15 +85,26 @@ def pull_s(peer: Peer, runs: Sequence[Run]) -> float:
     began = time.perf_counter()
     pull = peer.pull(runs)
     while (state := pull.poll()) is PullState.RUNNING:
-        pass
+        time.sleep(POLL_S)
     took_s = time.perf_counter() - began
     if state is not PullState.OK:
         raise RuntimeError(pull.error)
     return took_s
 
 
-def measure(peer: Peer, name: str, run_bytes: int, total_bytes: int, repeat: int) -> dict[str, Any]:
-    """One row: `total_bytes` in scattered runs `repeat` times, then single runs."""
+def cpu_s(pid: int) -> float:
+    """Seconds that a process has computed, the kernel for it included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(
+    peer: Peer, name: str, run_bytes: int, total_bytes: int, repeat: int, source: int
+) -> dict[str, Any]:
+    """One row: `total_bytes` in scattered runs `repeat` times, then single runs.
+
+    source: its pid.
+    """
     num_runs = max(1, total_bytes // run_bytes)
     rng = random.Random(0)
     here, there = (rng.sample(range(num_runs), num_runs) for _ in range(2))
@@ -90,7 +112,9 @@ def measure(peer: Peer, name: str, run_bytes: int, total_bytes: int, repeat: int
         Run(0, a * run_bytes, b * run_bytes, run_bytes) for a, b in zip(here, there, strict=True)
     ]
     pull_s(peer, runs)  # faults the pages in
+    computed_s = sum(map(cpu_s, (os.getpid(), source)))
     whole_s = [pull_s(peer, runs) for _ in range(repeat)]
+    computed_s = sum(map(cpu_s, (os.getpid(), source))) - computed_s
     single_s = [pull_s(peer, [rng.choice(runs)]) for _ in range(NUM_SINGLE_RUNS)]
     rates = [num_runs * run_bytes / took_s / (1 << 30) for took_s in whole_s]
     return {
@@ -100,26 +124,33 @@ def measure(peer: Peer, name: str, run_bytes: int, total_bytes: int, repeat: int
         "gib_per_s_median": statistics.median(rates),
         "gib_per_s_min": min(rates),
         "gib_per_s_max": max(rates),
+        "cpu_s_per_gb": computed_s / (repeat * num_runs * run_bytes / 1e9),
         "us_per_run": statistics.median(whole_s) / num_runs * 1e6,
         "first_run_us_p50": statistics.median(single_s) * 1e6,
         "first_run_us_max": max(single_s) * 1e6,
     }
 
 
-def bench(name: str, run_sizes: Sequence[int], total_bytes: int, repeat: int) -> list[dict]:
+def bench(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of one transport; source process and transport are gone afterwards."""
+    run_sizes, total_bytes = options.run_bytes, options.total_mb << 20
     num_bytes = max(total_bytes, *run_sizes)
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    source = context.Process(target=serve, args=(name, num_bytes, theirs), daemon=True)
+    source = context.Process(
+        target=serve, args=(name, num_bytes, theirs, options.netns, options.far), daemon=True
+    )
     source.start()
     theirs.close()
     array, region = memfd_region(num_bytes)
-    transport = open_transport(name, region)
+    transport = open_transport(name, region, options.host)
+    assert source.pid is not None
     try:
         endpoint = msgspec.msgpack.decode(ours.recv_bytes(), type=Endpoint)
         peer = transport.connect(endpoint, CONNECT_S)
-        rows = [measure(peer, name, size, total_bytes, repeat) for size in run_sizes]
+        rows = [
+            measure(peer, name, size, total_bytes, options.repeat, source.pid) for size in run_sizes
+        ]
         expected = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
         pull_s(peer, [Run(0, 0, 0, num_bytes)])
         assert np.array_equal(array, expected), "pulled bytes differ"
@@ -138,10 +169,13 @@ def main() -> None:
     add("--run-bytes", type=int, nargs="+", default=[4096, 16384, 65536, 1 << 20, 16 << 20])
     add("--total-mb", type=int, default=128, help="MiB per pull")
     add("--repeat", type=int, default=5)
+    add("--host", default=HOST, help="our address")
+    add("--netns", default="", help="of the source; a name of `ip netns`")
+    add("--far", default=HOST, help="the source's address")
     options = made.parse_args()
     rows: list[dict[str, Any]] = []
     for name in options.transport or sorted(TRANSPORTS):
-        rows += bench(name, options.run_bytes, options.total_mb << 20, options.repeat)
+        rows += bench(name, options)
     cells = [[text.format(**row) for text in COLUMNS.values()] for row in rows]
     print("\n".join(aligned([list(COLUMNS), *cells])))
     write(options.json, {"options": shown(options), "rows": rows})

@@ -65,7 +65,10 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     start_ticks: int  # process_stat() of the owner
     regions: tuple[MemoryRegion, ...]
-    secret: bytes = b""  # who knows it may read; on the control channel alone, in no log
+    secret: bytes = b""  # who knows it may read; on the control channel alone
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.transport}/{self.kind} at {self.name})"  # logs show no secret
 
 
 class PullState(Enum):

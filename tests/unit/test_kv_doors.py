@@ -1,0 +1,159 @@
+"""Who may read KV over sockets, and by which way memory comes to them."""
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support.patience import HANG_S
+from worker.cache.layout import MemoryRegion
+from worker.errors import Unreachable
+from worker.transfer.base import Endpoint, Run, describe
+from worker.transfer.doors import COUNT, MAX_PIECES, MAX_STRANGERS, PIECE, Door, proof, received
+from worker.transfer.memory import BATCH_BYTES, DirectLane, Lane, Piece, StagedLane
+from worker.transfer.sockets import batches, dial
+
+SECRET, HOST = b"s" * 32, "127.0.0.1"
+NUM_BYTES = 6 << 20
+
+
+@pytest.fixture
+def memory() -> ctypes.Array:
+    return (ctypes.c_uint8 * NUM_BYTES).from_buffer(bytearray(os.urandom(NUM_BYTES)))
+
+
+def region_of(memory: ctypes.Array) -> MemoryRegion:
+    return MemoryRegion("target", ctypes.addressof(memory), len(memory), 0)
+
+
+@pytest.fixture
+def endpoint(memory: ctypes.Array) -> Iterator[Endpoint]:
+    regions = [region_of(memory)]
+    door = Door(HOST, SECRET, regions)
+    yield describe("sockets", "tcp", f"{HOST}:{door.port}", regions, SECRET)
+    door.close()
+
+
+def dialed(endpoint: Endpoint, seconds: float = HANG_S) -> socket.socket:
+    return dial(endpoint, time.monotonic() + seconds)
+
+
+def strangers(endpoint: Endpoint) -> socket.socket:
+    port = int(endpoint.name.rpartition(":")[2])
+    return socket.create_connection((HOST, port), timeout=HANG_S)
+
+
+def is_over(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_stranger_gets_nothing(endpoint: Endpoint, memory: ctypes.Array) -> None:
+    for secret in (b"", b"x" * 32):
+        with strangers(endpoint) as connection:
+            nonces = received(connection, 16) + b"n" * 16
+            connection.sendall(b"n" * 16 + proof(secret, b"reads", nonces))
+            connection.sendall(COUNT.pack(1) + PIECE.pack(0, 0, 64))
+            assert is_over(connection)
+    with dialed(endpoint) as member:
+        member.sendall(COUNT.pack(1) + PIECE.pack(0, 5, 64))
+        assert received(member, 64) == bytes(memory[5:69])
+
+
+def test_an_endpoint_does_not_show_its_secret(endpoint: Endpoint) -> None:
+    assert repr(SECRET)[2:-1] not in repr(endpoint)
+
+
+def test_one_side_s_proof_is_not_the_other_s(endpoint: Endpoint) -> None:
+    """So nobody gets in by what another connection has shown."""
+    nonces = b"n" * 32
+    assert proof(SECRET, b"reads", nonces) != proof(SECRET, b"serves", nonces)
+
+
+def test_who_does_not_know_the_secret_serves_nobody(endpoint: Endpoint) -> None:
+    with socket.create_server((HOST, 0)) as impostor:
+        port = impostor.getsockname()[1]
+        other = describe("sockets", "tcp", f"{HOST}:{port}", endpoint.regions, SECRET)
+
+        def serve() -> None:
+            connection = impostor.accept()[0]
+            with connection:
+                connection.sendall(b"c" * 16)
+                received(connection, 48)
+                connection.sendall(b"m" * 32)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(Unreachable, match="another process answers there"):
+            dialed(other)
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        COUNT.pack(0),
+        COUNT.pack(MAX_PIECES + 1),
+        COUNT.pack(1) + PIECE.pack(1, 0, 1),
+        COUNT.pack(1) + PIECE.pack(0, 0, 0),
+        COUNT.pack(1) + PIECE.pack(0, NUM_BYTES - 1, 2),
+        COUNT.pack(1) + PIECE.pack(0, 2**64 - 1, 2),
+        COUNT.pack(2) + 2 * PIECE.pack(0, 0, BATCH_BYTES),
+    ],
+    ids=["none", "many", "region", "empty", "end", "wraps", "large"],
+)
+def test_what_is_not_there_ends_the_connection(asked: bytes, endpoint: Endpoint) -> None:
+    with dialed(endpoint) as member:
+        member.sendall(asked)
+        assert is_over(member)
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(endpoint: Endpoint) -> None:
+    silent = [strangers(endpoint) for _ in range(3 * MAX_STRANGERS)]
+    with dialed(endpoint) as member:
+        member.sendall(COUNT.pack(1) + PIECE.pack(0, 0, 1))
+        received(member, 1)
+    received(silent[0], 16)
+    assert is_over(silent[0]), "the oldest"
+    for each in silent:
+        each.close()
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_both_ways_move_the_same_bytes(staged: bool, memory: ctypes.Array) -> None:
+    other = (ctypes.c_uint8 * NUM_BYTES)()
+    regions = [[region_of(each)] for each in (memory, other)]
+    lanes: list[Lane] = [DirectLane(each) for each in regions]
+    if staged:
+        lanes = [StagedLane(each, torch.device("cpu")) for each in regions]
+    there = [Piece(0, 100, 50), Piece(0, 3 << 20, 1 << 20)]
+    here = [Piece(0, 7, 50), Piece(0, 1 << 20, 1 << 20)]
+    data = b"".join(lanes[0].outgoing(there))
+    assert data == bytes(memory[100:150]) + bytes(memory[3 << 20 : 4 << 20])
+    at = 0
+    for buffer in lanes[1].incoming(here):
+        buffer[:] = data[at : at + len(buffer)]
+        at += len(buffer)
+    lanes[1].landed(here)
+    assert bytes(other[7:57]) == bytes(memory[100:150])
+    assert bytes(other[1 << 20 : 2 << 20]) == bytes(memory[3 << 20 : 4 << 20])
+    assert sum(map(bool, other)) == sum(map(bool, data))
+
+
+def test_batches_hold_every_byte_once() -> None:
+    runs = [Run(0, 0, 9, 3 * BATCH_BYTES + 1), *(Run(1, i, 2 * i, 1) for i in range(1000))]
+    made = list(batches(runs))
+    assert all(len(each.here) <= MAX_PIECES for each in made)
+    assert all(sum(p.num_bytes for p in each.there) <= BATCH_BYTES for each in made)
+    moved = [(a, b) for each in made for a, b in zip(each.here, each.there, strict=True)]
+    assert [a.num_bytes for a, _ in moved] == [b.num_bytes for _, b in moved]
+    assert sum(a.num_bytes for a, _ in moved) == 3 * BATCH_BYTES + 1 + 1000
+    assert all(a.region == b.region for a, b in moved)
+    assert {b.offset - a.offset for a, b in moved if a.region == 0} == {9}
