@@ -91,7 +91,7 @@ def test_whatever_serves_a_request_changes_nothing(
             assert ids(cluster.client.generate(*asked())) == expected
         decode = cluster.workers["decode-0"].engine
         check_slots(cluster)
-        if widths != (1,) and drafter == "mtp":
+        if 1 not in widths and drafter == "mtp":  # else a step's time may speak for no drafts
             assert value(decode.metrics.spec_accepted) > 0, "nothing was ever folded from the ring"
         if pages == "few":
             assert value(decode.metrics.preemptions) > 0, "the pool was not small enough"
