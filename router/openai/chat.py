@@ -115,6 +115,7 @@ class ChatWriter(AnswerWriter):
                 self._inputs[at] = Input()
             if at in self._inputs:
                 part.is_custom, part.arguments = True, self._inputs[at].feed(part.arguments)
+        parsed.calls = [part for part in parsed.calls if part.id or part.arguments]
         return parsed
 
     def reason(self, delta: Delta) -> str | None:

@@ -73,6 +73,7 @@ def test_a_chat_calls_a_tool_that_takes_a_text(
     deltas = [each["choices"][0]["delta"] for each in data]  # the client's types lack these
     parts = [part for delta in deltas for part in delta.get("tool_calls", ())]
     assert "".join(part["custom"]["input"] for part in parts) == SAID
+    assert all(part["custom"]["input"] for part in parts if "id" not in part)
     assert [part["custom"]["name"] for part in parts if part.get("type") == "custom"] == ["code"]
     result = {"role": "tool", "tool_call_id": made.id, "content": "7"}
     says.take()
