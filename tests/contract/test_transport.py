@@ -31,7 +31,7 @@ from worker.transfer import mooncake_engine, mooncake_libraries
 from worker.transfer.base import TRANSPORTS, Peer, Pull, PullState, Run
 from worker.transfer.sources import fastest_pull_s
 
-ROWS = [("shm", "shm"), ("mooncake", "tcp")]
+ROWS = [("shm", "shm"), ("mooncake", "tcp"), ("sockets", "tcp")]
 SIZES = {"target": 48 << 20, "draft": 1 << 20}
 CANARY = 0xEE
 REPLACE = msgspec.structs.replace
@@ -103,10 +103,13 @@ class Reader:
 
     def begun(self, peer: Peer, runs: list[Run]) -> Pull:
         """A pull of which some bytes are here but not all."""
-        pull, here = peer.pull(runs), self.memory.arrays[0][:: 1 << 10]
-        until(lambda: (here == CANARY).mean() <= 0.98, "the pull does not start", pull.poll)
-        assert pull.poll() is RUNNING
-        return pull
+        for _ in range(20):  # it may have ended before this process has its turn
+            self.memory.paint()
+            pull, here = peer.pull(runs), self.memory.arrays[0][:: 1 << 10]
+            until(lambda here=here: (here == CANARY).mean() <= 0.98, "no start", pull.poll)
+            if pull.poll() is RUNNING:
+                return pull
+        raise AssertionError("a pull always ends before anybody looks")
 
     def unchanged(self, seconds: float = 0.4) -> bool:
         """Whether nobody writes: look at the memory as it is, then at fresh canaries."""
@@ -338,7 +341,8 @@ def test_first_contact_with_a_stopped_source_keeps_to_its_deadline(reader: Reade
         reader.connect(source, 0.5).close()
         return
     began = time.monotonic()
-    for reason in ("did not answer within", "earlier contact"):
+    reasons = ("did not answer", "earlier contact" if reader.row[0] == "mooncake" else "answer")
+    for reason in reasons:
         with pytest.raises(Unreachable, match=reason):
             reader.connect(source, 0.5)
     assert time.monotonic() - began < HANG_S
@@ -470,7 +474,7 @@ def wait_until_only(ports: set[int]) -> None:
     until(lambda: not listening() - ports, "an engine stays")
 
 
-@pytest.mark.parametrize("shared", ROWS[1:], indirect=True, ids="/".join, scope="module")
+@pytest.mark.parametrize("shared", ROWS[1:2], indirect=True, ids="/".join, scope="module")
 class TestMooncake:
     """What only mooncake promises: when its engines go."""
 

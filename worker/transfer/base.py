@@ -5,7 +5,8 @@ the destination started. So a page may be used again as soon as the pull into it
 the peer is dead, hung or cut off.
 
 Threads. `connect` may block and belongs in a thread of its own; A peer's other methods belong to
-one thread at a time. No transport has a polling thread: `poll` drives it.
+one thread at a time. No transport has a polling thread: `poll` begins a pull and drives it, unless
+threads of the transport's own move its bytes (sockets).
 """
 
 import os
@@ -22,8 +23,13 @@ from worker.transfer.host import host_key, process_stat
 TRANSPORTS = {
     "mooncake": "worker.transfer.mooncake:MooncakeTransport",
     "shm": "worker.transfer.shm:ShmTransport",
+    "sockets": "worker.transfer.sockets:SocketTransport",
 }
-KINDS: Mapping[str, Sequence[str]] = {"mooncake": ("tcp", "rdma", "nvlink"), "shm": ("shm",)}
+KINDS: Mapping[str, Sequence[str]] = {
+    "mooncake": ("tcp", "rdma", "nvlink"),
+    "shm": ("shm",),
+    "sockets": ("tcp",),
+}
 
 # One poll() gives way after this long, so that a large copy cannot delay an engine step for more.
 POLL_BUDGET_S = 1e-3
@@ -59,6 +65,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     start_ticks: int  # process_stat() of the owner
     regions: tuple[MemoryRegion, ...]
+    secret: bytes = b""  # who knows it may read; on the control channel alone, in no log
 
 
 class PullState(Enum):
@@ -81,7 +88,7 @@ class Pull(Protocol):
         The state leaves RUNNING only when the pull is quiescent: after OK or FAILED not one byte is
         written to local memory any more. OK says that all bytes arrived; it proves nothing about
         the peer's life or its right to the pages, which is for the caller's lease to check. A pull
-        moves only while it is polled, a cancelled one too.
+        moves only while it is polled, a cancelled one too, but for one that threads move.
         """
         ...
 
@@ -142,10 +149,12 @@ class KVTransport(Protocol):
         """Close all peers and give everything back; a second call does nothing."""
 
 
-def describe(transport: str, kind: str, name: str, regions: Sequence[MemoryRegion]) -> Endpoint:
+def describe(
+    transport: str, kind: str, name: str, regions: Sequence[MemoryRegion], secret: bytes = b""
+) -> Endpoint:
     """The endpoint of the calling process with `regions` registered."""
     pid, start_ticks = os.getpid(), process_stat(os.getpid()).start_ticks
-    return Endpoint(transport, kind, name, host_key(), pid, start_ticks, tuple(regions))
+    return Endpoint(transport, kind, name, host_key(), pid, start_ticks, tuple(regions), secret)
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:

@@ -1,0 +1,178 @@
+"""The serving end of KV over sockets: who has the secret reads registered memory, nobody else.
+
+A connection begins with a challenge. Both ends then show that they know the secret, which is in the
+owner's `Endpoint` and travels on the control channel alone. After that each request names pieces,
+and their bytes follow one behind the other. Nothing can be written here.
+"""
+
+import hmac
+import logging
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+
+from worker.cache.layout import MemoryRegion
+from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
+
+log = logging.getLogger("kvlane.transfer")
+
+NONCE_BYTES, MAC_BYTES = 16, 32
+COUNT, PIECE = struct.Struct("<I"), struct.Struct("<IQQ")
+MAX_PIECES = 256  # of a request
+GREETING_S = 5.0  # for whoever has connected to say who it is
+STALLED = struct.pack("ll", 30, 0)  # seconds after which a peer that takes nothing is let go
+MAX_STRANGERS = 16  # connections that have not shown that they know the secret; the oldest goes
+MAX_CONNECTIONS = 1024
+BACKLOG = 128
+
+
+def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
+    """That a side of a connection with these nonces knows the secret."""
+    return hmac.digest(secret, side + nonces, "sha256")
+
+
+def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
+    """Fill the buffers; ConnectionError if the other end goes before that."""
+    while buffers:
+        count = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
+        if count == 0:
+            raise ConnectionError("the other end has closed the connection")
+        _drop(buffers, count)
+
+
+def received(connection: socket.socket, num_bytes: int) -> bytes:
+    """So many bytes; raises as `receive` does."""
+    made = bytearray(num_bytes)
+    receive(connection, [memoryview(made)])
+    return bytes(made)
+
+
+def send(connection: socket.socket, buffers: list[memoryview]) -> None:
+    """All bytes of the buffers."""
+    while buffers:
+        _drop(buffers, connection.sendmsg(buffers))
+
+
+def _drop(buffers: list[memoryview], count: int) -> None:
+    """So many bytes from the front."""
+    number = 0
+    while number < len(buffers) and count >= len(buffers[number]):
+        count -= len(buffers[number])
+        number += 1
+    del buffers[:number]
+    if count:
+        buffers[0] = buffers[0][count:]
+
+
+def asked(pieces: Sequence[Piece]) -> bytes:
+    """The request for them."""
+    return COUNT.pack(len(pieces)) + b"".join(PIECE.pack(*piece) for piece in pieces)
+
+
+class Door:
+    """Serves registered memory at one address, a thread a connection, until it is closed."""
+
+    def __init__(self, host: str, secret: bytes, regions: Sequence[MemoryRegion]) -> None:
+        """Raises OSError if the address cannot be had."""
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._secret, self._regions, self._lane = secret, regions, lanes_of(regions)
+        self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._strangers = deque[socket.socket]()
+        self._threads = dict[socket.socket, threading.Thread]()
+        self._closing = False
+        self._thread = threading.Thread(target=self._accept, name="kv-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """No memory is read any more when this returns."""
+        with self._lock:
+            self._closing = True
+            threads = dict(self._threads)
+        for each in (self._listener, *threads):
+            _cut(each)
+        for thread in (self._thread, *threads.values()):
+            thread.join()
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()[0]
+            except OSError:  # it was closed, or there are no descriptors left
+                if self._closing:
+                    return
+                threading.Event().wait(0.1)
+                continue
+            thread = threading.Thread(
+                target=self._greet_and_serve, args=(connection,), name="kv-door-peer", daemon=True
+            )
+            with self._lock:
+                if self._closing or len(self._threads) >= MAX_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._threads[connection] = thread
+                self._strangers.append(connection)
+                oldest = self._strangers[0] if len(self._strangers) > MAX_STRANGERS else None
+            if oldest is not None:
+                _cut(oldest)
+            thread.start()
+
+    def _greet_and_serve(self, connection: socket.socket) -> None:
+        try:
+            with suppress(OSError):
+                if self._is_member(connection):
+                    self._serve(connection, self._lane())
+        finally:
+            with self._lock:
+                del self._threads[connection]
+                if connection in self._strangers:
+                    self._strangers.remove(connection)
+            connection.close()
+
+    def _is_member(self, connection: socket.socket) -> bool:
+        """Whether the other end knows the secret; it is shown that we do."""
+        connection.settimeout(GREETING_S)
+        challenge = os.urandom(NONCE_BYTES)
+        connection.sendall(challenge)
+        answer = received(connection, NONCE_BYTES + MAC_BYTES)
+        nonces = challenge + answer[:NONCE_BYTES]
+        if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"reads", nonces)):
+            log.warning("%s asked for KV without the secret", connection.getpeername()[0])
+            return False
+        connection.sendall(proof(self._secret, b"serves", nonces))
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, STALLED)
+        with self._lock:
+            self._strangers.remove(connection)
+        return True
+
+    def _serve(self, connection: socket.socket, lane: Lane) -> None:
+        while True:
+            (count,) = COUNT.unpack(received(connection, COUNT.size))
+            if not 0 < count <= MAX_PIECES:
+                break
+            named = received(connection, count * PIECE.size)
+            pieces = [Piece(*numbers) for numbers in PIECE.iter_unpack(named)]
+            if not self._holds(pieces):
+                break
+            send(connection, lane.outgoing(pieces))
+        log.warning("%s asked for KV that is not here", connection.getpeername()[0])
+
+    def _holds(self, pieces: Sequence[Piece]) -> bool:
+        if sum(piece.num_bytes for piece in pieces) > BATCH_BYTES:
+            return False
+        sizes = [region.num_bytes for region in self._regions]
+        return all(n < len(sizes) and 0 < size <= sizes[n] - at for n, at, size in pieces)
+
+
+def _cut(connection: socket.socket) -> None:
+    """Whoever waits for it finds its end."""
+    with suppress(OSError):  # it has ended meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
