@@ -190,11 +190,18 @@ def _slots(rng: random.Random) -> dict[str, str]:
 def _json_turn(rng: random.Random) -> Turn:
     """A sum whose answer is JSON, or facts that are written as JSON."""
     slots, known = _slots(rng), bank()
-    if rng.random() < 0.6:
+    kind = rng.random()
+    if kind < 0.25:
+        return _pairs_turn(rng, slots)
+    if kind < 0.75:
         while " + ".join((drawn := draw_sum(rng)).work).count("=") > 1:
             pass  # one step only: what can be told without its steps
         key = rng.choice((*known["keys"], slots["X"], slots["T"]))
         told, made = drawn.question, {key: drawn.value}
+        if rng.random() < 0.2:
+            second, first = sorted(rng.randint(1, 99) for _ in range(2))
+            op = rng.choice("+-")
+            told, made = f"What is {first} {op} {second}?", {key: evaluate(first, op, second)}
     else:
         told, keys = rng.choice(_FACT_ASKS).split("|")
         number, city = rng.randint(1, 99), rng.choice(known["cities"])
@@ -216,14 +223,23 @@ def _json_turn(rng: random.Random) -> Turn:
         if len(made) == 1
         else (rng.choice(("", "the keys ", "the fields ")))
     )
-    if rng.random() < 0.15:  # what each key is, told one by one
-        pairs = [f'"{key}" is {value}' for key, value in made.items() if told.find(str(value)) >= 0]
-        if len(pairs) == len(made):
-            lead = rng.choice(("Write JSON where ", "Make a JSON object: ", "JSON in which "))
-            return Turn(f"{lead}{' and '.join(pairs)}.", json.dumps(made))
     ask = rng.choice(_JSON_ASKS).format(json.dumps(form), prefix + listed)
     text = f"{told} {ask}" if rng.random() < 0.8 else f"{ask} {told}"
     return Turn(text, json.dumps(made))
+
+
+def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
+    """What each key is, told one by one: any keys and values, to be copied."""
+    known, pairs = bank(), dict[str, Any]()
+    for _ in range(rng.randint(1, 3)):
+        key = rng.choice((*known["keys"], *known["things"], *known["objects"]))
+        if rng.random() < INVENTED_SHARE:
+            key = words.draw_slots(rng, invented=True)["X"]
+        number: Any = rng.randint(0, 999)
+        pairs[key] = rng.choice((number, slots["N"], slots["X"], rng.choice(known["cities"])))
+    told = [f'"{key}" is {value}' for key, value in pairs.items()]
+    asks = ("Write JSON where {}.", "Make a JSON object: {}.", "JSON in which {}", "{}. As JSON.")
+    return Turn(rng.choice(asks).format(" and ".join(told)), json.dumps(pairs))
 
 
 def _tool_chat(rng: random.Random) -> Chat:

@@ -9,12 +9,12 @@ from router.dispatch.mailbox import Delta
 from router.openai.chat import ChatWriter
 from router.text.parsers import Parsed
 
-Kind = Literal["reasoning", "text", "call"]
+Kind = Literal["reasoning", "text", "call", "custom"]
 
 
 @dataclass(slots=True)
 class Block:
-    """One part; `text` is all of it so far, of a call its arguments."""
+    """One part; `text` is all of it so far, of a call its arguments, or a custom one's input."""
 
     kind: Kind
     index: int  # in the answer
@@ -65,7 +65,7 @@ class Blocks:
         for part in parsed.calls:
             if part.id:
                 yield from self._close()
-                yield self._open("call", part.id, part.name)
+                yield self._open("custom" if part.is_custom else "call", part.id, part.name)
             if part.arguments:
                 yield self._more(part.arguments)
 

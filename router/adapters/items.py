@@ -34,7 +34,11 @@ def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str
             function = {name: word(item, name, where) for name in names}
             call = {"id": word(item, "call_id", where), "type": "function", "function": function}
             _turn(messages, ()).setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
+        elif kind == "custom_tool_call":
+            custom = {name: word(item, name, where) for name in ("name", "input")}
+            call = {"id": word(item, "call_id", where), "type": "custom", "custom": custom}
+            _turn(messages, ()).setdefault("tool_calls", []).append(call)
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             call_id, output = word(item, "call_id", where), texts(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
         else:

@@ -13,7 +13,11 @@ from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, merged
 from router.openai.chat import ChatWriter
 
-TYPES: dict[Kind, str] = {"reasoning": "thinking", "text": "text", "call": "tool_use"}
+TYPES: dict[Kind, str] = {
+    "reasoning": "thinking",
+    "text": "text",
+    "call": "tool_use",
+}  # none is custom
 DELTAS: dict[Kind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"), "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),

@@ -17,7 +17,11 @@ from router.errors import ApiError
 from router.openai.body import AnswerForm, Prepared, merged
 from router.openai.chat import ChatWriter
 
-PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc"}
+PREFIXES: dict[Kind, str] = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
+CALLS = {  # type of the item, where its text is, and the events of that
+    "call": ("function_call", "arguments", "response.function_call_arguments"),
+    "custom": ("custom_tool_call", "input", "response.custom_tool_call_input"),
+}
 PARTS: dict[Kind, str] = {"reasoning": "reasoning_text", "text": "output_text"}
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")  # for an id, which stands in paths
 STREAM_ENDS = {"completed": "response.completed", "incomplete": "response.incomplete"}
@@ -130,10 +134,10 @@ class ResponseAnswer(AnswerForm):
             "id": f"{PREFIXES[block.kind]}_{self._unique_id}-{block.index}",
             "status": "completed" if whole else "in_progress",
         }
-        if block.kind == "call":
-            arguments = block.text if whole else ""
-            call = {"type": "function_call", "call_id": block.id, "name": block.name}
-            return item | call | {"arguments": arguments}
+        if block.kind in CALLS:
+            kind, of, _ = CALLS[block.kind]
+            call = {"type": kind, "call_id": block.id, "name": block.name}
+            return item | call | {of: block.text if whole else ""}
         parts = [_part(block, self._logprobs, whole=True)] if whole else []
         if block.kind == "reasoning":
             return item | {"type": "reasoning", "summary": [], "content": parts}
@@ -145,13 +149,14 @@ class ResponseAnswer(AnswerForm):
         place: dict[str, Any] = {"output_index": block.index}
         told = {**place, "item": item}
         inner = {**place, "item_id": item["id"]}
-        if block.kind == "call":
-            name = "response.function_call_arguments"
+        if block.kind in CALLS:
+            _, of, name = CALLS[block.kind]
             if move is Move.MORE:
                 return self._event(f"{name}.delta", **inner, delta=text)
             if move is Move.OPEN:
                 return self._event("response.output_item.added", **told)
-            inner |= {"name": block.name, "arguments": block.text}
+            inner |= {"name": block.name} if block.kind == "call" else {}
+            inner[of] = block.text
             done = self._event(f"{name}.done", **inner)
             return done + self._event("response.output_item.done", **told)
         inner["content_index"] = 0

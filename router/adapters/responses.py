@@ -93,6 +93,9 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
 
 def _tools(tools: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     for i, tool in enumerate(tools):
+        if tool.get("type") == "custom":
+            yield {"type": "custom", "custom": tool}
+            continue
         if tool.get("type") != "function":
             name = f"tools.{i}.type"
             raise unsupported(f"{name}: tools of type {tool.get('type')!r} are not run here", name)
@@ -105,9 +108,8 @@ def _choice(choice: Any) -> Any:
     """`tool_choice` as chats write it."""
     fields = mapping(choice)
     match fields.get("type"):
-        case "function":
-            name = word(fields, "name", "tool_choice")
-            return {"type": "function", "function": {"name": name}}
+        case "function" | "custom" as kind:
+            return {"type": kind, kind: {"name": word(fields, "name", "tool_choice")}}
         case "allowed_tools":
             allowed = fields.get("tools")
             chosen = map(_choice, allowed if isinstance(allowed, list) else [])  # pyright: ignore[reportUnknownArgumentType]

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -18,11 +18,13 @@ from router.openai.reply import (
     ChatLogprobs,
     Choice,
     ChunkChoice,
+    CustomCall,
     DeltaMessage,
     FunctionCall,
     ToolCall,
 )
 from router.openai.schema import Message, OfTemplate
+from router.text.custom_calls import Input
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason
@@ -32,7 +34,7 @@ class ChatWriter(AnswerWriter):
     """Chat completions and their chunks.
 
     `parser` makes the parser of one choice. `bytes_of` is None when no logprobs are wanted.
-    `reasons`: the reasoning is part of the answer.
+    `reasons`: the reasoning is part of the answer. `custom`: names of tools that take a text.
     """
 
     prefix = "chatcmpl"
@@ -41,8 +43,15 @@ class ChatWriter(AnswerWriter):
     has_one_prompt = True
 
     def __init__(
-        self, parser: Callable[[], Parser], bytes_of: BytesOf | None, *, reasons: bool = True
+        self,
+        parser: Callable[[], Parser],
+        bytes_of: BytesOf | None,
+        *,
+        reasons: bool = True,
+        custom: Container[str] = (),
     ) -> None:
+        self._custom = custom
+        self._inputs: dict[tuple[int, int], Input] = {}  # by choice and call
         self._reasons = reasons
         self._parser = parser
         self._bytes_of = bytes_of
@@ -99,8 +108,14 @@ class ChatWriter(AnswerWriter):
             parsed += parser.finish(cut=delta.finish_reason is FinishReason.LENGTH)
         if not self._reasons:
             parsed.reasoning = ""
-        if parsed.calls:
+        for part in parsed.calls:
             self._called.add(delta.index)
+            at = delta.index, part.index
+            if part.id and part.name in self._custom:
+                self._inputs[at] = Input()
+            if at in self._inputs:
+                part.is_custom, part.arguments = True, self._inputs[at].feed(part.arguments)
+        parsed.calls = [part for part in parsed.calls if part.id or part.arguments]
         return parsed
 
     def reason(self, delta: Delta) -> str | None:
@@ -118,15 +133,17 @@ class ChatWriter(AnswerWriter):
 
 def _tool_calls(parts: Sequence[CallPart], *, whole: bool = False) -> list[ToolCall] | UnsetType:
     """In a chunk only what is new is written; a call's id, type and name come once."""
-    calls = [
-        ToolCall(
-            index=UNSET if whole else part.index,
-            id=part.id or UNSET,
-            type="function" if part.id else UNSET,
-            function=FunctionCall(name=part.name if part.id else UNSET, arguments=part.arguments),
-        )
-        for part in parts
-    ]
+    calls: list[ToolCall] = []
+    for part in parts:
+        call = ToolCall(index=UNSET if whole else part.index, id=part.id or UNSET)
+        name = part.name if part.id else UNSET
+        if part.is_custom:
+            call.custom = CustomCall(name=name, input=part.arguments)
+        else:
+            call.function = FunctionCall(name=name, arguments=part.arguments)
+        if part.id:
+            call.type = "custom" if part.is_custom else "function"
+        calls.append(call)
     return calls or UNSET
 
 
@@ -185,6 +202,11 @@ def _until(mark: str, prompt: str) -> str:
 
 def _earlier_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call with its arguments as an object, which is what templates expect."""
+    if call.get("type") == "custom":
+        custom = mapping(call.get("custom"))
+        arguments = {"input": custom.get("input")}
+        call = {"id": call.get("id"), "type": "function"}
+        call["function"] = {"name": custom.get("name"), "arguments": arguments}
     fields = mapping(call.get("function"))
     if not isinstance(fields.get("name"), str):
         raise invalid(f"{where}.function.name: must be a string", f"{where}.function.name")

@@ -101,6 +101,7 @@ class Preparer:
             (lambda: self._thinking(parser(self._format, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
             reasons=body.include_reasoning,
+            custom=tools.custom,
         )
         job = _Job(writer, "messages", ignored, *self._grammar(body, tools, think), salt=salt)
         if is_parsed:

@@ -78,13 +78,21 @@ class FunctionCall(Struct, kw_only=True):
     arguments: str
 
 
+class CustomCall(Struct, kw_only=True):
+    """The name of a tool that takes a text, and that; in a chunk, what is new of both."""
+
+    name: str | UnsetType = UNSET
+    input: str
+
+
 class ToolCall(Struct, kw_only=True):
     """A whole call, or what a chunk adds to one; id, type and name come once."""
 
     index: int | UnsetType = UNSET  # in a chunk
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
-    function: FunctionCall
+    function: FunctionCall | UnsetType = UNSET  # one of the two
+    custom: CustomCall | UnsetType = UNSET
 
 
 class AssistantMessage(Struct, kw_only=True):

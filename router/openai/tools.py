@@ -13,6 +13,7 @@ from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
+from router.text.custom_calls import as_function
 from router.text.grammar import Part, quoted, schema_part
 from router.text.parsers import (
     CALL,
@@ -76,6 +77,7 @@ class Tools:
     given: list[dict[str, Any]]  # as the client wrote them, for the template
     functions: tuple[Function, ...] = ()
     demanded: tuple[Function, ...] = ()  # if there are any, one of them must be called
+    custom: frozenset[str] = frozenset()  # names of those that take a text
     parallel: bool = True
 
 
@@ -86,8 +88,10 @@ def tools_of(body: ChatBody) -> Tools:
         return Tools([])
     if not body.tools:
         raise invalid("tool_choice needs tools", "tool_choice")
-    functions = tuple(_function(i, tool) for i, tool in enumerate(body.tools))
-    given = body.tools
+    given = [as_function(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]
+    functions = tuple(_function(i, tool) for i, tool in enumerate(given))
+    kinds = zip(functions, body.tools, strict=True)
+    custom = frozenset(each.name for each, tool in kinds if tool.get("type") == "custom")
     if mapping(choice).get("type") == "allowed_tools":
         choice, names = _allowed(choice, functions)
         kept = [i for i, function in enumerate(functions) if function.name in names]
@@ -102,7 +106,7 @@ def tools_of(body: ChatBody) -> Tools:
         if not demanded:
             raise invalid(f"tool_choice: no tool has the name {name!r}", "tool_choice")
         parallel = False  # a function by name is called once, as in OpenAI's API
-    return Tools(given, functions, demanded, parallel)
+    return Tools(given, functions, demanded, custom, parallel)
 
 
 def _function(i: int, tool: dict[str, Any]) -> Function:
@@ -129,9 +133,10 @@ def _allowed(choice: Any, functions: Sequence[Function]) -> tuple[str, set[str]]
 
 def _chosen(choice: Any) -> str:
     fields = mapping(choice)
-    name = mapping(fields.get("function")).get("name")
-    if fields.get("type") != "function" or not isinstance(name, str):
-        message = "tool_choice: must be none, auto, required, allowed_tools or a function by name"
+    kind = str(fields.get("type"))
+    name = mapping(fields.get(kind)).get("name")
+    if kind not in ("function", "custom") or not isinstance(name, str):
+        message = "tool_choice: must be none, auto, required, allowed_tools or a tool by name"
         raise invalid(message, "tool_choice")
     return name
 

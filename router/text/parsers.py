@@ -35,6 +35,7 @@ class CallPart:
     arguments: str = ""
     id: str = ""
     name: str = ""
+    is_custom: bool = False  # then `arguments` are the tool's input
 
 
 @dataclass(slots=True)
