@@ -127,6 +127,8 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
     if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
         chosen["transport.kind"] = kind, why
+    if name == "sockets" and config.transport.kind == "auto":
+        chosen["transport.kind"] = "tcp", "it has no other"
     return _with(config, chosen, note)
 
 

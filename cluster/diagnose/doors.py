@@ -15,6 +15,7 @@ class Asks(StrEnum):
     API_KEY = "an API key"
     CURVE = "a CURVE key of the cluster"
     TOKEN = "Ray's token"
+    SECRET = "the secret of its endpoint"
     NOBODY = "nobody: it takes no connection"
 
 
@@ -90,6 +91,14 @@ DOORS = {
         "",
         Reach.CLUSTER,
         "read and write all KV: others' prompts and answers; no other memory of the process",
+    ),
+    "kv": Door(
+        "workers and their ranks",
+        "KV over sockets",
+        Asks.SECRET,
+        "",
+        Reach.CLUSTER,
+        "read all KV: others' prompts and answers; write nothing",
     ),
     "store": Door(
         "rank 0 of a worker of several",

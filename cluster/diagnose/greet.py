@@ -22,6 +22,8 @@ METADATA = 1  # mooncake's request for what an engine offers
 STORE_VALIDATE, STORE_PING = 0, 13  # queries of torch's TCPStore
 STORE_MAGIC, STORE_NONCE = 0x3C85F7CE, b"kvln"
 
+KV_GREETING = b"kvlane KV"  # of worker.transfer.doors, whose import would take seconds
+
 Place = tuple[str, int]
 
 
@@ -35,6 +37,7 @@ class Speech(StrEnum):
     TLS = "HTTP over TLS"
     MOONCAKE = "mooncake's handshake"
     STORE = "TCPStore"
+    KV = "KV over sockets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +50,14 @@ class Answer:
 
 
 def overheard(place: Place) -> Answer | None:
-    """Who speaks without being asked: gRPC and ZeroMQ."""
+    """Who speaks without being asked: gRPC, ZeroMQ and KV over sockets."""
     with suppress(OSError), _connected(place, SILENT_S) as connection:
         first = connection.recv(ZMTP_BYTES)
         connection.settimeout(PATIENCE_S)
         if len(first) > 3 and first[0] == 0 and first[3] == HTTP2_SETTINGS:
             return Answer(Speech.GRPC)
+        if first.startswith(KV_GREETING):
+            return Answer(Speech.KV)
         if first[:1] == ZMTP_SIGNATURE[:1]:
             connection.sendall(ZMTP_SIGNATURE + ZMTP_GREETING)
             mechanism = _read(connection, ZMTP_BYTES, first)[ZMTP_MECHANISM].strip(b"\0")

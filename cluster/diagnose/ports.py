@@ -195,7 +195,7 @@ class Walk:
             self.data_ports.add(answer.data_port)
             return "mooncake", answer
         if answer := greet.overheard(place):
-            return ("core worker" if answer.speech is Speech.GRPC else "wire"), answer
+            return {Speech.GRPC: "core worker", Speech.KV: "kv"}.get(answer.speech, "wire"), answer
         if len(of.pids) == 1:
             return "", None
         if answer := greet.store(place):

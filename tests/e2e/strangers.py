@@ -16,6 +16,7 @@ import zmq
 
 from tests.support.patience import HANG_S
 from worker.api import Ping, encode
+from worker.transfer.doors import COUNT, GREETING, PIECE, proof, received
 from worker.wire import _pack
 
 WAIT_S = 5.0  # for an answer that ought not to come
@@ -141,6 +142,17 @@ def reads_kv(addresses: list[str]) -> list[bool]:
     return [line == "0" for line in done.stdout.split()]
 
 
+def _reads_a_byte(address: str) -> bool:
+    """With a secret of our own."""
+    with socket.create_connection(_place(address), HANG_S) as connection:
+        nonces = received(connection, len(GREETING) + 16).removeprefix(GREETING) + bytes(16)
+        connection.sendall(bytes(16) + proof(bytes(32), b"reads", nonces))
+        with suppress(OSError):
+            connection.sendall(COUNT.pack(1) + PIECE.pack(0, 0, 1))
+            return connection.recv(1) != b""
+    return False
+
+
 def _meets_ranks(address: str) -> bool:
     from torch.distributed import TCPStore
 
@@ -172,6 +184,7 @@ TRIES: dict[str, Callable[[str], bool]] = {
     "ray metrics": _sees_metrics_alone,
     "mooncake": lambda address: bool(offer_of(address)["buffers"]),
     "mooncake data": _connects,  # `reads_kv` takes what is there
+    "kv": _reads_a_byte,
     "store": _meets_ranks,
     "ranks": _connects,
     "agent page": _sees_page,

@@ -10,11 +10,21 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cluster.diagnose import greet
 from tests.support.patience import HANG_S
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
 from worker.transfer.base import Endpoint, Run, describe
-from worker.transfer.doors import COUNT, MAX_PIECES, MAX_STRANGERS, PIECE, Door, proof, received
+from worker.transfer.doors import (
+    COUNT,
+    GREETING,
+    MAX_PIECES,
+    MAX_STRANGERS,
+    PIECE,
+    Door,
+    proof,
+    received,
+)
 from worker.transfer.memory import BATCH_BYTES, DirectLane, Lane, Piece, StagedLane
 from worker.transfer.sockets import batches, dial
 
@@ -48,6 +58,11 @@ def strangers(endpoint: Endpoint) -> socket.socket:
     return socket.create_connection((HOST, port), timeout=HANG_S)
 
 
+def greeted(connection: socket.socket) -> bytes:
+    """Its challenge."""
+    return received(connection, len(GREETING) + 16).removeprefix(GREETING)
+
+
 def is_over(connection: socket.socket) -> bool:
     try:
         return connection.recv(1) == b""
@@ -58,13 +73,20 @@ def is_over(connection: socket.socket) -> bool:
 def test_a_stranger_gets_nothing(endpoint: Endpoint, memory: ctypes.Array) -> None:
     for secret in (b"", b"x" * 32):
         with strangers(endpoint) as connection:
-            nonces = received(connection, 16) + b"n" * 16
+            nonces = greeted(connection) + b"n" * 16
             connection.sendall(b"n" * 16 + proof(secret, b"reads", nonces))
             connection.sendall(COUNT.pack(1) + PIECE.pack(0, 0, 64))
             assert is_over(connection)
     with dialed(endpoint) as member:
         member.sendall(COUNT.pack(1) + PIECE.pack(0, 5, 64))
         assert received(member, 64) == bytes(memory[5:69])
+
+
+def test_a_doctor_knows_who_speaks_there(endpoint: Endpoint) -> None:
+    port = int(endpoint.name.rpartition(":")[2])
+    answer = greet.overheard((HOST, port))
+    assert answer is not None
+    assert answer.speech is greet.Speech.KV
 
 
 def test_an_endpoint_does_not_show_its_secret(endpoint: Endpoint) -> None:
@@ -85,7 +107,7 @@ def test_who_does_not_know_the_secret_serves_nobody(endpoint: Endpoint) -> None:
         def serve() -> None:
             connection = impostor.accept()[0]
             with connection:
-                connection.sendall(b"c" * 16)
+                connection.sendall(GREETING + b"c" * 16)
                 received(connection, 48)
                 connection.sendall(b"m" * 32)
 
@@ -120,7 +142,7 @@ def test_strangers_who_say_nothing_keep_nobody_out(endpoint: Endpoint) -> None:
     with dialed(endpoint) as member:
         member.sendall(COUNT.pack(1) + PIECE.pack(0, 0, 1))
         received(member, 1)
-    received(silent[0], 16)
+    greeted(silent[0])
     assert is_over(silent[0]), "the oldest"
     for each in silent:
         each.close()

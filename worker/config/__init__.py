@@ -105,9 +105,10 @@ class TransportConfig(Section):
     """How KV pages move, and who may speak to whom."""
 
     name: Auto | str = "auto"
-    """auto: shm while all workers run on CPUs of one host, else mooncake."""
+    """auto: shm while all workers run on CPUs of one host, else mooncake. sockets is our own over
+    TCP: faster than mooncake's, and it asks for a secret; not chosen by itself yet."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
-    """auto: shm for shm; for mooncake nvlink between GPUs of one node, else tcp."""
+    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp."""
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """For the probe and warm-up of a new peer."""
     pull_timeout_s: float = Field(default=8.0, gt=0)

@@ -1,8 +1,8 @@
 """The serving end of KV over sockets: who has the secret reads registered memory, nobody else.
 
-A connection begins with a challenge. Both ends then show that they know the secret, which is in the
-owner's `Endpoint` and travels on the control channel alone. After that each request names pieces,
-and their bytes follow one behind the other. Nothing can be written here.
+A connection begins with a greeting and a challenge. Both ends then show that they know the secret,
+which is in the owner's `Endpoint` and travels on the control channel alone. After that each request
+names pieces, and their bytes follow one behind the other. Nothing can be written here.
 """
 
 import hmac
@@ -20,6 +20,7 @@ from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
 
+GREETING = b"kvlane KV 1\n"
 NONCE_BYTES, MAC_BYTES = 16, 32
 COUNT, PIECE = struct.Struct("<I"), struct.Struct("<IQQ")
 MAX_PIECES = 256  # of a request
@@ -139,7 +140,7 @@ class Door:
         """Whether the other end knows the secret; it is shown that we do."""
         connection.settimeout(GREETING_S)
         challenge = os.urandom(NONCE_BYTES)
-        connection.sendall(challenge)
+        connection.sendall(GREETING + challenge)
         answer = received(connection, NONCE_BYTES + MAC_BYTES)
         nonces = challenge + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"reads", nonces)):

@@ -34,6 +34,7 @@ from worker.transfer.base import (
     pieces,
 )
 from worker.transfer.doors import (
+    GREETING,
     MAC_BYTES,
     MAX_PIECES,
     NONCE_BYTES,
@@ -199,8 +200,11 @@ def dial(endpoint: Endpoint, deadline: float) -> socket.socket:
         left_s = max(1e-3, deadline - time.monotonic())
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
         connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        challenge, nonce = received(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
-        nonces = challenge + nonce
+        greeting = received(connection, len(GREETING) + NONCE_BYTES)
+        if not greeting.startswith(GREETING):
+            raise ConnectionError("it speaks otherwise")
+        nonce = os.urandom(NONCE_BYTES)
+        nonces = greeting.removeprefix(GREETING) + nonce
         connection.sendall(nonce + proof(endpoint.secret, b"reads", nonces))
         if received(connection, MAC_BYTES) != proof(endpoint.secret, b"serves", nonces):
             raise ConnectionError("another process answers there")
