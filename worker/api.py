@@ -236,6 +236,7 @@ class Stages(Message, frozen=True):
 
     The stages follow one another and add up to that time; a prefill's are by its own clock. Those
     after the prefill are 0 if that drew the first token, and come with the second from elsewhere.
+    Pulls begin while the prefill goes on: theirs are no further stages, but times beside these.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
@@ -245,6 +246,9 @@ class Stages(Message, frozen=True):
     first_step_s: float  # from its row until the first token was on the host
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
     late: bool = False  # the second token's: those after `prefill` came after the first
+    pull_s: float = 0.0  # in which a pull of its KV ran
+    pull_span_s: float = 0.0  # from the begin of its first pull until all KV was here
+    pulled_bytes: int = 0  # by these pulls
 
 
 class Window(Message, frozen=True):

@@ -29,6 +29,7 @@ LATENCIES = {
     "time_to_first_token": "first token",
     "inter_token": "between chunks",
     "end_to_end": "end to end",
+    "kv_pull": "KV transfer",
 }
 ANSWERING = ("ready", "draining")  # others have no figures
 
@@ -98,8 +99,26 @@ def _load(board: Board) -> list[str]:
         f"{rates.output_tokens:,.0f} output tokens/s, {rates.prompt_tokens:,.0f} prompt tokens/s "
         f"({cached} cached), {rates.requests:.1f} ended/s, {board.running} running, "
         f"{board.waiting} waiting",
+        f"disaggregated: {_transfers(board)}",
         f"errors in {_span(board.window_s)}: {errors} (of {sum(board.outcomes.values())} ended)",
     ]
+
+
+def _transfers(board: Board) -> str:
+    pulled, prompts = board.prefills.get("pulled", 0), sum(board.prefills.values())
+    said = f"{pulled:,} of {prompts:,} prompts in {_span(board.window_s)}"
+    if not board.pull_s:
+        return said
+    rate = _bytes(board.pulled_bytes / board.pull_s)
+    return f"{said}; {_bytes(board.pulled_bytes)} of KV at {rate}/s"
+
+
+def _bytes(num: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.3g} {unit}"
+        num /= 1000
+    return f"{num:.3g} TB"
 
 
 def _workers(workers: Sequence[WorkerRow]) -> Table:

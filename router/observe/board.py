@@ -4,7 +4,7 @@ Routers know all workers, and each its own requests. Times are durations: hosts 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Literal
 
@@ -20,6 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     bounds: tuple[float, ...]  # upper, in seconds, ascending
     counts: tuple[int, ...]  # of each bucket by itself; one more than bounds, for what is beyond
+    seconds: float = 0.0  # all together
 
     @property
     def total(self) -> int:
@@ -29,7 +30,8 @@ class Spread(msgspec.Struct, frozen=True):
     def since(self, then: "Spread") -> "Spread":
         """What has come since `then`."""
         counts = zip(self.counts, then.counts, strict=True)
-        return Spread(self.bounds, tuple(now - before for now, before in counts))
+        grown = tuple(now - before for now, before in counts)
+        return Spread(self.bounds, grown, self.seconds - then.seconds)
 
     def quantile(self, q: float) -> float | None:
         """As histogram_quantile: linear within a bucket, the last bound for what is beyond it."""
@@ -68,9 +70,12 @@ class Part(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
     prompt_tokens: int
     cached_tokens: int  # of them
+    prefills: dict[str, int]  # prompts by where they were computed: local, pulled, cached
+    pulled_bytes: int  # of KV, from prefill to decode workers
     rates: Rates
     latencies: "dict[str, Spread]"
     history: History
+    hour: History
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -143,9 +148,14 @@ class Board(msgspec.Struct, frozen=True):
     errors: dict[str, int]  # of them, those that are not the client's
     prompt_tokens: int
     cached_tokens: int
+    prefills: dict[str, int]  # prompts by where they were computed: local, pulled, cached
+    pulled_bytes: int  # of KV, from prefill to decode workers
+    pull_s: float  # in which they came, of all choices together
     rates: Rates
     latencies: dict[str, Latency]
     history: History
+    hour: History
+    hour_step_s: float
     routers: list[RouterRow]
     workers: list[WorkerRow]
     changes: list[ChangeRow]  # the last one first
@@ -180,23 +190,32 @@ def verdict(
 def together(spreads: "Sequence[Spread]") -> "Spread":
     """The sum of some with the same bounds."""
     counts = [spread.counts for spread in spreads]
-    return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))))
+    seconds = sum(spread.seconds for spread in spreads)
+    return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))), seconds)
 
 
-def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
-    """Quantiles of all routers together, but for those with other buckets (another version)."""
-    quantiles: dict[str, Latency] = {}
+def spreads(parts: Sequence[Part]) -> dict[str, Spread]:
+    """Of all routers together, but for those with other buckets (another version)."""
+    whole: dict[str, Spread] = {}
     for name, first in parts[0].latencies.items():
-        spreads = [part.latencies[name] for part in parts if name in part.latencies]
-        whole = together([spread for spread in spreads if spread.bounds == first.bounds])
-        p50, p90, p99 = map(whole.quantile, (0.5, 0.9, 0.99))
-        quantiles[name] = Latency(p50, p90, p99, whole.total)
-    return quantiles
+        found = [part.latencies[name] for part in parts if name in part.latencies]
+        whole[name] = together([spread for spread in found if spread.bounds == first.bounds])
+    return whole
 
 
-def outcomes(parts: Sequence[Part]) -> dict[str, int]:
-    """How often which; the most frequent first."""
-    return dict(sum((Counter(part.outcomes) for part in parts), Counter[str]()).most_common())
+def latencies(whole: Mapping[str, Spread]) -> dict[str, Latency]:
+    """Their quantiles."""
+    return {
+        name: Latency(
+            spread.quantile(0.5), spread.quantile(0.9), spread.quantile(0.99), spread.total
+        )
+        for name, spread in whole.items()
+    }
+
+
+def counted(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """How often which, in all of them; the most frequent first."""
+    return dict(sum(map(Counter[str], counts), Counter[str]()).most_common())
 
 
 def rates(parts: Sequence[Part]) -> Rates:
@@ -206,11 +225,11 @@ def rates(parts: Sequence[Part]) -> Rates:
     return Rates(**{name: round(sums[name], places) for name, places in digits.items()})
 
 
-def history(parts: Sequence[Part]) -> History:
+def history(parts: Sequence[History]) -> History:
     """Of all routers together. They end at the same time, give or take a step."""
 
     def summed(name: str) -> tuple[float, ...]:
-        rows = [getattr(part.history, name)[::-1] for part in parts]
+        rows = [getattr(part, name)[::-1] for part in parts]
         backwards = zip_longest(*rows, fillvalue=0.0)
         return tuple(round(sum(column), 1) for column in backwards)[::-1]
 

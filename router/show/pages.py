@@ -18,7 +18,7 @@ from router.errors import NO_FAULT
 from router.observe import board
 from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
 from router.show.front import Front
-from router.show.period import STEP_S
+from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
 from worker.api import Change
 
@@ -87,7 +87,8 @@ class Pages:
         changes = front.served.members.changes()
         routers, workers = self._rows({own.name: own, **other_parts}, changes)
         state, summary = board.verdict(workers, routers)
-        outcomes = board.outcomes(parts)
+        outcomes = board.counted(part.outcomes for part in parts)
+        spreads = board.spreads(parts)
         return Board(
             state=state,
             summary=summary,
@@ -102,9 +103,14 @@ class Pages:
             errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
+            prefills=board.counted(part.prefills for part in parts),
+            pulled_bytes=sum(part.pulled_bytes for part in parts),
+            pull_s=spreads["kv_pull"].seconds,
             rates=board.rates(parts),
-            latencies=board.latencies(parts),
-            history=board.history(parts),
+            latencies=board.latencies(spreads),
+            history=board.history([part.history for part in parts]),
+            hour=board.history([part.hour for part in parts]),
+            hour_step_s=HOUR_STEP_S,
             routers=routers,
             workers=workers,
             changes=[

@@ -1,6 +1,6 @@
 // Asks for dashboard/data again and again, and shows it. What is old is shown as old.
 
-import { amount, byId, el, percent, say, seconds, span, urlOf } from "./common.js";
+import { amount, byId, bytes, el, percent, say, seconds, span, urlOf } from "./common.js";
 import { spark } from "./spark.js";
 
 const EVERY_MS = 1000;
@@ -11,6 +11,7 @@ const LATENCIES = {
   time_to_first_token: "First token",
   inter_token: "Between chunks of tokens",
   end_to_end: "End to end",
+  kv_pull: "KV transfer",
 };
 
 let board = null;
@@ -131,6 +132,9 @@ function showTiles() {
   tile("Running", amount(board.running), peak(history.running), history.running);
   tile("Waiting", amount(board.waiting), peak(history.waiting), history.waiting);
   tile("Ended / s", amount(rates.requests), `prompt tokens ${amount(rates.prompt_tokens)} / s`);
+  const prompts = Object.values(board.prefills).reduce((sum, count) => sum + count, 0);
+  const moved = board.pull_s ? `${bytes(board.pulled_bytes)} of KV at ${bytes(board.pulled_bytes / board.pull_s)}/s` : "";
+  tile("Disaggregated", amount(board.prefills.pulled ?? 0), `of ${amount(prompts)} prompts${moved && `, ${moved}`}`);
   tile(
     "Prefix cache hits",
     percent(board.cached_tokens, board.prompt_tokens),

@@ -15,7 +15,8 @@ from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
 
-STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
+PULLS = {"pull_s": 0.2, "pull_span_s": 0.3, "pulled_bytes": 24_000_000}
+STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc", **PULLS)
 MARKUP = "<img src=x onerror=alert(1)>"
 PLAYGROUND = "/dashboard/playground"
 SLOW = WorkerStats(num_running=2, max_num_reqs=8, num_free_pages=40, num_pages=100)
@@ -100,10 +101,12 @@ def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
         table = visit.text(".stages table")
         for words in (
             "Prefill: computing the prompt\t250 ms",
-            "KV moved to the decode worker\t125 ms",
+            "Waited for KV from the prefill worker\t125 ms",
+            "KV moved to the decode worker\t200 ms\tbeside",
         ):
             assert words in table, table
         assert visit.page.locator(".bar span").count() >= 6
+        assert "24 MB of KV at 120 MB/s, from 175 ms before" in visit.text(".stages")
         assert "ended by stop" in visit.text(".facts")
         visit.check()
         ask(visit, "again")

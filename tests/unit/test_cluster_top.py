@@ -26,10 +26,11 @@ BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
     window_s=300.0, step_s=2.0, running=3, waiting=1,
     outcomes={"stop": 7, "busy": 2, "invalid_value": 1}, errors={"busy": 2},
-    prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
+    prompt_tokens=400, cached_tokens=100, prefills={"local": 6, "pulled": 4},
+    pulled_bytes=3_000_000, pull_s=0.02, rates=Rates(0.5, 1200.0, 34.4),
     latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
                "inter_token": Latency(None, None, None, 0)},
-    history=History(),
+    history=History(), hour=History(), hour_step_s=30.0,
     routers=[RouterRow("router-0", "ready", "a", 3, 1), RouterRow("router-1", "silent", "b")],
     workers=[
         WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
@@ -43,6 +44,7 @@ BOARD = Board(
 SHOWN = """\
 tiny at http://x, kvlane 1: prefill-0 is lost
 34 output tokens/s, 1,200 prompt tokens/s (25% cached), 0.5 ended/s, 3 running, 1 waiting
+disaggregated: 4 of 10 prompts in 5 min; 3 MB of KV at 150 MB/s
 errors in 5 min: busy 2 (of 10 ended)
 
 WORKER     STATE   RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
