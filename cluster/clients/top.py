@@ -131,7 +131,8 @@ def _workers(workers: Sequence[WorkerRow]) -> Table:
             running = f"{worker.running}/{worker.max_running}"
             figures = (running, str(worker.waiting), pages, str(worker.queued_tokens))
         heard = "-" if worker.heard_s is None else f"{worker.heard_s:.1f} s"
-        rows.append((worker.name, worker.state, *figures, heard, _about(worker) or worker.reason))
+        about = _about(worker) or worker.reason or worker.progress
+        rows.append((worker.name, worker.state, *figures, heard, about))
     return table(head, rows, right=range(2, 7))
 
 

@@ -15,6 +15,23 @@ from worker.api import Role
 NUM_NAMED = 4  # in the sentence that says the worst
 
 
+class Start(msgspec.Struct, frozen=True):
+    """A process that is not ready yet, as the controller tells routers."""
+
+    name: str
+    role: Role
+    incarnation: str
+    stage: str  # load or capture
+    part: float  # done of the stage, of 1
+    since_s: float
+
+    @property
+    def text(self) -> str:
+        """What it does, how far it is, and since when."""
+        verb = "capturing graphs" if self.stage == "capture" else "loading"
+        return f"{verb} {self.part:.0%} after {self.since_s:.0f} s"
+
+
 class Spread(msgspec.Struct, frozen=True):
     """How long something took, by bucket, as Prometheus has it."""
 
@@ -119,6 +136,8 @@ class WorkerRow(msgspec.Struct, frozen=True):
     drafter: str = ""  # what proposes drafts; "": nothing
     tokens_per_row: float = 0.0  # that a request got of a decode step, lately; 0: of none yet
     reason: str = ""  # why it is lost
+    progress: str = ""  # of its start: what it does, how far it is, since when
+    part: float = 0.0  # done of that, of 1
 
 
 class ChangeRow(msgspec.Struct, frozen=True):
@@ -135,7 +154,7 @@ class ChangeRow(msgspec.Struct, frozen=True):
 class Board(msgspec.Struct, frozen=True):
     """The whole cluster."""
 
-    state: Literal["good", "warn", "bad"]
+    state: Literal["good", "wait", "warn", "bad"]  # wait: it starts
     summary: str  # the worst that is known, in a sentence
     model: str
     version: str
@@ -163,7 +182,7 @@ class Board(msgspec.Struct, frozen=True):
 
 def verdict(
     workers: Sequence[WorkerRow], routers: Sequence[RouterRow]
-) -> tuple[Literal["good", "warn", "bad"], str]:
+) -> tuple[Literal["good", "wait", "warn", "bad"], str]:
     """The state of the cluster, and why in a sentence."""
     rows = [*workers, *routers]
     odd = [f"{row.name} is {row.state}" for row in rows if row.state != "ready"]
@@ -171,6 +190,9 @@ def verdict(
     if len(odd) > NUM_NAMED:
         named += f", and {len(odd) - NUM_NAMED} more"
     decoding = {row.state for row in workers if row.role == "decode"}
+    started = [f"{row.name} is {row.progress}" for row in workers if row.progress]
+    if "starting" in decoding and not decoding & {"ready", "draining"} and started:
+        return "wait", f"Starting, requests wait: {', '.join(started[:NUM_NAMED])}"
     why = ""
     if not decoding & {"ready", "draining"}:
         why = "No decode worker answers: requests wait, then fail"

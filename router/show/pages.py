@@ -16,7 +16,7 @@ from starlette.staticfiles import StaticFiles
 from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
-from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
+from router.observe.board import Board, ChangeRow, Part, RouterRow, Start, WorkerRow
 from router.show.front import Front
 from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
@@ -130,6 +130,10 @@ class Pages:
         ]
         workers = [_worker(known) for known in listed.values() if known.member.role in WORKERS]
         seen = {*listed, *parts}
+        for start in self._front.served.members.starting():
+            if start.name not in seen and start.role in WORKERS:
+                workers.append(_starting(start))
+                seen.add(start.name)
         for c in changes:  # the last first
             if c.name not in seen and c.state == "lost":
                 if c.role == "router":
@@ -151,6 +155,13 @@ def _router(name: str, node: str, part: Part | None) -> RouterRow:
         return RouterRow(name, "silent", node)
     state = "draining" if part.draining else "ready"
     return RouterRow(name, state, node, part.running, part.waiting)
+
+
+def _starting(start: Start) -> WorkerRow:
+    return WorkerRow(
+        start.name, start.role, "starting", "", start.incarnation,
+        progress=start.text, part=start.part,
+    )  # fmt: skip
 
 
 def _worker(known: Known) -> WorkerRow:

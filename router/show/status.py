@@ -56,7 +56,7 @@ class StatusRoutes:
     async def health(self) -> Response:
         """GET /health: some decode worker answers, so this server generates; it may be draining."""
         if not self._served.members.live("decode"):
-            reason = "no decode worker answers"
+            reason = self._why_none()
             return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -78,7 +78,7 @@ class StatusRoutes:
         if self._front.draining:
             reason = "draining"
         elif all(known.stats.draining for known in decodes):
-            reason = "every decode worker is draining" if decodes else "no decode worker answers"
+            reason = "every decode worker is draining" if decodes else self._why_none()
         else:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
@@ -132,6 +132,12 @@ class StatusRoutes:
             "notes": notes,
         }
         return JSONResponse(body)
+
+    def _why_none(self) -> str:
+        """Why no decode worker is there."""
+        starting = self._served.members.starting()
+        told = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]
+        return ", ".join(told) or "no decode worker answers"
 
     def _by_name(self) -> list[Known]:
         """All members, in the same order at every router."""

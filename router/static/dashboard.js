@@ -91,7 +91,9 @@ function workerCells(worker) {
   const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
   return [
     text(worker.ranks > 1 ? `${worker.name} (tp ${worker.ranks})` : worker.name),
-    state(worker.state, since),
+    worker.progress
+      ? { text: `${MARKS.starting} ${worker.progress}`, state: "starting", full: worker.part }
+      : state(worker.state, since),
     text(isThere ? `${worker.running} / ${worker.max_running}` : "–", "num"),
     text(isThere ? worker.waiting : "–", "num"),
     isThere && worker.pages

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.clients.top import picture
 from cluster.tables import plain
-from router.observe.board import Board
+from router.observe.board import Board, Start
 from router.show.pages import STATIC
 from tests.fault.router_doubles import Ask, DecodeDouble, Serve, Served, ended, speak, wait_until
 from worker.api import Change, FinishReason, Member, WorkerStats
@@ -99,6 +99,25 @@ def test_tokens_count_while_they_come(serve: Serve, ask: Ask, ids: tuple[int, ..
 def told(name: str, state: str, text: str, ago_s: float) -> Change:
     role: Any = name.partition("-")[0]
     return Change(name, role, "abc", state, text, ago_s)
+
+
+def test_a_start_is_progress_and_no_failure(served: Served) -> None:
+    _, url, router = served
+    before = router.listed
+    try:
+        router.update_members(
+            [before[0]], (), [Start("decode-0", "decode", "x", "load", 0.42, 7.0)]
+        )
+        wait_until(lambda: board(url).state == "wait")
+        found = board(url)
+        reasons = [httpx.get(f"{url}/{path}").json()["reason"] for path in ("health", "ready")]
+    finally:
+        router.update_members(before)
+    assert found.summary.startswith("Starting, requests wait: decode-0 is loading 42% after 7 s")
+    (row,) = found.workers
+    assert (row.state, row.part, row.progress[:11]) == ("starting", 0.42, "loading 42%")
+    assert re.search(r"decode-0 +starting +- .*loading 42% after 7 s", plain(picture(found, url)))
+    assert all(reason.startswith("decode-0 is loading 42%") for reason in reasons)
 
 
 def test_deaths_and_replacements_are_shown_with_reasons(served: Served) -> None:

@@ -159,6 +159,10 @@ FOUR = ", ".join(f"prefill-{i} is lost" for i in range(4))
         ({"decode-0": "ready", "router-0": "draining"},
          ("bad", "No router takes requests (router-0 is draining)")),
         ({}, ("bad", NOBODY)),
+        ({"decode-0": "starting", "prefill-0": "ready"},
+         ("wait", "Starting, requests wait: decode-0 is loading 42% after 7 s")),
+        ({"decode-0": "ready", "prefill-0": "starting"}, ("warn", "prefill-0 is starting")),
+        ({"decode-0": "starting", "decode-1": "ready"}, ("warn", "decode-0 is starting")),
     ],
 )  # fmt: skip
 def test_the_worst_is_said_in_a_sentence(states: dict[str, str], verdict: tuple[str, str]) -> None:
@@ -166,7 +170,8 @@ def test_the_worst_is_said_in_a_sentence(states: dict[str, str], verdict: tuple[
     for name, state in ({"router-0": "ready"} | states).items():
         role: Any = name.partition("-")[0]
         make = RouterRow if role == "router" else partial(WorkerRow, role=role)
-        rows.append(make(name=name, state=state))
+        more = {"progress": "loading 42% after 7 s"} if state == "starting" else {}
+        rows.append(make(name=name, state=state, **more))
     workers = [row for row in rows if isinstance(row, WorkerRow)]
     routers = [row for row in rows if isinstance(row, RouterRow)]
     assert board.verdict(workers, routers) == verdict
