@@ -81,15 +81,14 @@ class Member(Message, frozen=True):
         return f"{self.name}/{self.incarnation}"
 
 
-class Change(Message, frozen=True):
-    """What has happened to a process, for people. The controller tells routers, not by the wire."""
+class Card(msgspec.Struct, frozen=True):
+    """The GPU of a worker, or of its first rank; what its driver does not tell is 0."""
 
-    name: str
-    role: Role
-    incarnation: str
-    state: str  # of its name from then on: ready, lost, draining, stopping
-    text: str  # how long it took, or why
-    ago_s: float
+    used_bytes: int  # by all processes
+    num_bytes: int
+    watts: float
+    max_watts: float
+    mhz: int  # of its multiprocessors
 
 
 class WorkerStats(Message, frozen=True):
@@ -111,6 +110,7 @@ class WorkerStats(Message, frozen=True):
     drafted: tuple[int, ...] = ()  # (): it verifies nothing
     accepted: tuple[int, ...] = ()
     tokens_per_row: float = 0.0  # moving average of what a row gets of a decode step; 0: none yet
+    card: Card | None = None
 
 
 class Sampling(Message, frozen=True):

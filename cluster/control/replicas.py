@@ -10,8 +10,8 @@ from enum import StrEnum
 import msgspec
 
 from cluster.sites.process import Process, Record, Report, Stage
-from router.observe.board import Start
-from worker.api import Change, Member, Role
+from router.observe.board import Change, Start
+from worker.api import Member, Role
 from worker.errors import KvlaneError
 
 START = Stage()

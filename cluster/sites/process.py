@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.observe.board import Start
-from worker.api import Change, Member, PeerId, Role
+from router.observe.board import Change, Start
+from worker.api import Member, PeerId, Role
 
 
 @dataclass(slots=True, frozen=True)

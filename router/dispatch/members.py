@@ -11,8 +11,8 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from router.observe.board import Start
-from worker.api import Change, Member, PeerId, Role, WorkerStats
+from router.observe.board import Change, Start
+from worker.api import Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
 MIN_AHEAD = 4  # requests at a decode worker beside those that have rows

@@ -26,14 +26,14 @@ from router.http.orders import Operator
 from router.http.port import BACKLOG, accept_all, listen
 from router.http.routes import application
 from router.http.tls import certificate
-from router.observe.board import Start
+from router.observe.board import Change, Start
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
 from router.openai.served import Served
 from router.show.front import Front
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
-from worker.api import Change, Member
+from worker.api import Member
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
 from worker.observe.metrics import watch_wire

@@ -10,13 +10,24 @@ from typing import Literal
 
 import msgspec
 
-from worker.api import Role
+from worker.api import Card, Role
 
 NUM_NAMED = 4  # in the sentence that says the worst
 
 
+class Change(msgspec.Struct, frozen=True):
+    """What has happened to a process, for people. The controller tells routers."""
+
+    name: str
+    role: Role
+    incarnation: str
+    state: str  # of its name from then on: ready, lost, draining, stopping
+    text: str  # how long it took, or why
+    ago_s: float
+
+
 class Start(msgspec.Struct, frozen=True):
-    """A process that is not ready yet, as the controller tells routers."""
+    """A process that is not ready yet, told as a `Change` is."""
 
     name: str
     role: Role
@@ -138,17 +149,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     reason: str = ""  # why it is lost
     progress: str = ""  # of its start: what it does, how far it is, since when
     part: float = 0.0  # done of that, of 1
-
-
-class ChangeRow(msgspec.Struct, frozen=True):
-    """One death, replacement or drain."""
-
-    name: str
-    role: Role
-    incarnation: str
-    state: str
-    text: str
-    ago_s: float
+    card: Card | None = None
 
 
 class Board(msgspec.Struct, frozen=True):
@@ -177,7 +178,7 @@ class Board(msgspec.Struct, frozen=True):
     hour_step_s: float
     routers: list[RouterRow]
     workers: list[WorkerRow]
-    changes: list[ChangeRow]  # the last one first
+    changes: list[Change]  # the last one first
 
 
 def verdict(

@@ -16,11 +16,10 @@ from starlette.staticfiles import StaticFiles
 from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
-from router.observe.board import Board, ChangeRow, Part, RouterRow, Start, WorkerRow
+from router.observe.board import Board, Change, Part, RouterRow, Start, WorkerRow
 from router.show.front import Front
 from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
-from worker.api import Change
 
 STATIC = Path(__file__).parents[1] / "static"
 HEADERS = {
@@ -113,10 +112,7 @@ class Pages:
             hour_step_s=HOUR_STEP_S,
             routers=routers,
             workers=workers,
-            changes=[
-                ChangeRow(c.name, c.role, c.incarnation, c.state, c.text, round(c.ago_s, 1))
-                for c in changes
-            ],
+            changes=changes,
         )
 
     def _rows(
@@ -188,6 +184,7 @@ def _worker(known: Known) -> WorkerRow:
         ranks=max(1, len(member.endpoints)),
         drafter=member.drafter,
         tokens_per_row=round(stats.tokens_per_row, 2),
+        card=stats.card,
     )
 
 

@@ -10,10 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from router.observe.board import Change
 from router.text.tokenizer import Text
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
-from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
+from worker.api import Abort, Error, FinishReason, Generate, Stages, WorkerStats
 
 PULLS = {"pull_s": 0.2, "pull_span_s": 0.3, "pulled_bytes": 24_000_000}
 STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc", **PULLS)

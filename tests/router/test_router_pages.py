@@ -10,10 +10,10 @@ import pytest
 
 from cluster.clients.top import picture
 from cluster.tables import plain
-from router.observe.board import Board, Start
+from router.observe.board import Board, Change, Start
 from router.show.pages import STATIC
 from tests.fault.router_doubles import Ask, DecodeDouble, Serve, Served, ended, speak, wait_until
-from worker.api import Change, FinishReason, Member, WorkerStats
+from worker.api import FinishReason, Member, WorkerStats
 
 LOAD = WorkerStats(
     num_running=3, num_waiting=2, max_num_reqs=8, num_free_pages=25, num_pages=100,

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from cluster.cli import main
 from cluster.clients.top import picture, pressed_q
 from cluster.tables import plain, table, text
-from router.observe.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
+from router.observe.board import Board, Change, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.commands import REPOSITORY
 from tests.support.patience import HANG_S
@@ -39,7 +39,7 @@ BOARD = Board(
         WorkerRow("decode-1", "decode", "silent", "b", heard_s=40.0),
         WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
     ],
-    changes=[ChangeRow("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
+    changes=[Change("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
 )  # fmt: skip
 SHOWN = """\
 tiny at http://x, kvlane 1: prefill-0 is lost
