@@ -122,14 +122,17 @@ def _bytes(num: float) -> str:
 
 
 def _workers(workers: Sequence[WorkerRow]) -> Table:
-    head = ("WORKER", "STATE", "RUNNING", "WAITING", "PAGES", "QUEUED", "ANSWERED", "NODE")
+    head = ("WORKER", "STATE", "RUNNING", "WAITING", "KV TOKENS", "QUEUED", "ANSWERED", "NODE")
     rows: list[Sequence[str]] = []
     for worker in workers:
         figures = ("-", "-", "-", "-")
         if worker.state in ANSWERING:
-            pages = f"{1 - worker.free_pages / worker.pages:.0%}" if worker.pages else "-"
+            tokens = f"{worker.pages * worker.page_size:,}"
+            used = (
+                f"{1 - worker.free_pages / worker.pages:.0%} of {tokens}" if worker.pages else "-"
+            )
             running = f"{worker.running}/{worker.max_running}"
-            figures = (running, str(worker.waiting), pages, str(worker.queued_tokens))
+            figures = (running, str(worker.waiting), used, str(worker.queued_tokens))
         heard = "-" if worker.heard_s is None else f"{worker.heard_s:.1f} s"
         about = _about(worker) or worker.reason or worker.progress
         rows.append((worker.name, worker.state, *figures, heard, about))

@@ -180,6 +180,8 @@ def _worker(known: Known) -> WorkerRow:
         max_running=stats.max_num_reqs,
         free_pages=stats.num_free_pages,
         pages=stats.num_pages,
+        page_size=stats.page_size,
+        max_len=member.max_model_len,
         queued_tokens=stats.num_queued_tokens,
         ranks=max(1, len(member.endpoints)),
         drafter=member.drafter,

@@ -1,7 +1,7 @@
 // Asks for dashboard/data again and again, and shows it. What is old is shown as old.
 
 import { amount, byId, bytes, el, percent, say, seconds, span, urlOf } from "./common.js";
-import { spark } from "./spark.js";
+import { periods, spark } from "./spark.js";
 
 const EVERY_MS = 1000;
 const TIMEOUT_MS = 10000;
@@ -47,6 +47,9 @@ function show() {
   say(byId("told-by"), `kvlane ${board.version}, told by ${board.told_by}.`);
   showTiles();
   rows(byId("workers"), board.workers, workerCells);
+  const { classList } = byId("all-workers");
+  classList.toggle("no-drafter", !board.workers.some((worker) => worker.drafter));
+  classList.toggle("no-gpu", !board.workers.some((worker) => worker.card));
   rows(byId("routers"), board.routers, routerCells);
   rows(byId("latencies"), Object.entries(board.latencies), latencyCells);
   showChanges();
@@ -85,6 +88,20 @@ function drafts(worker) {
   return `${worker.drafter} ${worker.tokens_per_row.toFixed(1)}`;
 }
 
+/** What the KV pool has room for. */
+function pool({ pages, page_size, max_len }) {
+  const tokens = pages * page_size;
+  const whole = max_len ? `, ${amount(Math.floor(tokens / max_len))} × ${amount(max_len)}` : "";
+  return `${amount(tokens)} tokens${whole}`;
+}
+
+function gpu({ used_bytes, num_bytes, watts, max_watts, mhz }) {
+  const told = [`${bytes(used_bytes)} of ${bytes(num_bytes)}`];
+  if (watts) told.push(`${amount(Math.round(watts))} of ${amount(max_watts)} W`);
+  if (mhz) told.push(`${amount(mhz)} MHz`);
+  return told.join(", ");
+}
+
 function workerCells(worker) {
   const isThere = answers(worker);
   const used = worker.pages - worker.free_pages;
@@ -99,9 +116,10 @@ function workerCells(worker) {
     isThere && worker.pages
       ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
       : { text: "–", className: "num", full: 0 },
+    text(isThere ? pool(worker) : "–", "num wide"),
     text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
-    text(drafts(worker), "num wide"),
-    text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
+    text(drafts(worker), "num wide drafter"),
+    text(isThere && worker.card ? gpu(worker.card) : "–", "num wide gpu"),
     text(worker.node || worker.reason || "–", "wide reason"),
   ];
 }
@@ -126,13 +144,15 @@ function latencyCells([name, of]) {
 }
 
 function showTiles() {
-  const { rates, history } = board;
+  const { rates } = board;
+  const [history, step] = curves(board);
   const [bad, ends] = [board.errors, board.outcomes].map(Object.entries);
   const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
   const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
-  tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);
-  tile("Running", amount(board.running), peak(history.running), history.running);
-  tile("Waiting", amount(board.waiting), peak(history.waiting), history.waiting);
+  const curve = (title, value, series) => tile(title, amount(value), peak(series), series, step);
+  curve("Output tokens / s", rates.output_tokens, history.output_tokens);
+  curve("Running", board.running, history.running);
+  curve("Waiting", board.waiting, history.waiting);
   tile("Ended / s", amount(rates.requests), `prompt tokens ${amount(rates.prompt_tokens)} / s`);
   const prompts = Object.values(board.prefills).reduce((sum, count) => sum + count, 0);
   const moved = board.pull_s ? `${bytes(board.pulled_bytes)} of KV at ${bytes(board.pulled_bytes / board.pull_s)}/s` : "";
@@ -150,8 +170,9 @@ function showTiles() {
 }
 
 const tiles = new Map();
+const curves = periods(() => board && showTiles());
 
-function tile(title, value, more, series) {
+function tile(title, value, more, series, step) {
   if (!tiles.has(title)) {
     const parts = [
       el("h3", {}, title),
@@ -165,7 +186,7 @@ function tile(title, value, more, series) {
   const made = tiles.get(title);
   say(made.value, value);
   say(made.more, more);
-  made.chart?.draw(series);
+  made.chart?.draw(series, step);
 }
 
 let changesShown = "";

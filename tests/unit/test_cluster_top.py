@@ -34,7 +34,7 @@ BOARD = Board(
     routers=[RouterRow("router-0", "ready", "a", 3, 1), RouterRow("router-1", "silent", "b")],
     workers=[
         WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
-                  max_running=64, free_pages=75, pages=100, queued_tokens=7, ranks=2,
+                  max_running=64, free_pages=75, pages=100, page_size=16, queued_tokens=7, ranks=2,
                   drafter="chain", tokens_per_row=2.44),
         WorkerRow("decode-1", "decode", "silent", "b", heard_s=40.0),
         WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
@@ -47,10 +47,10 @@ tiny at http://x, kvlane 1: prefill-0 is lost
 disaggregated: 4 of 10 prompts in 5 min; 3 MB of KV at 150 MB/s
 errors in 5 min: busy 2 (of 10 ended)
 
-WORKER     STATE   RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
-decode-0   ready      3/64        0    25%       7     0.2 s  a, tp 2, chain 2.4 tokens/step
-decode-1   silent        -        -      -       -    40.0 s  b
-prefill-0  lost          -        -      -       -         -  its process [2J died
+WORKER     STATE   RUNNING  WAITING     KV TOKENS  QUEUED  ANSWERED  NODE
+decode-0   ready      3/64        0  25% of 1,600       7     0.2 s  a, tp 2, chain 2.4 tokens/step
+decode-1   silent        -        -             -       -    40.0 s  b
+prefill-0  lost          -        -             -       -         -  its process [2J died
 
 ROUTER    STATE   RUNNING  WAITING  NODE
 router-0  ready         3        1  a
