@@ -1,16 +1,18 @@
-"""`/dashboard`: pages for people, and what they show. The pages are files in `static/`.
+"""`/`, `/docs`, `/dashboard`: pages for people, and what they show. Most are files in `static/`.
 
 Where there are keys, a browser asks for one (`router.admin_access`).
 """
 
 import time
 from contextlib import suppress
+from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
 from router.dispatch.members import WORKERS, Known
@@ -24,12 +26,15 @@ from router.show.status import version
 STATIC = Path(__file__).parents[1] / "static"
 HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }
+
+
+LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 
 
 class _Files(StaticFiles):
@@ -46,7 +51,24 @@ class Pages:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.files = _Files(directory=STATIC)  # at /dashboard/static
+        self._index = Template((STATIC / "index.html").read_text())
+        self.files = _Files(directory=STATIC)  # at /dashboard/static, and for all at /docs/static
+
+    async def index(self, request: Request) -> Response:
+        """GET /: what this is, as a page for browsers and as JSON for everyone else."""
+        model = self._front.served.model
+        if "text/html" not in request.headers.get("accept", ""):
+            links = {name: f"/{name}" for name in LINKS}
+            return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
+        needs_key = self._front.served.config.api_key_file
+        key = "\n  -H 'Authorization: Bearer KEY' \\" if needs_key else ""
+        told = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
+        shown = {name: escape(text, quote=False) for name, text in told.items()}
+        return HTMLResponse(self._index.substitute(shown), headers=HEADERS)
+
+    async def docs(self, request: Request) -> Response:
+        """GET /docs: the API, to be tried out."""
+        return await self._page(request, "docs.html")
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the page that shows `/dashboard/data`."""

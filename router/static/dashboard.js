@@ -180,7 +180,7 @@ function tile(title, value, more, series, step) {
       el("p", { className: "more" }),
     ];
     const chart = series ? spark() : null;
-    byId("tiles").append(el("div", { className: "tile" }, ...parts, ...(chart ? [chart.node] : [])));
+    byId(chart ? "curves" : "tiles").append(el("div", { className: "tile" }, ...parts, ...(chart ? [chart.node] : [])));
     tiles.set(title, { value: parts[1], more: parts[2], chart });
   }
   const made = tiles.get(title);

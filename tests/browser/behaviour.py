@@ -249,13 +249,34 @@ def states_are_told(browser: Any, stand: Stand) -> None:
                     visit.wait("#headline", "prefill-3 is lost, and 26 more")
                     assert visit.page.locator("#changes li").count() == 30
                     visit.check()
-                    visit.go(PLAYGROUND)
-                    visit.check()
+                    for path in (PLAYGROUND, "/"):
+                        visit.go(path)
+                        visit.check()
+
+
+def the_api_is_tried_out(browser: Any, stand: Stand) -> None:
+    """Groups of paths, a key by the button, and an answer; nothing of another host."""
+    keys = stand.directory / "keys"
+    keys.write_text("sesame")
+    double = DecodeDouble(script=speak(stand.tokens("yes"), stages=STAGES))
+    with stand.visited(browser, double, api_key_file=str(keys)) as (_, visit):
+        visit.go("/docs")
+        for group in ("Generate", "Models and tokens", "Probes", "Operators"):
+            visit.wait(".opblock-tag", group)
+        visit.page.click("button.authorize")
+        visit.page.fill(".auth-container input", "sesame")
+        visit.page.click(".auth-container button.authorize")
+        visit.page.click(".auth-container button.btn-done")
+        visit.page.click("#operations-Generate-v1_chat_completions .opblock-summary-control")
+        visit.page.click("#operations-Generate-v1_chat_completions .execute")
+        visit.wait(".live-responses-table", "200")
+        visit.wait(".live-responses-table", "yes")
 
 
 CHECKS: tuple[Callable[[Any, Stand], None], ...] = (
     dashboard_by_keyboard, figures_are_whole, answers_are_text_with_stages, stop_stops,
-    errors_are_shown, keys_are_asked_for, old_figures_look_old, states_are_told,
+    the_api_is_tried_out, errors_are_shown, keys_are_asked_for, old_figures_look_old,
+    states_are_told,
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 
 from tests.browser import behaviour
-from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
+from tests.browser.driver import WIDE, Visit, chromium, visiting
 from tests.e2e.harness import REPOSITORY, Serve, enter_namespace_of
 
 PICTURES = REPOSITORY / "router" / "docs"
@@ -31,7 +31,8 @@ ARGUMENTS = (
     "--prefill", "2", "--decode", "2", "--router", "2", "--set", "disaggregation.mode=always",
     "--spec", "chain", "--set", f"cluster.restart_backoff_s={BACKOFF_S}",
 )  # fmt: skip
-FORMS = ((WIDE, "light", ""), (WIDE, "dark", "-dark"), (NARROW, "light", "-narrow"))
+PHONE = (390, 844)
+FORMS = ((WIDE, "light", ""), (WIDE, "dark", "-dark"), (PHONE, "light", "-narrow"))
 NUM_CLIENTS = 24
 LOADED_S = 25.0
 QUESTION = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
@@ -84,6 +85,32 @@ def pictures(browser: Any, url: str, name: str, words: str) -> None:
             visit.wait("#headline", words)
             visit.check()
             picture(visit, f"dashboard-{name}{more}")
+
+
+def a_start(browser: Any, serve: Serve) -> None:
+    """The first router is there before any worker: who loads is told, and nothing is red."""
+    with ExitStack() as stack:
+        visits = []
+        for size, scheme, more in FORMS:
+            visit = stack.enter_context(visiting(browser, serve.url, size, scheme))
+            visits.append((visit, f"dashboard-loading{more}"))
+        until = time.monotonic() + READY_S
+        while not answers(serve.url):
+            assert time.monotonic() < until, serve.output
+        for visit, _ in visits:
+            visit.go("/dashboard")
+        for visit, name in visits:
+            visit.wait("#headline", "Starting, requests wait: decode-")
+            assert visit.page.get_attribute("#headline", "data-state") == "wait"
+            picture(visit, name)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/live").is_success
+    except httpx.TransportError:
+        time.sleep(0.05)
+        return False
 
 
 def a_death(browser: Any, serve: Serve) -> None:
@@ -147,6 +174,7 @@ def main() -> None:
             behaviour.run(browser)
         serve = Serve(Path(root)).start(*ARGUMENTS)
         try:
+            a_start(browser, serve)
             serve.wait_ready(READY_S)
             assert f"{serve.url}/dashboard" in serve.output
             pictures(browser, serve.url, "idle", ALL_WELL)

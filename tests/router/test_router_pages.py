@@ -25,7 +25,7 @@ def board(url: str) -> Board:
     return msgspec.json.decode(httpx.get(f"{url}/dashboard/data").content, type=Board)
 
 
-@pytest.mark.parametrize("path", ["dashboard", "dashboard/playground"])
+@pytest.mark.parametrize("path", ["dashboard", "dashboard/playground", "docs"])
 def test_a_page_has_all_that_it_needs_here_and_may_run_nothing_else(url: str, path: str) -> None:
     answer = httpx.get(f"{url}/{path}")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -113,6 +113,7 @@ def test_a_start_is_progress_and_no_failure(served: Served) -> None:
         reasons = [httpx.get(f"{url}/{path}").json()["reason"] for path in ("health", "ready")]
     finally:
         router.update_members(before)
+        wait_until(lambda: board(url).state == "good")
     assert found.summary.startswith("Starting, requests wait: decode-0 is loading 42% after 7 s")
     (row,) = found.workers
     assert (row.state, row.part, row.progress[:11]) == ("starting", 0.42, "loading 42%")
