@@ -193,10 +193,12 @@ def verdict(
     if len(odd) > NUM_NAMED:
         named += f", and {len(odd) - NUM_NAMED} more"
     decoding = {row.state for row in workers if row.role == "decode"}
-    started = [f"{row.name} is {row.progress}" for row in workers if row.progress]
-    if "starting" in decoding and not decoding & {"ready", "draining"} and started:
-        return "wait", f"Starting, requests wait: {', '.join(started[:NUM_NAMED])}"
+    loading = [row.name for row in workers if row.role == "decode" and row.progress]
+    if loading and not decoding & {"ready", "draining"}:
+        return "wait", f"Starting: requests wait until {' or '.join(loading[:NUM_NAMED])} is ready"
     why = ""
+    if not workers:
+        return "wait", "Starting: no worker is known yet"
     if not decoding & {"ready", "draining"}:
         why = "No decode worker answers: requests wait, then fail"
     elif "ready" not in decoding:

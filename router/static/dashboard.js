@@ -70,7 +70,9 @@ function rows(body, items, cellsOf) {
       } else {
         if (!node.querySelector("meter")) node.replaceChildren(el("span"), el("meter"));
         say(node.firstChild, cell.text);
-        Object.assign(node.lastChild, { value: cell.full, title: cell.text, ariaHidden: "true" });
+        Object.assign(node.lastChild, {
+          value: cell.full, title: cell.text, ariaHidden: "true", hidden: cell.text === "–",
+        });
       }
     });
   });
@@ -91,15 +93,21 @@ function drafts(worker) {
 /** What the KV pool has room for. */
 function pool({ pages, page_size, max_len }) {
   const tokens = pages * page_size;
-  const whole = max_len ? `, ${amount(Math.floor(tokens / max_len))} × ${amount(max_len)}` : "";
-  return `${amount(tokens)} tokens${whole}`;
+  const told = [`${amount(tokens)} tokens`];
+  if (max_len) told.push(`${amount(Math.floor(tokens / max_len))} requests of ${amount(max_len)}`);
+  return unbroken(told);
 }
 
 function gpu({ used_bytes, num_bytes, watts, max_watts, mhz }) {
   const told = [`${bytes(used_bytes)} of ${bytes(num_bytes)}`];
   if (watts) told.push(`${amount(Math.round(watts))} of ${amount(max_watts)} W`);
   if (mhz) told.push(`${amount(mhz)} MHz`);
-  return told.join(", ");
+  return unbroken(told);
+}
+
+/** Parts with commas, so that lines break between parts alone. */
+function unbroken(parts) {
+  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(", ");
 }
 
 function workerCells(worker) {
@@ -116,10 +124,10 @@ function workerCells(worker) {
     isThere && worker.pages
       ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
       : { text: "–", className: "num", full: 0 },
-    text(isThere ? pool(worker) : "–", "num wide"),
+    text(isThere ? pool(worker) : "–", "num wide wraps"),
     text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
     text(drafts(worker), "num wide drafter"),
-    text(isThere && worker.card ? gpu(worker.card) : "–", "num wide gpu"),
+    text(isThere && worker.card ? gpu(worker.card) : "–", "num wide wraps gpu"),
     text(worker.node || worker.reason || "–", "wide reason"),
   ];
 }
@@ -148,8 +156,7 @@ function showTiles() {
   const [history, step] = curves(board);
   const [bad, ends] = [board.errors, board.outcomes].map(Object.entries);
   const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
-  const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
-  const curve = (title, value, series) => tile(title, amount(value), peak(series), series, step);
+  const curve = (title, value, series) => tile(title, amount(value), "", series, step);
   curve("Output tokens / s", rates.output_tokens, history.output_tokens);
   curve("Running", board.running, history.running);
   curve("Waiting", board.waiting, history.waiting);

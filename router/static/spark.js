@@ -17,8 +17,8 @@ export function spark() {
   });
   const [most, since, until, told] = ["most", "since", "until", "told"].map((className) => el("span", { className }));
   const cursor = el("div", { className: "cursor" });
-  const frame = el("div", { className: "plot" }, plot, most, cursor);
-  const node = el("div", { className: "spark", ariaHidden: "true" }, frame, since, told, until);
+  const frame = el("div", { className: "plot" }, plot, cursor);
+  const node = el("div", { className: "spark", ariaHidden: "true" }, most, frame, since, told, until);
   let shown = { series: [], step: 1 };
 
   const draw = (series, step) => {
@@ -31,7 +31,7 @@ export function spark() {
     area.setAttribute("d", points.length > 1 ? `M0,${HEIGHT}L${points.join("L")}L${width},${HEIGHT}Z` : "");
     say(most, points.length > 1 ? amount(top) : "");
     say(since, points.length > 1 ? `−${span(width * step)}` : "");
-    say(until, points.length > 1 ? "now" : "soon");
+    say(until, points.length > 1 ? "now" : "");
   };
   frame.addEventListener("pointermove", (event) => {
     const { series, step } = shown;

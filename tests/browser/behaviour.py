@@ -109,7 +109,7 @@ def figures_are_whole(browser: Any, stand: Stand) -> None:
         router.update_members(
             router.listed[:1], (), [Start("decode-0", "decode", "x", "load", 0.4, 9)]
         )
-        visit.wait("#headline", "Starting, requests wait: decode-0 is loading 40%")
+        visit.wait("#headline", "Starting: requests wait until decode-0 is ready")
         visit.wait("#workers", "loading 40%")
         visit.check()
 

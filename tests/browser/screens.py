@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +88,25 @@ def pictures(browser: Any, url: str, name: str, words: str) -> None:
 
 
 def a_start(browser: Any, serve: Serve) -> None:
-    """The first router is there before any worker: who loads is told, and nothing is red."""
-    with ExitStack() as stack:
-        visits = []
-        for size, scheme, more in FORMS:
-            visit = stack.enter_context(visiting(browser, serve.url, size, scheme))
-            visits.append((visit, f"dashboard-loading{more}"))
-        until = time.monotonic() + READY_S
-        while not answers(serve.url):
-            assert time.monotonic() < until, serve.output
-        for visit, _ in visits:
+    """A router is there before any decode worker: who loads is told, and nothing is red.
+
+    It lasts for seconds, so what the router said then is shown to each tab.
+    """
+    said = answer = ""
+    until = time.monotonic() + READY_S
+    while not said or '"state":"wait"' in answer:  # the last of what was said meanwhile
+        assert time.monotonic() < until, serve.output
+        with suppress(httpx.TransportError):
+            answer = httpx.get(f"{serve.url}/dashboard/data").text
+            said = answer if "decode-0 or decode-1 is ready" in answer else said
+        time.sleep(0.1)
+    for size, scheme, more in FORMS:
+        with visiting(browser, serve.url, size, scheme) as visit:
+            visit.page.route("**/dashboard/data", lambda route: route.fulfill(body=said))
             visit.go("/dashboard")
-        for visit, name in visits:
-            visit.wait("#headline", "Starting, requests wait: decode-")
-            assert visit.page.get_attribute("#headline", "data-state") == "wait"
-            picture(visit, name)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/live").is_success
-    except httpx.TransportError:
-        time.sleep(0.05)
-        return False
+            visit.wait("#headline", "Starting: requests wait until decode-0 or decode-1 is ready")
+            visit.check()
+            picture(visit, f"dashboard-loading{more}")
 
 
 def a_death(browser: Any, serve: Serve) -> None:

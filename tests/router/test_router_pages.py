@@ -114,7 +114,7 @@ def test_a_start_is_progress_and_no_failure(served: Served) -> None:
     finally:
         router.update_members(before)
         wait_until(lambda: board(url).state == "good")
-    assert found.summary.startswith("Starting, requests wait: decode-0 is loading 42% after 7 s")
+    assert found.summary == "Starting: requests wait until decode-0 is ready"
     (row,) = found.workers
     assert (row.state, row.part, row.progress[:11]) == ("starting", 0.42, "loading 42%")
     assert re.search(r"decode-0 +starting +- .*loading 42% after 7 s", plain(picture(found, url)))
