@@ -162,7 +162,8 @@ def test_server_timing_has_the_stages(url: str, double: DecodeDouble) -> None:
         "first_step": 31.2,
     }  # fmt: skip
     whole = timing(post(url))
-    assert list(whole) == ["prepare", *STAGES[:6], "total"], "what took no time did not happen"
+    others = [name for name in whole if name != "decode"]  # where the chunks come one by one
+    assert others == ["prepare", *STAGES[:6], "total"], "what took no time did not happen"
     assert told.items() <= whole.items()
     assert whole["total"] >= whole["prepare"] + whole["router_queue"] - 0.2
     num_firsts = metric(url, "time_to_first_token_seconds_count")
