@@ -117,14 +117,20 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
 
 def decode(folder: Path, problems: Sequence[Problem], device: str) -> list[Reply]:
     """Greedy replies of the weights in a folder, computed in float32."""
+    chats = [{"conversation": [{"role": "user", "content": p.question}]} for p in problems]
+    return decode_chats(folder, chats, device)
+
+
+def decode_chats(folder: Path, chats: Sequence[dict[str, Any]], device: str) -> list[Reply]:
+    """As `decode`; each chat is what the chat template takes: `conversation`, perhaps `tools`."""
     import torch
 
     model, tokenizer = load_model(folder, device)
     limits: dict[str, Any] = {"max_new_tokens": MAX_NEW_TOKENS, "do_sample": False}
     replies: list[Reply] = []
-    for asked in (problems[at : at + AT_ONCE] for at in range(0, len(problems), AT_ONCE)):
-        chats = [[{"role": "user", "content": problem.question}] for problem in asked]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    for asked in (chats[at : at + AT_ONCE] for at in range(0, len(chats), AT_ONCE)):
+        form: Any = {"tokenize": False, "add_generation_prompt": True}
+        texts = [tokenizer.apply_chat_template(**chat, **form) for chat in asked]
         inputs = tokenizer(texts, return_tensors="pt", padding=True).to(device)
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
         with torch.inference_mode():

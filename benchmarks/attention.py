@@ -7,14 +7,15 @@ Every layer reads KV of its own and pages lie in random order, so the L2 holds n
 For decode the figure to read is the KV's bytes over the time, against the read bandwidth of the
 same run; for prefill (one whole prompt, causal) the floating-point operations over the time.
 `--query-len 4` times verify windows, `--window 4096 --context 32768` layers that see 4096 keys of
-more, `--cap 50` scores with a soft cap. Plans made on the host stay outside the graph. On a CPU
-(`--model tiny --backends reference`) it checks that everything runs; the times mean nothing.
+more, `--cap 50` scores with a soft cap, `--sinks` heads with a learned sink. Plans made on the host
+stay outside the graph. On a CPU (`--model tiny --backends reference`) it checks that everything
+runs; the times mean nothing.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class Shape:
 MODELS = {
     "qwen3-8b": Shape(36, 32, 8, 128),
     "hybrid-9b": Shape(8, 16, 4, 256),
+    "gemma2-9b": Shape(42, 16, 8, 256),
     "phi3-mini": Shape(32, 32, 32, 96),
     "tiny": Shape(2, 4, 2, 32),
 }
@@ -64,6 +66,7 @@ class Scene:
     context: int  # keys of each request
     window: int  # keys that a row sees; 0: all
     cap: float
+    sinks: list[Tensor]  # [heads] of each layer, or nothing
 
     def kv_bytes(self) -> int:
         """Keys and values that one pass has to read."""
@@ -89,6 +92,7 @@ class Scene:
 def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
     shape, device = MODELS[options.model], torch.device(options.device)
+    shape = replace(shape, layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
     pages = -(-context // options.page_size)
     region = KVRegion(
@@ -108,7 +112,8 @@ def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: in
     host = HostLengths([width] * num_reqs, [context] * num_reqs)
     batch = Batch(ids, ids, ids, starts, lengths, order, num_reqs, num_tokens, width, bound, host)
     q = torch.randn(num_tokens, shape.heads, shape.head_dim, device=device).to(dtype)
-    return Scene(shape, pool, batch, q, context, options.window, options.cap)
+    sinks = [q.new_ones(shape.heads).normal_() for _ in range(shape.layers * options.sinks)]
+    return Scene(shape, pool, batch, q, context, options.window, options.cap, sinks)
 
 
 def passes(scene: Scene, names: list[str]) -> dict[str, Pass]:
@@ -134,7 +139,9 @@ def backend_pass(scene: Scene, name: str) -> Pass:
             shape.head_dim**-0.5,
             KeyMask(window=scene.window or None),
             cap=scene.cap,
+            sinks=bool(scene.sinks),
         ),
+        scene.sinks,
     )
     planned = None if attention.static_plan else attention.plan(batch)
 
@@ -174,12 +181,14 @@ def parsed() -> argparse.Namespace:
     made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=sorted(MODELS), default="qwen3-8b")
+    add("--layers", type=int, default=0, help="instead of the model's")
     add("--batch", type=ints, default="1,8,32,128,256", help="requests, by commas")
     add("--context", type=int, default=576, help="KV length of each")
     add("--query-len", type=int, default=1, help="query rows of each")
     add("--prefill", type=ints, default=[], help="prompts of these lengths instead, by commas")
     add("--window", type=int, default=0, help="keys that a row sees; 0: all")
     add("--cap", type=float, default=0.0, help="soft cap of scores; 0: none")
+    add("--sinks", action="store_true", help="each head has a sink")
     add("--bound", type=int, default=0, help="max_seq_len_ub, if higher")
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -47,6 +47,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "bias": {"temperature": 0.0, "logit_bias": BIAS},
     "mask": {"temperature": 0.0, **MASK},
     "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "prompt_logprobs": {"temperature": 0.0, "prompt_logprobs": 1},
     "all": {"temperature": 0.8, "top_p": 0.95, "logit_bias": BIAS, "logprobs": 5}
     | MASK
     | PENALTIES,

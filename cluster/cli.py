@@ -180,10 +180,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _start(config: Config, offline: bool, address: str, tell: Callable[[str, str], None]) -> int:
     from cluster.diagnose.checks import checked
+    from cluster.resolve import does_both
 
-    config, warnings = checked(config, None if address else _num_gpus(config), offline=offline)
+    num_gpus = None if address else _num_gpus(config)
+    config, warnings = checked(config, num_gpus, offline=offline)
     for text in warnings:
         tell("WARNING", text)
+    if does_both(config, num_gpus):
+        tell("INFO", "one GPU: one worker prefills and decodes; for one of each: --prefill 1")
     if not address:
         config = config.anchored(Path.cwd())
     _prepare_environment()

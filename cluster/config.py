@@ -53,8 +53,9 @@ STOP_MARGIN_S = 15.0  # beyond the configured time-outs
 class RoleConfig(Section):
     """The workers of one role."""
 
-    replicas: int = Field(default=1, ge=0)
-    """Workers of this role."""
+    replicas: Auto | NonNegativeInt = "auto"
+    """Workers of this role. auto: 1; no prefill worker where a Ray of its own has one GPU, whose
+    decode worker then does both."""
     tp: PositiveInt = 1
     """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's
     weights and KV, and with a GPU of its own if they compute on GPUs."""
@@ -66,6 +67,12 @@ class RoleConfig(Section):
     resources: Resources = Field(default_factory=dict)
     """Ray's custom resources reserved for each rank of a worker, by name."""
     engine: EngineConfig = EngineConfig()
+
+    @property
+    def num(self) -> int:
+        """Of workers, once it is decided."""
+        assert self.replicas != "auto", "resolve.with_devices comes first"
+        return self.replicas
 
     @model_validator(mode="after")
     def _ranks_share_no_gpu(self) -> RoleConfig:

@@ -23,12 +23,14 @@ Chosen = dict[str, Choice]  # by the path of a leaf
 def with_devices(
     config: Config, *, has_gpus: bool, local_gpus: float | None = None, note: Note = log_choice
 ) -> Config:
-    """Decide `num_gpus`, `engine.device` where no GPU is reserved, `engine.memory_fraction` where a
-    part of one is, and `routers.replicas`.
+    """Decide `replicas`, `num_gpus`, `engine.device` where no GPU is reserved, and
+    `engine.memory_fraction` where a part of one is.
 
     has_gpus: some node of the Ray cluster has a GPU.
     local_gpus: all GPUs if no node can join, else None. If they are few, workers of one rank share.
     """
+    alone = does_both(config, local_gpus)
+    config = _with(config, _num_workers(config, alone), note)
     share = 1.0 if local_gpus is None else _share(config, local_gpus)
     chosen: Chosen = {}
     for role in ROLES:
@@ -45,10 +47,35 @@ def with_devices(
             fraction = round(MEMORY_FRACTION * num_gpus, 4)
             chosen[f"{role}.engine.memory_fraction"] = fraction, "it shares its GPU"
         if role == "decode" and config.routers.replicas == "auto":
-            total = num_gpus * part.tp * part.replicas
+            total = num_gpus * part.tp * part.num
             num_routers = max(1, math.ceil(total / DECODE_GPUS_PER_ROUTER))
             chosen["routers.replicas"] = num_routers, f"decode workers have {total:g} GPUs"
     return _with(config, chosen, note)
+
+
+def does_both(config: Config, local_gpus: float | None) -> bool:
+    """Whether one worker prefills and decodes: on one GPU, unless the settings speak of two.
+
+    Arguments as of `with_devices`. On an H200 it gives 9,944 tokens/s where two workers that share
+    the GPU give 8,626 (256 clients), and the first token after 28 ms instead of 45 (16 requests/s).
+    """
+    prefill, decode = config.prefill, config.decode
+    plain = all(
+        (part.tp, part.num_gpus) == (1, "auto") and part.engine.device != "cpu"
+        for part in (prefill, decode)
+    )
+    single = local_gpus == 1 and prefill.replicas == "auto" and decode.replicas in ("auto", 1)
+    return single and plain and config.disaggregation.mode != "always"
+
+
+def _num_workers(config: Config, alone: bool) -> Chosen:
+    chosen: Chosen = {}
+    for role in ROLES:
+        if config.role(role).replicas == "auto":
+            none = alone and role == "prefill"
+            why = "one GPU: the decode worker does both" if none else "the default"
+            chosen[f"{role}.replicas"] = int(not none), why
+    return chosen
 
 
 def _share(config: Config, local_gpus: float) -> float:
@@ -59,12 +86,12 @@ def _share(config: Config, local_gpus: float) -> float:
     num_workers = 0
     for part in map(config.role, ROLES):
         if part.num_gpus != "auto":
-            local_gpus -= part.num_gpus * part.tp * part.replicas
+            local_gpus -= part.num_gpus * part.tp * part.num
         elif part.engine.device != "cpu":
             if part.tp > 1:
-                local_gpus -= part.tp * part.replicas
+                local_gpus -= part.tp * part.num
             else:
-                num_workers += part.replicas
+                num_workers += part.num
     if local_gpus <= 0 or num_workers <= local_gpus:
         return 1.0  # where even sharing cannot help, the placement says so
     return GRAIN // math.ceil(num_workers / local_gpus) / GRAIN
@@ -105,7 +132,7 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
 
 def counts(config: Config) -> dict[Role, int]:
     """Workers and routers of each role, once devices are decided."""
-    by_role: dict[Role, int] = {role: config.role(role).replicas for role in ROLES}
+    by_role: dict[Role, int] = {role: config.role(role).num for role in ROLES}
     by_role["router"] = config.routers.num
     return by_role
 

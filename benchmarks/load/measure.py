@@ -25,6 +25,7 @@ QUANTILES = {
 END_TOKENS = 1  # the end token is in the server's count and has no text
 LAG_LIMIT_S = 0.002
 LAG_LIMIT_SHARE = 0.02  # of the median time to first token
+COARSE_SHARE = 0.25  # of that median; what is less exact says nothing of the server
 CPU_LIMIT = 0.85  # of a core, one process
 
 
@@ -205,9 +206,13 @@ def harness(run: Run) -> dict[str, Any]:
 
 
 def verdict(run: Run, median_ttft_s: float | None) -> tuple[bool, str]:
-    """Whether the figures are the server's, and why. The p99 of both lags has to stay below 2 ms or
-    2 % of the median time to first token, whichever is more, and every process below 0.85 of a
-    core."""
+    """Whether the figures are the server's, and why.
+
+    They are where the p99 of both lags stays below 2 ms or 2 % of the median time to first token,
+    whichever is more, and every process below 0.85 of a core. Processes that were late with CPU
+    time to spare were held up by others, as by a server on the same machine: then times are known
+    to within that p99 only, which is told, and is too much from a quarter of that median on.
+    """
     figures = harness(run)
     limit_s = max(LAG_LIMIT_S, LAG_LIMIT_SHARE * (median_ttft_s or 0.0))
     lag_s, loop_s = figures["lag_s"]["p99"], figures["loop_s"]["p99"]
@@ -216,9 +221,15 @@ def verdict(run: Run, median_ttft_s: float | None) -> tuple[bool, str]:
         return False, "nothing was sent, so nothing was measured"
     told = f"p99 of the send lag {lag_s * 1e3:.2f} ms, of the loop lag {(loop_s or 0) * 1e3:.2f} ms"
     told += f" (limit {limit_s * 1e3:.2f} ms), busiest process {busiest:.2f} of a core"
-    if max(lag_s, loop_s or 0.0) < limit_s and busiest < CPU_LIMIT:
+    late_s = max(lag_s, loop_s or 0.0)
+    if busiest >= CPU_LIMIT:
+        return False, (
+            f"THE HARNESS DID NOT KEEP UP: {told} (limit {CPU_LIMIT}); the figures may be its own. "
+            "Use more client processes or more cores."
+        )
+    if late_s < limit_s:
         return True, f"the harness kept up: {told}"
-    return False, (
-        f"THE HARNESS DID NOT KEEP UP: {told} (limit {CPU_LIMIT}); the figures may be its own. "
-        "Use more client processes or more cores."
-    )
+    known = f"others on this machine held the harness up: {told}; times are known to within"
+    if late_s < COARSE_SHARE * (median_ttft_s or 0.0):
+        return True, f"{known} {late_s * 1e3:.1f} ms"
+    return False, f"THIS MACHINE CANNOT TELL: {known} {late_s * 1e3:.1f} ms. Measure from another."

@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from statistics import median
 from typing import Any, TextIO
 
 import msgspec
@@ -19,7 +20,9 @@ from benchmarks.load.search import Probe, highest_rate
 from benchmarks.load.workload import workload
 
 WARMUP_SEED = 1_000_003
-PROGRESS_S = 5.0
+PROGRESS_S, DRAWN_S = 5.0, 0.2  # in a file; on a terminal
+RECENT_S = 5.0  # what figures of the progress are of
+BAR_CHARS = 24
 SETTLE_S = 2.0  # between probes, so that one that drowned does not judge the next
 
 
@@ -37,8 +40,9 @@ def measured(options: Options) -> Result:
 
     Raises ValueError if the options do not fit the workload, ConnectionError if nobody answers.
     """
-    tokenizer = words.load(options.tokenizer) if options.tokenizer else None
     row = asyncio.run(discover(options.urls[0], options.headers))
+    name = options.tokenizer or ("tiny" if row["id"] == "tiny" else "")
+    tokenizer = words.load(name) if name else None
     target = _target(options, row)
     probes: list[Probe] = []
     runs: list[Run] = []
@@ -120,18 +124,41 @@ def _once(options: Options, target: Target, work: Workload, tokenizer: Any, labe
 
 
 def progress(num_requests: int, label: str, out: TextIO) -> fleet.Watch:
-    """Writes a line of counts every few seconds: done, running, failed by class."""
+    """Draws a bar with the figures of now on a terminal, else writes a line every few seconds.
+
+    They are counts, failures by class, and, of the last seconds, tokens/s and the median time to
+    first token.
+    """
     errors: Counter[str] = Counter()
-    num_done, written_at = 0, now()
+    on_terminal = out.isatty()
+    recent: deque[tuple[float, Outcome]] = deque()
+    begun_at = written_at = now()
+    num_done = 0
 
     def watch(outcomes: Sequence[Outcome], num_running: int) -> None:
         nonlocal num_done, written_at
+        at = now()
         num_done += len(outcomes)
         errors.update(each.error for each in outcomes if each.error)
-        if now() - written_at >= PROGRESS_S:
-            written_at = now()
-            failed = "".join(f", {name} {num}" for name, num in errors.most_common())
-            print(f"{label}{num_done}/{num_requests} done, {num_running} running{failed}", file=out)
+        recent.extend((at, each) for each in outcomes if not each.error)
+        while recent and recent[0][0] < at - RECENT_S:
+            recent.popleft()
+        is_last = on_terminal and num_done == num_requests and bool(outcomes)
+        if not is_last and at - written_at < (DRAWN_S if on_terminal else PROGRESS_S):
+            return
+        written_at = at
+        parts = [f"{label}{num_done}/{num_requests} done, {num_running} running"]
+        if ttfts := [each.ttft_s for _, each in recent if each.ttft_s is not None]:
+            per_s = sum(each.num_output_tokens for _, each in recent) / min(at - begun_at, RECENT_S)
+            parts.append(f"{per_s:,.0f} tokens/s, first token {report.ms(median(ttfts))} ms")
+        parts += [f"{name} {num}" for name, num in errors.most_common()]
+        line = ", ".join(parts)
+        if on_terminal:
+            full = BAR_CHARS * num_done // max(1, num_requests)
+            bar = "█" * full + "░" * (BAR_CHARS - full)
+            print(f"\r\x1b[K{bar} {line}", end="\n" * is_last, file=out, flush=True)
+        else:
+            print(line, file=out)
 
     return watch
 

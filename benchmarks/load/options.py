@@ -3,7 +3,7 @@
 import argparse
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,25 @@ from benchmarks.load.records import Objectives
 from benchmarks.load.traces import READERS
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+VLLM_NAMES = {"tpot": "itl", "e2el": "e2e"}
 PROCESSES_SHARE = 0.5  # of the machine's cores, at most, when nobody says how many
 
 EPILOG = """\
+commands (kvlane bench COMMAND --help):
+  run                              what is described here; it need not be named
+  report RESULT…                   result files side by side; --plot: as a page
+  selfcheck                        is what it measures true on this machine?
+  stub                             a server with known delays
+
+without arguments: --concurrency 8 --num 64; --concurrency N alone: 8 N requests; --rate alone: 30 s
+
 workloads (--source):
   problems                         word problems with checkable answers
+  random:IN,OUT                    vLLM's name of the next one; random alone: 1024,128
   synthetic:IN,OUT                 lengths in tokens: 512 | 128-1024 | normal(512,100) |
                                    lognormal(512,0.5) | 64+lognormal(448,1)
   shared-prefix:GROUPS,PREFIX,IN,OUT
+  sharegpt:FILE                    first questions of ShareGPT's conversations, as long answers
   mooncake:FILE  burstgpt:FILE     traces, with their own times
 
 arrivals (--rate), open loop, timed from the intended moment:
@@ -75,6 +86,7 @@ def parser() -> argparse.ArgumentParser:
     """The flags of a run; a flag whose `dest` is a field of `Options` becomes that field."""
     made = argparse.ArgumentParser(
         prog="kvlane bench",
+        usage="kvlane bench [run | report | selfcheck | stub] [options]",
         description="Measure an OpenAI-compatible server.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -96,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     add("--processes", dest="num_processes", type=int, default=own, help="clients (%(default)s)")
     add("--repeat", type=int, default=1, help="runs, for the spread (%(default)s)")
     add("--timeout", dest="timeout_s", type=float, default=600.0, help="s (%(default)g)")
-    add("--slo", default="", help="objectives: ttft=S,itl=S,stall=S,e2e=S")
+    add("--slo", default="", help="objectives: ttft=S,tpot=S (or itl),stall=S,e2e=S (or e2el)")
     add("--search", action="store_true", help="find the highest rate that holds them")
     add("--search-from", type=float, default=1.0, help="its first rate (%(default)g)")
     add("--share", type=float, default=0.99, help="of requests that have to be good (%(default)g)")
@@ -133,9 +145,26 @@ def parse(argv: Sequence[str]) -> Options:
             block_size=given.pop("block_size"),
         ),
     }
-    options = Options(**made, **given)
+    options = with_defaults(Options(**made, **given))
     _check(options)
     return options
+
+
+def with_defaults(options: Options) -> Options:
+    """With what is needed and was not said: when to send, and how much."""
+    if _is_trace(options):
+        return options
+    if not (options.rate or options.concurrency or options.search or options.duration_s):
+        options = replace(options, concurrency=8)
+    if options.num or options.duration_s:
+        return options
+    if options.concurrency:
+        return replace(options, num=8 * options.concurrency)
+    return replace(options, duration_s=30.0)
+
+
+def _is_trace(options: Options) -> bool:
+    return options.source.partition(":")[0] in READERS
 
 
 def objectives(text: str) -> Objectives:
@@ -143,6 +172,7 @@ def objectives(text: str) -> Objectives:
     parsed: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = part.strip().partition("=")
+        name = VLLM_NAMES.get(name, name)
         if f"{name}_s" not in Objectives.__struct_fields__:
             raise ValueError(f"--slo: {name!r} is none of ttft, itl, stall, e2e")
         parsed[f"{name}_s"] = _seconds(value)
@@ -193,7 +223,7 @@ def _headers(given: Sequence[str], key_file: str) -> dict[str, str]:
 
 
 def _check(options: Options) -> None:
-    is_trace = options.source.partition(":")[0] in READERS
+    is_trace = _is_trace(options)
     if options.search:
         if options.concurrency or is_trace:
             raise ValueError("--search: tries rates; leave out --concurrency and traces")
@@ -201,8 +231,8 @@ def _check(options: Options) -> None:
             raise ValueError("--search: needs --slo")
     elif bool(options.rate) + bool(options.concurrency) + (is_trace and not options.rate) != 1:
         raise ValueError("say when to send: either --rate, or --concurrency, or a trace")
-    if not is_trace and not options.num and (options.concurrency or not options.duration_s):
-        raise ValueError("say how much to send: --num, or with --rate --duration")
+    if options.concurrency and not options.num:
+        raise ValueError("say how much to send: --num, with --concurrency and --duration too")
     for name in ("concurrency", "num", "duration_s", "warmup"):
         if getattr(options, name) < 0:
             raise ValueError(f"--{name.removesuffix('_s')}: must not be negative")

@@ -1,16 +1,20 @@
-"""What is asked: prompt sources that need no file.
+"""What is asked: prompt sources, traces aside.
 
     problems                                word problems that the model `tiny` never trained on
     problems:train                          word problems of its training, made faster
-    synthetic:IN,OUT                        random words, lengths as lengths.py has them
+    synthetic:IN,OUT                        random words, lengths as lengths.py has them; also by
+                                            vLLM's name, random, whose lengths are 1024,128 then
     shared-prefix:GROUPS,PREFIX,IN,OUT      PREFIX tokens of one of GROUPS texts, then IN own ones
+    sharegpt:FILE                           first questions of conversations in ShareGPT's form;
+                                            an answer may be as long as the one there
 
-The last two make prompts of exactly as many tokens as they mean to, without the chat template and
+The middle two make prompts of exactly as many tokens as they mean to, without the chat template and
 special tokens, and ask for exactly OUT tokens.
 """
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,7 +28,8 @@ from benchmarks.train.problems import held_out_problems, training_problem
 
 Source = Callable[[Generator, int], list[Turn]]  # as many first turns
 
-KINDS = ("problems", "synthetic", "shared-prefix")
+KINDS = ("problems", "synthetic", "random", "shared-prefix", "sharegpt")
+RANDOM = "1024,128"  # tokens, as vLLM's
 MAX_TOKENS = 200  # of an answer, where the source says nothing
 TEMPLATE_TOKENS = 32  # kept free for the chat template, each turn
 
@@ -56,6 +61,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         return self.max_len - TEMPLATE_TOKENS - num_used if self.max_len else None
 
 
+class _Said(msgspec.Struct):
+    value: str
+    speaker: str = msgspec.field(name="from")
+
+
+class _Conversation(msgspec.Struct):
+    conversations: list[_Said] = []
+
+
 def exactly(num_out: int) -> dict[str, Any]:
     """Fields of the body that make the answer `num_out` tokens long."""
     return {"ignore_eos": True, "min_tokens": num_out}
@@ -72,10 +86,50 @@ def source(spec: str, words: Words | None, options: Options, tokenizer: Tokenize
         raise ValueError(f"source: {spec!r} is none of {', '.join(KINDS)} or a trace")
     if kind == "problems":
         return _problems(rest, tokenizer)
+    if kind == "sharegpt":
+        return _sharegpt(rest, tokenizer, options)
     if words is None:
         raise ValueError(f"{kind}: needs a tokenizer")
-    make = _synthetic if kind == "synthetic" else _shared_prefix
-    return make(rest, words, options)
+    if kind == "shared-prefix":
+        return _shared_prefix(rest, words, options)
+    return _synthetic(rest or RANDOM * (kind == "random"), words, options)
+
+
+def _sharegpt(name: str, tokenizer: Tokenizer | None, options: Options) -> Source:
+    """Each conversation that begins with a question and an answer, in an order of its own."""
+    try:
+        rows = msgspec.json.decode(Path(name).read_bytes(), type=list[_Conversation])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ValueError(f"sharegpt: {name}: {error}") from None
+    pairs = [
+        (asked.value, answered.value)
+        for asked, answered in (row.conversations[:2] for row in rows if len(row.conversations) > 1)
+        if asked.speaker in ("human", "user") and answered.speaker in ("gpt", "assistant")
+    ]
+    if not pairs:
+        raise ValueError(f"sharegpt: {name}: no conversation begins with a question and an answer")
+
+    def turn(asked: str, answered: str) -> Turn | None:
+        if tokenizer is None:
+            return Turn(asked, MAX_TOKENS)
+        sides = tokenizer.encode_batch([asked, answered], add_special_tokens=False)
+        num_in, num_out = (len(side.ids) for side in sides)
+        room = options.room()
+        fits = num_out > 0 and (room is None or num_in + num_out <= room)
+        return Turn(asked, num_out, num_prompt_tokens=num_in) if fits else None
+
+    def draw(rng: Generator, num: int) -> list[Turn]:
+        found: list[Turn] = []
+        for at in rng.permutation(len(pairs)).tolist():
+            made = turn(*pairs[at])
+            found += [made] if made else []
+            if len(found) == num:
+                break
+        if not found:
+            raise ValueError(f"sharegpt: {name}: nothing is short enough for --max-len")
+        return [found[i % len(found)] for i in range(num)]
+
+    return draw
 
 
 def _problems(rest: str, tokenizer: Tokenizer | None) -> Source:

@@ -18,10 +18,10 @@ Summary = dict[str, Any]  # of `measure.summary`
 
 LATENCIES = {
     "ttft_s": "time to first token",
-    "ttft_from_send_s": "  from the send (as other tools)",
-    "tpot_s": "inter-token, mean of a request",
-    "gaps_s": "between pieces, every gap",
-    "e2e_s": "end to end",
+    "ttft_from_send_s": "  from the send (vLLM's TTFT)",
+    "tpot_s": "inter-token, mean of a request (TPOT)",
+    "gaps_s": "between pieces, every gap (ITL)",
+    "e2e_s": "end to end (E2EL)",
 }
 SHOWN = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 COLUMNS = (

@@ -42,7 +42,8 @@ def workload(
     kind, _, name = source.partition(":")
     is_trace = kind in traces.READERS
     about: dict[str, Any] = {"source": source, "arrivals": arrivals, "seed": seed}
-    words = Words(tokenizer) if tokenizer is not None and kind != "problems" else None
+    of_words = kind not in ("problems", "sharegpt")
+    words = Words(tokenizer) if tokenizer is not None and of_words else None
     if is_trace:
         drawn = traces.sessions(source, words, options, seed)[:num_sessions]
         about["file_sha256"] = hashlib.sha256(Path(name).read_bytes()).hexdigest()

@@ -52,7 +52,7 @@ class Made(NamedTuple):
 
 
 MODELS = {
-    "": Made(TARGET, 3200, 384, 2e-3),
+    "": Made(TARGET, 5000, 384, 2e-3),
     "chain": Made(TARGET.with_name("tiny-chain"), 640, 16, 1e-2, ChainDrafter),
     "dflash": Made(TARGET.with_name("tiny-dflash"), 2000, 32, 1e-2, BlockDrafter),
     "mtp": Made(HYBRID, 1200, 16, 1e-2, MtpDrafter, HYBRID),  # into its target's folder
@@ -125,7 +125,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--moe", action="store_true", help="make tiny-moe: layers of experts")
     add("--drafter", choices=tuple(MODELS), default="", help="make a drafter of this kind")
     add("--target", type=Path, help="the drafter's target")
-    add("--steps", type=int, help="default: 3200, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")
+    add("--steps", type=int, help="default: 5000, a drafter 640 (chain), 2000 (dflash), 1200 (mtp)")
     add("--batch", type=int, help="rows of 384 tokens in a step (384), a drafter's chats (16, 32)")
     add("--seed", type=int, default=0)
     add("--lr", type=float, help="peak learning rate: 2e-3, a drafter's 1e-2")

@@ -15,11 +15,12 @@ from torch.nn import functional
 from benchmarks.train.answers import Batch, Speaker, batches, set_right
 from benchmarks.train.data import IGNORED
 from benchmarks.train.model import CONFIG as TARGET
-from benchmarks.train.model import Recipe
+from benchmarks.train.model import Recipe, bundled_config
 
 WARMUP_STEPS, PRINTED_EVERY = 20, 25
 STARTING_CHATS = 32  # whose features say how large the first weights are
-HIDDEN, INNER, EPS = TARGET["hidden_size"], TARGET["intermediate_size"], TARGET["rms_norm_eps"]
+HIDDEN, EPS = TARGET["hidden_size"], TARGET["rms_norm_eps"]
+INNER = bundled_config("tiny-chain")["intermediate_size"]
 HEADS, KV_HEADS, HEAD_DIM = (
     TARGET[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
 )

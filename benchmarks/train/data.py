@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.train.chats import END_OF_TEXT, long_chat, short_chat
+from benchmarks.train.sums import newcomer_chat
 
 SHORT_ROW, LONG_ROW = 384, 1024  # tokens of a row; chats of several turns fill the long ones
+NEWCOMER_SHARE = 0.4  # of the chats: short sums, JSON, calls; drafters and tokenizer do without
 LONG_EVERY = 4  # one batch in this many has long rows, of the same token count in all
 IGNORED = -100  # label of a token that is not the model's to say
 
@@ -47,7 +49,10 @@ class ChatBatches(Dataset):
         ids: list[int] = []
         labels: list[int] = []
         while len(ids) < length:
-            chat = long_chat(rng) if is_long else short_chat(rng)
+            if rng.random() < NEWCOMER_SHARE:
+                chat = newcomer_chat(rng)
+            else:
+                chat = long_chat(rng) if is_long else short_chat(rng)
             segments = self._tokenizer.encode_batch([*chat.segments(), END_OF_TEXT])
             for place, segment in enumerate(segments):
                 ids += segment.ids

@@ -38,8 +38,8 @@ def add_to(commands: Any, running: Urls) -> None:
 
 def bench(argv: Sequence[str]) -> int:
     """The load harness, as `python -m benchmarks.load`: its client processes import that again."""
-    for package in ("benchmarks", "aiohttp", "uvloop"):
-        if find_spec(package) is None:
+    for package in ("benchmarks", "aiohttp"):
+        if find_spec(package) is None and not {"-h", "--help"} & {*argv}:
             raise UserError(f"bench needs {package}: pip install 'kvlane[bench]'")
     sys.argv[1:] = argv
     try:

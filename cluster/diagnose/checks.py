@@ -248,7 +248,7 @@ def _gpus(settings: Settings) -> Iterator[UserError]:
 
 def _num_gpus(decided: Config, role: WorkerRole) -> float:
     part = decided.role(role)
-    return float(part.num_gpus) * part.tp * part.replicas
+    return float(part.num_gpus) * part.tp * part.num
 
 
 def _collective(settings: Settings) -> Iterator[UserError]:

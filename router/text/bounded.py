@@ -60,6 +60,20 @@ def bounded(schema: Schema, bounds: Bounds) -> Schema:
     return copy
 
 
+def wants_unique(schema: Any) -> bool:
+    """Whether some array must have no item twice, of which a grammar knows nothing."""
+    if isinstance(schema, list):
+        return any(map(wants_unique, cast("list[Any]", schema)))
+    if not isinstance(schema, dict):
+        return False
+    given = cast("Schema", schema)
+    below = [given.get(key) for key in (*SINGLE, *GROUPS, *CONDITIONS)]
+    for key in NAMED:
+        if isinstance(given.get(key), dict):
+            below += cast("Schema", given[key]).values()
+    return given.get("uniqueItems") is True or wants_unique(below)
+
+
 class _Copy:
     """Copies parts of one schema.
 

@@ -122,18 +122,19 @@ def test_tokens_are_checked_but_for_the_end_token() -> None:
     assert found["per_piece"] == 10
 
 
-LATE = [(1e-3, 1e-3, 5, True), (3e-3, 1e-3, 5, False), (1e-3, 3e-3, 5, False)]
-LATE += [(1e-3, 1e-3, 9, False)]
+KEPT, HELD_UP, BUSY = "the harness kept up", "to within 3.0 ms", "THE HARNESS DID NOT KEEP UP"
+LATE = [(1e-3, 1e-3, 5, KEPT), (3e-3, 1e-3, 5, HELD_UP), (1e-3, 3e-3, 5, HELD_UP)]
+LATE += [(1e-3, 1e-3, 9, BUSY), (1e-3, 13e-3, 5, "THIS MACHINE CANNOT TELL")]
 
 
-@pytest.mark.parametrize(("late_s", "loop_s", "cpu_s", "ok"), LATE)
-def test_a_late_or_busy_harness_says_so(late_s, loop_s, cpu_s, ok) -> None:
+@pytest.mark.parametrize(("late_s", "loop_s", "cpu_s", "says"), LATE)
+def test_a_late_or_busy_harness_says_so(late_s, loop_s, cpu_s, says) -> None:
+    """A late one that had CPU time to spare was held up: that makes times coarse, not wrong."""
     run = run_of(served(1.0, 1.05, sent=1 + late_s), lags=[Lag(0, [loop_s] * 9, cpu_s, 10.0)])
     made = made_up_result([run])
-    assert made.summaries[0]["harness_ok"] is ok
-    loud = "THE HARNESS DID NOT KEEP UP"
-    assert (loud in table(made)) is not ok
-    assert (loud in "".join(side_by_side([("a", made.summaries)]))) is not ok
+    assert made.summaries[0]["harness_ok"] is (says in (KEPT, HELD_UP))
+    assert says in table(made)
+    assert (says in "".join(side_by_side([("a", made.summaries)]))) is (says not in (KEPT, HELD_UP))
     slow = run_of(served(1.0, 2.0, sent=1.01), lags=[Lag(0, [0.001], 1.0, 10.0)])
     assert summary(slow, Objectives())["harness_ok"], "10 ms are less than 2 % of a second"
 
@@ -226,7 +227,7 @@ def test_the_command_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     page = tmp_path / "page.html"
     assert report.main([paths[0]]) == 0
     said = capsys.readouterr().out
-    assert "between pieces, every gap" in said
+    assert "between pieces, every gap (ITL)" in said
     assert "8/s: 50.0 % good, fails" in said
     assert report.main([*paths, "--plot", str(page)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -247,3 +248,13 @@ def test_the_plot_shows_percentiles_and_goodput_by_rate() -> None:
     assert set(zip(dots.x, dots.y, strict=True)) == {(x, 100 * y) for x, y in pairs}
     made.search = [{"rate": 8.0, "share": 0.5}, {"rate": 4.0, "share": 1.0}]
     assert plot.goodput_by_rate(made) == ([4.0, 8.0], [100.0, 50.0])
+
+
+def test_the_plot_of_one_rate_shows_the_load_and_no_empty_panel() -> None:
+    whole = made_up_run(num=40)
+    for outcome in whole.outcomes:
+        outcome.chunk_s = outcome.chunk_s[:1]  # as without a stream
+    drawn = plot.figure([("a", made_up_result([whole]))])
+    titles = [each.text for each in drawn.layout.annotations]
+    assert titles == ["time to first token, ms", "requests at the server"]
+    assert all(np.isfinite(trace.y.astype(float)).any() for trace in drawn.data)

@@ -61,7 +61,7 @@ def test_the_command_measures_searches_and_reports(tmp_path, capsys, monkeypatch
     assert len(b.runs[0].outcomes) == 12
     assert main(["report", *paths]) == 0
     assert "ttft p50" in capsys.readouterr().out
-    assert main(["--rate", "5"]) == 2
+    assert main(["--concurrency", "5", "--duration", "3"]) == 2
     assert "say how much" in capsys.readouterr().err
     assert main(["--url", "http://127.0.0.1:9", "--rate", "5", "--num", "1"]) == 1
 

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,9 @@ from benchmarks.load import measurement
 from benchmarks.load.options import objectives, parse
 from benchmarks.load.records import Objectives, Outcome
 from benchmarks.load.search import MAX_DOUBLINGS, MAX_HALVINGS, highest_rate
+from tests.support.patience import HANG_S
 
 WRONG = [
-    ("--num 5", "say when to send"),
-    ("--rate 3", "say how much to send"),
     ("--concurrency 3 --duration 4", "say how much to send"),
     ("--rate 3 --concurrency 2 --num 4", "say when to send"),
     ("--source mooncake:x --concurrency 2", "say when to send"),
@@ -49,7 +50,34 @@ def test_a_line_becomes_options(tmp_path: Path) -> None:
     assert found.extra == {"top_p": 0.5}
     assert "secret" not in str(found.shown()), "a result file may be passed around"
     assert parse(["--source", "burstgpt:f.csv"]).rate == ""
+    assert objectives("tpot=20ms,e2el=3") == objectives("itl=20ms,e2e=3")
     assert objectives("") == Objectives()
+
+
+DEFAULTS = [
+    ("", (8, 64, 0)), ("--num 5", (8, 5, 0)), ("--concurrency 3", (3, 24, 0)),
+    ("--rate 3", (0, 0, 30)), ("--rate 3 --duration 4", (0, 0, 4)), ("--rate 3 --num 4", (0, 4, 0)),
+    ("--search --slo ttft=1", (0, 0, 30)), ("--source mooncake:x", (0, 0, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "expected"), DEFAULTS, ids=[line for line, _ in DEFAULTS])
+def test_what_is_not_said_has_a_useful_default(line: str, expected: tuple[int, int, float]) -> None:
+    found = parse(line.split())
+    assert (found.concurrency, found.num, found.duration_s) == expected
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["report", "--help"], ["stub", "--help"]])
+def test_help_needs_nothing_that_bench_installs(arguments: list[str]) -> None:
+    code = (
+        "import sys\nsys.modules |= dict.fromkeys(('aiohttp', 'uvloop', 'plotly'))\n"
+        "from cluster.clients.commands import bench\nbench(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    assert "kvlane bench" in done.stdout
+    assert arguments[1:] or all(f"  {verb} " in done.stdout for verb in ("run", "report", "stub"))
 
 
 @pytest.mark.parametrize("capacity", [3.1, 7.3, 100.0])
@@ -87,3 +115,16 @@ def test_progress_counts_and_names_errors(monkeypatch: pytest.MonkeyPatch) -> No
     clock[0] = measurement.PROGRESS_S
     watch([], 1)
     assert out.getvalue() == "x 2/10 done, 1 running, http_429 1\n"
+
+
+def test_on_a_terminal_the_progress_is_a_bar_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, clock = io.StringIO(), [0.0]
+    monkeypatch.setattr(measurement, "now", lambda: clock[0])
+    monkeypatch.setattr(out, "isatty", lambda: True)
+    watch = measurement.progress(2, "", out)
+    for at in (1.0, 2.0):
+        clock[0] = at
+        watch([Outcome(0, 0, 0.0, chunk_s=[0.5], num_output_tokens=10)], 1)
+    first, last = out.getvalue().split("\r\x1b[K")[1:]
+    assert first == "█" * 12 + "░" * 12 + " 1/2 done, 1 running, 10 tokens/s, first token 500.0 ms"
+    assert last == "█" * 24 + " 2/2 done, 1 running, 10 tokens/s, first token 500.0 ms\n"

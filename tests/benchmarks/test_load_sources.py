@@ -37,6 +37,36 @@ def ids(text: str) -> list[int]:
     return TINY.encode(text, add_special_tokens=False).ids
 
 
+def test_a_file_of_sharegpt_gives_its_first_questions(tmp_path: Path) -> None:
+    rows = [
+        {"id": i, "conversations": [
+            {"from": "human", "value": f"How many {word}?"},
+            {"from": "gpt", "value": f"{word} " * (i + 1)}, {"from": "x", "value": ""},
+        ]}
+        for i, word in enumerate(("apples", "pears", "plums"))
+    ]  # fmt: skip
+    file = tmp_path / "share.json"
+    file.write_text(json.dumps([*rows, {"id": "4", "conversations": []}]))
+    work = made(f"sharegpt:{file}", num=6)
+    turns = [session.turns[0] for session in work.sessions]
+    asked = {row["conversations"][0]["value"]: row["conversations"][1]["value"] for row in rows}
+    assert Counter(turn.prompt for turn in turns) == dict.fromkeys(asked, 2)
+    for turn in turns:
+        assert turn.num_prompt_tokens == len(ids(str(turn.prompt)))
+        assert turn.max_tokens == len(ids(asked[str(turn.prompt)]))
+    assert firsts(made(f"sharegpt:{file}", num=3, seed=1, tokenizer=None)) != firsts(work)[:3]
+    file.write_text("[]")
+    for wrong in (file, tmp_path / "none"):
+        with pytest.raises(ValueError, match="sharegpt"):
+            made(f"sharegpt:{wrong}")
+
+
+def test_random_is_vllm_s_name_of_synthetic() -> None:
+    (turn,) = made("random", num=1).sessions[0].turns
+    assert (turn.num_prompt_tokens, turn.max_tokens) == (1024, 128)
+    assert firsts(made("random:20,4", num=3)) == firsts(made("synthetic:20,4", num=3))
+
+
 def firsts(work: Workload) -> list[Any]:
     return [session.turns[0].prompt for session in work.sessions]
 

@@ -12,6 +12,7 @@ from tests.support.engines import Running, running, value
 from tests.support.hybrids import hybrid, poison
 from tests.support.laws import ended
 from tests.support.lockstep import DECODE, Ask, Lockstep
+from tests.support.pairwise import more
 from tests.support.patience import until
 from tests.support.recorded import RecordedMemory, RecordedSteps, as_one_op, replay
 from worker.api import Sampling
@@ -53,13 +54,13 @@ def expected() -> list[list[int]]:
 @pytest.mark.product(
     place=("always", "never"),
     first_token=("prefill", "decode"),
-    max_prefill_tokens=(None, 64, 150),
-    widths=((1,), (2,), (1, 4), (8,)),
+    max_prefill_tokens=(None, 64, *more(150)),
+    widths=((2,), (1, 4), *more((1,), (8,))),
     drafter=("ngram", "mtp"),
     overlap=(True, False),
     pages=("enough", "few"),
     num_groups=(1, 2),
-    ranks=((1, 1), (1, 2), (2, 1), (2, 2)),
+    ranks=((1, 2), (2, 1), *more((1, 1), (2, 2))),
 )
 def test_whatever_serves_a_request_changes_nothing(
     place,
@@ -90,7 +91,7 @@ def test_whatever_serves_a_request_changes_nothing(
             assert ids(cluster.client.generate(*asked())) == expected
         decode = cluster.workers["decode-0"].engine
         check_slots(cluster)
-        if widths != (1,) and drafter == "mtp":
+        if 1 not in widths and drafter == "mtp":  # else a step's time may speak for no drafts
             assert value(decode.metrics.spec_accepted) > 0, "nothing was ever folded from the ring"
         if pages == "few":
             assert value(decode.metrics.preemptions) > 0, "the pool was not small enough"

@@ -176,8 +176,12 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
         ],
     },
 }
+COSTS_MUCH = [pytest.mark.whole]  # an engine in a process of its own
 CASES = [
-    pytest.param(law, where, *change, id=f"{where}-{number}")
+    pytest.param(
+        law, where, *change, id=f"{where}-{number}",
+        marks=COSTS_MUCH * (law is served and where != "schedule.req:PrefillReq.num_target_tokens"),
+    )
     for law, places in MUTANTS.items()
     for where, changes in places.items()
     for number, change in enumerate(changes)

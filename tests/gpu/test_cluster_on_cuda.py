@@ -23,6 +23,8 @@ NUM = 32
 MAX_TOKENS = 100
 PAGE_SIZE = 64
 PAGE_BYTES = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
+MOE = ("--model", "tiny-moe", "--set", "model.served_name=tiny")
+MOE_PAGE_BYTES = PAGE_BYTES * 4 // 6
 READY_TIMEOUT_S = 400.0  # kernels are compiled, by one worker after the other
 COMMON = (
     "--set", "model.dtype=float32",
@@ -47,16 +49,32 @@ def ask(serve: Serve) -> Answers:
     return [(each.text, each.finish_reason) for each in outcomes]
 
 
-@pytest.fixture(scope="module")
-def cpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
-    serve = Serve(tmp_path_factory.mktemp("cpu"), port=8710)
+def on_the_cpu(directory: Path, *arguments: str) -> Iterator[Answers]:
+    serve = Serve(directory, port=8710)
     try:
-        yield ask(serve.start(*COMMON, *CPU).wait_ready(READY_TIMEOUT_S))
+        yield ask(serve.start(*COMMON, *CPU, *arguments).wait_ready(READY_TIMEOUT_S))
     finally:
         serve.end()
 
 
-def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool = True) -> None:
+@pytest.fixture(scope="module")
+def cpu_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    yield from on_the_cpu(tmp_path_factory.mktemp("cpu"))
+
+
+@pytest.fixture(scope="module")
+def moe_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
+    yield from on_the_cpu(tmp_path_factory.mktemp("moe"), *MOE)
+
+
+def check(
+    serve: Serve,
+    wanted: Answers,
+    transport: str,
+    *,
+    replays: bool = True,
+    page_bytes: int = PAGE_BYTES,
+) -> None:
     """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
     assert ask(serve) == wanted
     after = scrape(serve.url)
@@ -67,7 +85,7 @@ def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool = True
     assert after["kvlane_prompt_tokens_computed_total", "decode", ""] == 0
     cached_here = after["kvlane_prompt_tokens_cached_total", "decode", ""]
     num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
-    assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * PAGE_BYTES > 0
+    assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * page_bytes > 0
     assert (replayed_steps(serve) > 0) == replays
     check_stages(serve.url)
     rows = serve.wait_idle()
@@ -77,6 +95,15 @@ def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool = True
     assert "Traceback" not in serve.output
     assert not {row["pid"] for row in rows.values()} & set(processes())
     assert serve.leftovers() == []
+
+
+def ranks(several: str, other: str) -> tuple[str, ...]:
+    """Two ranks of a role with a GPU each, and the other role on the CPU."""
+    return (
+        "--set", f"{several}.tp=2", "--set", f"{several}.engine.strict=true",
+        "--set", f"{other}.engine.device=cpu", "--set", "transport.kind=tcp",
+        "--set", "kv.num_groups=1",  # else more on a GPU, and the two would refuse each other
+    )  # fmt: skip
 
 
 def replayed_steps(serve: Serve) -> float:
@@ -112,6 +139,15 @@ def test_two_workers_on_one_gpu(kind: str, cpu_answers: Answers, serve: Serve, m
 
 @pytest.mark.gpu(1)
 @pytest.mark.timeout(900)
+def test_experts_on_one_gpu(moe_answers: Answers, serve: Serve, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    serve.start(*COMMON, *MOE, *SHARED, "--set", "transport.kind=nvlink")
+    serve.wait_ready(READY_TIMEOUT_S)
+    check(serve, moe_answers, "mooncake/nvlink", page_bytes=MOE_PAGE_BYTES)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.timeout(900)
 def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     too_much = ("--set", "decode.engine.memory_fraction=0.9")
@@ -128,11 +164,17 @@ def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -
 @pytest.mark.parametrize(("several", "other"), [("decode", "prefill"), ("prefill", "decode")])
 def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, serve: Serve) -> None:
     """Two ranks with a GPU each, whose steps have to be equal, beside a worker on the CPU."""
-    ranks = ("--set", f"{several}.tp=2", "--set", f"{several}.engine.strict=true")
-    alone = ("--set", f"{other}.engine.device=cpu", "--set", "transport.kind=tcp")
-    alike = ("--set", "kv.num_groups=1")  # else more on a GPU, and the two would refuse each other
-    serve.start(*COMMON, *ranks, *alone, *alike).wait_ready(READY_TIMEOUT_S)
+    serve.start(*COMMON, *ranks(several, other)).wait_ready(READY_TIMEOUT_S)
     check(serve, cpu_answers, "mooncake/tcp", replays=several == "decode")
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("experts", ["tensor", "expert"])
+def test_experts_on_two_gpus(experts: str, moe_answers: Answers, serve: Serve) -> None:
+    divided = ("--set", f"decode.engine.experts={experts}")
+    serve.start(*COMMON, *MOE, *ranks("decode", "prefill"), *divided).wait_ready(READY_TIMEOUT_S)
+    check(serve, moe_answers, "mooncake/tcp", page_bytes=MOE_PAGE_BYTES)
 
 
 @pytest.mark.gpu(2)

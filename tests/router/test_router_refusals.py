@@ -14,6 +14,7 @@ CHAT, TEXT = "chat/completions", "completions"
 FULL = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}  # what a body below is added to
 Row = tuple[dict[str, Any], str]  # a body, and the field that the error names
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
+UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 DEEP: dict[str, Any] = {"type": "string"}
 for _ in range(90):
     DEEP = {"type": "object", "properties": {"a": DEEP}}
@@ -67,6 +68,9 @@ OF_CHATS: list[Row] = [
     *wrong(guided_json={"type": "strin"}),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
      "response_format"),
+    *(({"response_format": {"type": "json_schema", "json_schema": {"schema": {
+        "anyOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": UNIQUE}}, "strict": strict}}},
+        "response_format") for strict in (False, True)),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"guided_choice": [1]}, "guided_choice.0"),

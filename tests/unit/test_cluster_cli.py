@@ -13,9 +13,11 @@ import pytest
 
 from benchmarks.load.selfcheck import running_stub
 from benchmarks.load.stub import StubOptions
+from cluster import cli
 from cluster.clients.chat import TIMEOUT, converse
 from cluster.clients.server import Server
 from cluster.config import Config, fields, leaves, load, origins
+from cluster.diagnose import checks
 from cluster.resolve import explain
 from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
@@ -87,12 +89,27 @@ def test_every_leaf_is_explained_once_with_its_source(tmp_path: Path) -> None:
 
 def test_what_auto_is_on_gpus_is_explained_as_well() -> None:
     rows = explained(num_gpus=1)
-    assert rows["decode.num_gpus"].startswith("0.5 # auto: ")
-    assert rows["routers.replicas"] == "1 # auto: decode workers have 0.5 GPUs"
+    assert rows["prefill.replicas"] == "0 # auto: one GPU: the decode worker does both"
+    assert rows["decode.num_gpus"].startswith("1.0 # auto: ")
+    assert rows["routers.replicas"] == "1 # auto: decode workers have 1 GPUs"
     assert rows["decode.engine.graph.decode"] == "full # auto: CUDA"
     assert rows["prefill.engine.graph.decode"].startswith("eager # auto: a prefill worker ")
     assert rows["kv.page_size"] == "64 # auto: CUDA"
     assert "64 at least and 256 at most" in rows["decode.engine.max_num_reqs"]
+
+
+@pytest.mark.parametrize(("sets", "told"), [([], 1), (["prefill.replicas=1"], 0)])
+def test_that_one_gpu_has_one_worker_is_told_in_a_line(
+    sets: list[str], told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(checks, "checked", lambda config, *_, **__: (config, []))
+    for name in ("_prepare_environment", "supervise"):
+        monkeypatch.setattr(cli, name, lambda *_: 0)
+    config = load(None, ["cluster.local_ray.num_gpus=1", *sets])
+    cli._start(config, True, "", lambda _, text: lines.append(text))
+    assert [line for line in lines if "one worker prefills and decodes" in line] == lines
+    assert len(lines) == told
 
 
 def test_a_later_source_of_a_whole_section_wins() -> None:

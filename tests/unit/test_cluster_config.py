@@ -71,7 +71,8 @@ def test_what_is_printed_loads_again(tmp_path: Path) -> None:
         ("page_size=1", "page_size: unknown key, did you mean kv.page_size?"),
         ("engin.device=cpu", "engin: unknown key, did you mean decode.engine or prefill.engine?"),
         ("zzz=1", "zzz: unknown key"),
-        ("prefill.replicas=-1", "prefill.replicas: Input should be greater than or equal to 0"),
+        ("prefill.replicas=-1", "prefill.replicas: Input should be 'auto' or Input should be "
+         "greater than or equal to 0"),
         ('prefill.resources={"a":"b"}', "prefill.resources.a: Input should be a valid number, "
          "unable to parse string as a number"),
         ("decode.num_gpus=-1", "decode.num_gpus: Input should be 'auto' or Input should be greater "
@@ -120,7 +121,13 @@ def gpus(prefill: float, decode: float) -> dict[str, object]:
         ("", 0, gpus(0, 0) | {"prefill.engine.device": "cpu"}),
         ("", None, gpus(1, 1) | {"decode.engine.device": "auto"}),
         ("decode.engine.device=cpu", None, gpus(1, 0)),
-        ("", 1, gpus(0.5, 0.5)),
+        ("prefill.replicas=1", 1, gpus(0.5, 0.5)),
+        # Of one GPU one worker does both, unless the settings speak of two.
+        ("", 1, {"prefill.replicas": 0, "decode.replicas": 1, "decode.num_gpus": 1,
+                 "decode.engine.memory_fraction": "auto"}),
+        ("decode.replicas=1", 1, {"prefill.replicas": 0}),
+        ("", 0, {"prefill.replicas": 1, "decode.replicas": 1}),
+        ("disaggregation.mode=always", 1, {"prefill.replicas": 1}),
         ("", 2, gpus(1, 1)),
         ("prefill.replicas=2", 2, gpus(0.5, 0.5)),  # two thirds each would fit twice only
         ("decode.replicas=3", 1, gpus(0.25, 0.25)),
@@ -156,7 +163,7 @@ def test_devices_and_routers_are_decided_by_what_ray_has(sets, local_gpus, expec
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     config = with_devices(load(path), has_gpus=True)
-    assert max(config.role(role).replicas for role in ROLES) == 1
+    assert [config.role(role).num for role in ROLES] == [1, 1]
     num_gpus = sum(float(config.role(role).num_gpus) for role in ROLES)
     assert num_gpus == {"one-gpu": 1, "two-gpus": 2, "two-hosts": 2}[path.stem]
     if num_gpus == 1:

@@ -154,7 +154,8 @@ else:
         ),
         "other ranks' experts come first": (route_triton, "(some >= first) &", "(some >= 0) &"),
         "the least likely first": (
-            route_triton, "best = tl.max(left, 1)", "best = -tl.max(-left, 1)",
+            route_triton, "high = tl.max(keys, 1)",
+            "high = tl.min(tl.where(keys > 0, keys, 1 << 30), 1)",
         ),
         "a part of K is left out": (
             route_triton, "for _ in tl.static_range(PARTS)", "for _ in tl.static_range(PARTS - 1)",

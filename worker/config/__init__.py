@@ -48,15 +48,15 @@ def log_choice(path: str, value: object, why: str) -> None:
 
 
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
-BUNDLED = (TINY, "tiny-hybrid")  # the latter has its drafter, an MTP layer, in its own files
+BUNDLED = (TINY, "tiny-hybrid", "tiny-moe")  # the second has a drafter, an MTP layer, in its files
 
 
 class ModelConfig(Section):
     """Which weights are served, and under which name."""
 
     path: str = TINY
-    """The bundled "tiny" or "tiny-hybrid", a Hugging Face model directory, or a model's name on the
-    hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
+    """The bundled "tiny", "tiny-hybrid" or "tiny-moe", a Hugging Face model directory, or a model's
+    name on the hub, as "Qwen/Qwen3-0.6B", which `serve` downloads before it starts Ray."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub; empty: its main branch."""
     served_name: str = ""

@@ -33,6 +33,8 @@ class _Handler(WSGIRequestHandler):
 class _Server(ThreadingWSGIServer):
     """Closes its oldest connection where another one would be too many."""
 
+    request_queue_size = 128  # beyond it a client waits seconds until it tries again
+
     def __init__(self, *args: Any, **named: Any) -> None:
         self._lock, self._open = Lock(), deque[socket.socket]()
         super().__init__(*args, **named)

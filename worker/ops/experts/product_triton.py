@@ -51,8 +51,9 @@ def choose(num_tokens: int, top_k: int, num_experts: int, *, gated: bool) -> Til
 def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: tl.constexpr):
     """(expert, first row, row behind its last) of an item; expert -1: there is no such item."""
     experts = tl.arange(0, COUNT_POW2)
-    begins = tl.load(starts + experts, mask=experts < COUNT, other=0)
-    ends = tl.load(starts + experts + 1, mask=experts < COUNT, other=0)
+    at = starts + experts  # beside the L1, which may hold what was there before the kernel waits
+    begins = tl.load(at, mask=experts < COUNT, other=0, cache_modifier=".cg")
+    ends = tl.load(at + 1, mask=experts < COUNT, other=0, cache_modifier=".cg")
     items = (ends - begins + BLOCK_T - 1) // BLOCK_T
     behind = tl.cumsum(items, 0)
     expert = tl.sum((behind <= item).to(tl.int32), 0)
@@ -76,13 +77,16 @@ def _grouped_kernel(
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
-    enter(PDL)
+    if GATED:
+        enter(PDL)  # else the kernel before is the gated one: its programs have waited for `starts`
     expert, first, end = _item(starts, item, COUNT, COUNT_POW2, BLOCK_T)  # pyright: ignore
     if expert < 0:
+        if not GATED:
+            enter(PDL)
         return
     rows = first + tl.arange(0, BLOCK_T)
     here = rows < end
-    at = tl.load(order + rows, mask=here, other=0)
+    at = tl.load(order + rows, mask=here, other=0, cache_modifier=".cg")
     within = tl.arange(0, BLOCK_N)
     # Rows of weights beyond N read the last one again and are not stored.
     lines = tl.minimum(tile * WIDTH + (within % WIDTH if GATED else within), N - 1)
@@ -94,7 +98,10 @@ def _grouped_kernel(
         height = N
         source = rows
     ks = tl.arange(0, BLOCK_K)
-    w_at = w + (expert.to(tl.int64) * height + lines)[:, None] * K + ks[None, :]
+    w_rows = w + (expert.to(tl.int64) * height + lines) * K
+    if not GATED:
+        enter(PDL)
+    w_at = w_rows[:, None] + ks[None, :]
     x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for begin in range(0, K, BLOCK_K):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import ExpertShape, Held
-from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.jit import INTERPRETED, enter, prefetch, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 PART = 256  # of K: what one sum of the router is over
@@ -35,6 +35,9 @@ def _router_kernel(
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     ks = tl.arange(0, BLOCK_K)
+    if PDL:
+        lines = gate + tl.minimum(experts, num_experts - 1).to(tl.int64) * K + part * PART
+        prefetch(lines, K - part * PART, PART)
     enter(PDL)
     acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
     for begin in range(0, PART, BLOCK_K):
@@ -83,44 +86,34 @@ def _route_kernel(
     logits = tl.where(exists, logits, float("-inf"))
     scores = tl.exp(logits - tl.max(logits, 1)[:, None])  # of the softmax, but for their sum
     # Scores are at least 0, so their bits are in their order; behind them come NaN, then none.
-    bits = tl.where(scores == scores, scores.to(tl.int32, bitcast=True) + 1, 0)
-    bits = tl.where(exists, bits, -1)
-    left = (bits.to(tl.int64) << 32) + (EXPERTS - 1 - experts)[None, :]
+    keys = tl.where(scores == scores, scores.to(tl.int32, bitcast=True) + 1, 0)
+    keys = tl.where(exists, keys, -1)
     total = tl.zeros((TOKENS,), tl.float32)
-    chosen = tl.zeros((TOKENS, EXPERTS), tl.int32)
+    places = tl.full((TOKENS, EXPERTS), TOP_K, tl.int32)  # of an expert among the k; TOP_K: of none
     for place in tl.static_range(TOP_K):
-        best = tl.max(left, 1)
-        left = tl.where(left == best[:, None], -(1 << 62), left)
-        high = (best >> 32).to(tl.int32)
-        score = tl.where(high > 0, (high - 1).to(tl.float32, bitcast=True), float("nan"))
-        total += score
-        best = EXPERTS - 1 - (best & (EXPERTS - 1))
-        spot = tokens * TOP_K + place
-        live = real
-        if slots is not None:
-            live &= tl.load(slots + tokens, mask=real, other=0) >= sink
-        tl.store(ids + spot, tl.where(live, best, NUM_EXPERTS).to(tl.int32), mask=real)
-        if ALONE:
-            chosen += ((experts[None, :] == best[:, None]) & live[:, None]).to(tl.int32)
-        tl.store(weights + spot, score, mask=real)
+        high = tl.max(keys, 1)
+        best = tl.min(tl.where(keys == high[:, None], experts[None, :], EXPERTS), 1)
+        total += tl.where(high > 0, (high - 1).to(tl.float32, bitcast=True), float("nan"))
+        this = experts[None, :] == best[:, None]
+        keys = tl.where(this, -2, keys)
+        places = tl.where(this, place, places)
     if not RENORMALIZES:
         total = _sum(tl.where(exists, scores, 0.0), TOKENS, EXPERTS)
-    tl.debug_barrier()  # what other lanes of the warp have stored is read back
-    for place in tl.static_range(TOP_K):
-        spot = weights + tokens * TOP_K + place
-        tl.store(spot, tl.div_rn(tl.load(spot, mask=real, other=0.0), total), mask=real)
+    live = real
+    if slots is not None:
+        live &= tl.load(slots + tokens, mask=real, other=0) >= sink
+    chosen = (places < TOP_K) & real[:, None]
+    spots = tokens[:, None] * TOP_K + places
+    numbers = tl.where(live[:, None], experts[None, :], NUM_EXPERTS)
+    tl.store(ids + spots, numbers, mask=chosen)
+    tl.store(weights + spots, tl.div_rn(scores, total[:, None]), mask=chosen)
     if ALONE:
         held = (experts >= first) & (experts < first + count)
-        chosen = tl.where(held[None, :], chosen, 0)
-        own = tl.sum(chosen, 0)
+        here = chosen & live[:, None] & held[None, :]
+        own = tl.sum(here.to(tl.int32), 0)
         begins = tl.cumsum(own, 0) - own
-        rows = begins[None, :] + tl.cumsum(chosen, 0)  # the row behind each
-        for place in tl.static_range(TOP_K):
-            spot = tokens * TOP_K + place
-            this = tl.load(ids + spot, mask=real, other=NUM_EXPERTS)
-            mine = (experts[None, :] == this[:, None]) & (chosen > 0)
-            row = tl.sum(tl.where(mine, rows, 0), 1)
-            tl.store(order + row - 1, spot, mask=row > 0)
+        behind = begins[None, :] + tl.cumsum(here.to(tl.int32), 0)
+        tl.store(order + behind - 1, spots, mask=here)
         at = experts - first
         tl.store(starts + at, begins, mask=held)
         tl.store(starts + count, tl.sum(own, 0))
