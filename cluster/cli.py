@@ -251,8 +251,8 @@ def _status_table(rows: Sequence[ReplicaStatus]) -> str:
 
     head = ("NAME", "STATE", "INCARNATION", "RESTARTS", "NODE", "PID", "METRICS")
     cells = [
-        (r.name, r.state, r.incarnation, str(r.restarts), r.node,
-         " ".join(map(str, r.pids)) or str(r.pid), r.metrics_address)
+        (r.name, ", ".join(filter(None, (r.state, r.progress))), r.incarnation, str(r.restarts),
+         r.node, " ".join(map(str, r.pids)) or str(r.pid), r.metrics_address)
         for r in rows
     ]  # fmt: skip
     busy = {r.name: [f"{n} {c}" for n, c in (r.counters or {}).items() if c] for r in rows}

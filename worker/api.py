@@ -81,15 +81,14 @@ class Member(Message, frozen=True):
         return f"{self.name}/{self.incarnation}"
 
 
-class Change(Message, frozen=True):
-    """What has happened to a process, for people. The controller tells routers, not by the wire."""
+class Card(msgspec.Struct, frozen=True):
+    """The GPU of a worker, or of its first rank; what its driver does not tell is 0."""
 
-    name: str
-    role: Role
-    incarnation: str
-    state: str  # of its name from then on: ready, lost, draining, stopping
-    text: str  # how long it took, or why
-    ago_s: float
+    used_bytes: int  # by all processes
+    num_bytes: int
+    watts: float
+    max_watts: float
+    mhz: int  # of its multiprocessors
 
 
 class WorkerStats(Message, frozen=True):
@@ -111,6 +110,7 @@ class WorkerStats(Message, frozen=True):
     drafted: tuple[int, ...] = ()  # (): it verifies nothing
     accepted: tuple[int, ...] = ()
     tokens_per_row: float = 0.0  # moving average of what a row gets of a decode step; 0: none yet
+    card: Card | None = None
 
 
 class Sampling(Message, frozen=True):
@@ -236,6 +236,7 @@ class Stages(Message, frozen=True):
 
     The stages follow one another and add up to that time; a prefill's are by its own clock. Those
     after the prefill are 0 if that drew the first token, and come with the second from elsewhere.
+    Pulls begin while the prefill goes on: theirs are no further stages, but times beside these.
     """
 
     prefill_queue_s: float  # asking for the prefill, and waiting for its first step
@@ -245,6 +246,9 @@ class Stages(Message, frozen=True):
     first_step_s: float  # from its row until the first token was on the host
     prefilled_by: str  # PeerId; "" = all but the last token was in a prefix tree
     late: bool = False  # the second token's: those after `prefill` came after the first
+    pull_s: float = 0.0  # in which a pull of its KV ran
+    pull_span_s: float = 0.0  # from the begin of its first pull until all KV was here
+    pulled_bytes: int = 0  # by these pulls
 
 
 class Window(Message, frozen=True):

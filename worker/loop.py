@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import NoReturn, Protocol
 
-from worker.api import Member, PeerId, WorkerStats
+from msgspec.structs import replace
+
+from worker.api import Card, Member, PeerId, WorkerStats
 from worker.config import PingConfig
 from worker.errors import PeerLost
 from worker.keyring import Keyring
@@ -74,8 +76,9 @@ class EngineThread:
     def __init__(self, me: PeerId, ping: PingConfig, keyring: Keyring | None = None) -> None:
         self.me = me
         self.stats = WorkerStats()
+        self._card: Card | None = None
         self._inbox: SimpleQueue[Sequence[Incoming]] = SimpleQueue()
-        self._wire = Wire(me, ping, self._inbox.put, lambda: self.stats, keyring)
+        self._wire = Wire(me, ping, self._inbox.put, self._told, keyring)
         self.key, self.refusals = self._wire.key, self._wire.refusals
         self.admit = self._wire.admit
         self.send = self._wire.send
@@ -93,6 +96,14 @@ class EngineThread:
         )
         self._thread.start()
         return address
+
+    def note_card(self, card: Card) -> bool:
+        """Tell it in Pongs from now on, from any thread; False once the thread is to end."""
+        self._card = card
+        return not self._stopping
+
+    def _told(self) -> WorkerStats:
+        return self.stats if self._card is None else replace(self.stats, card=self._card)
 
     def post(self, event: object) -> None:
         """Hand an event to the loop, from any thread."""

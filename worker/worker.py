@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+import torch
 from msgspec.structs import replace
 
 from worker.api import Lost, Member, RankMessage
@@ -10,6 +11,7 @@ from worker.config import WorkerConfig
 from worker.errors import PeerLost
 from worker.keyring import keyring
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
+from worker.observe.card import watch
 from worker.observe.metrics import watch_wire
 from worker.plan import Ended, Launched
 from worker.registry import resolve
@@ -58,6 +60,10 @@ class Worker:
             self.engine.runner.ranks = Ranks(tuple(listeners), self._thread.send, compared=strict)
             for peer, (rank_address, key) in listeners.items():
                 self._thread.connect(peer, rank_address, key)
+        device = self.engine.pool.device
+        if device.type == "cuda":
+            uuid = torch.cuda.get_device_properties(device).uuid
+            watch(f"GPU-{uuid}", self._thread.note_card)
         member = self.engine.member(
             place.name, place.incarnation, address, metrics_address, endpoints
         )

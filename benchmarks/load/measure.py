@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.load.records import Objectives, Outcome, Run
 
-STAGES = (  # all but the last one before the first token
+STAGES = (
     "router_queue_s", "prefill_queue_s", "prefill_s", "transfer_s", "decode_queue_s",
-    "first_step_s", "decode_s",
+    "first_step_s", "messages_s", "decode_s",
 )  # fmt: skip
 QUANTILES = {
     "p1": 0.01, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, "p99": 0.99,
@@ -180,10 +180,18 @@ def stages(served: Sequence[Outcome]) -> dict[str, Any]:
     parts = np.array([[float(each.get(name) or 0.0) for name in STAGES] for _, each in told])
     seen = np.array([outcome.e2e_s - outcome.lag_s for outcome, _ in told])
     firsts = [each.get("first_token_s") for _, each in told]
+    pulled = [each for _, each in told if each.get("pulled_bytes")]
     return {
         **{name: spread(column) for name, column in zip(STAGES, parts.T, strict=True)},
         "unaccounted_s": spread(seen - parts.sum(axis=1)),
         "first_token_s": spread(s for s in firsts if s is not None),
+        "pull_s": spread(float(each["pull_s"]) for each in pulled),
+        "pulled": {
+            "requests": len(pulled),
+            "of": len(told),
+            "bytes": sum(each["pulled_bytes"] for each in pulled),
+            "seconds": sum(each["pull_s"] for each in pulled),
+        },
     }
 
 

@@ -95,7 +95,7 @@ def table(measured: Result) -> str:
     named = [*measured.options.get("urls", ()), measured.options.get("model", "")]
     runs = f"median of {len(summaries)} runs" if several else "1 run"
     lines = [measured.named(" · ".join([*named, summaries[0]["begun_at"], runs])), ""]
-    lines += [*latencies(summaries), "", *sentences(summaries)]
+    lines += [*latencies(summaries), "", *sentences(summaries), *transfers(summaries)]
     for probe in measured.search:
         held = "holds" if probe["held"] else "fails"
         lines.append(f"search      {probe['rate']:.3g}/s: {percent(probe['share'])} good, {held}")
@@ -114,6 +114,7 @@ def latencies(summaries: Sequence[Summary]) -> list[str]:
     if any(each["stages"] for each in summaries):
         names = (*STAGES, "unaccounted_s")
         rows += [("stages", name, f"  {name[:-2].replace('_', ' ')}") for name in names]
+        rows.append(("stages", "pull_s", "  KV pulled, beside these"))
     cells = [
         [label, *(ms(median(summaries, part, name, column)) for column in SHOWN)]
         for part, name, label in rows
@@ -153,6 +154,17 @@ def sentences(summaries: Sequence[Summary]) -> list[str]:
         f"{of('tokens', 'checked', digits=0)} texts counted differently by our tokenizer, "
         f"{of('tokens', 'without_usage', digits=0)} without usage",
     ]
+
+
+def transfers(summaries: Sequence[Summary]) -> list[str]:
+    """How many prompts were computed elsewhere, and how fast their KV came; a line, or none."""
+    found = [each["stages"]["pulled"] for each in summaries if "pulled" in each["stages"]]
+    if not found:
+        return []
+    num, of, num_bytes, seconds = (sum(each[name] for each in found) for name in found[0])
+    megabytes = num_bytes / 1e6
+    rate = f"; {megabytes:,.1f} MB of KV at {megabytes / seconds:,.0f} MB/s" if seconds else ""
+    return [f"disaggregated {num:,} of {of:,} requests{rate}"]
 
 
 def side_by_side(named: Sequence[tuple[str, Sequence[Summary]]]) -> list[str]:

@@ -29,6 +29,7 @@ LATENCIES = {
     "time_to_first_token": "first token",
     "inter_token": "between chunks",
     "end_to_end": "end to end",
+    "kv_pull": "KV transfer",
 }
 ANSWERING = ("ready", "draining")  # others have no figures
 
@@ -98,21 +99,43 @@ def _load(board: Board) -> list[str]:
         f"{rates.output_tokens:,.0f} output tokens/s, {rates.prompt_tokens:,.0f} prompt tokens/s "
         f"({cached} cached), {rates.requests:.1f} ended/s, {board.running} running, "
         f"{board.waiting} waiting",
+        f"disaggregated: {_transfers(board)}",
         f"errors in {_span(board.window_s)}: {errors} (of {sum(board.outcomes.values())} ended)",
     ]
 
 
+def _transfers(board: Board) -> str:
+    pulled, prompts = board.prefills.get("pulled", 0), sum(board.prefills.values())
+    said = f"{pulled:,} of {prompts:,} prompts in {_span(board.window_s)}"
+    if not board.pull_s:
+        return said
+    rate = _bytes(board.pulled_bytes / board.pull_s)
+    return f"{said}; {_bytes(board.pulled_bytes)} of KV at {rate}/s"
+
+
+def _bytes(num: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if num < 1000:
+            return f"{num:.3g} {unit}"
+        num /= 1000
+    return f"{num:.3g} TB"
+
+
 def _workers(workers: Sequence[WorkerRow]) -> Table:
-    head = ("WORKER", "STATE", "RUNNING", "WAITING", "PAGES", "QUEUED", "ANSWERED", "NODE")
+    head = ("WORKER", "STATE", "RUNNING", "WAITING", "KV TOKENS", "QUEUED", "ANSWERED", "NODE")
     rows: list[Sequence[str]] = []
     for worker in workers:
         figures = ("-", "-", "-", "-")
         if worker.state in ANSWERING:
-            pages = f"{1 - worker.free_pages / worker.pages:.0%}" if worker.pages else "-"
+            tokens = f"{worker.pages * worker.page_size:,}"
+            used = (
+                f"{1 - worker.free_pages / worker.pages:.0%} of {tokens}" if worker.pages else "-"
+            )
             running = f"{worker.running}/{worker.max_running}"
-            figures = (running, str(worker.waiting), pages, str(worker.queued_tokens))
+            figures = (running, str(worker.waiting), used, str(worker.queued_tokens))
         heard = "-" if worker.heard_s is None else f"{worker.heard_s:.1f} s"
-        rows.append((worker.name, worker.state, *figures, heard, _about(worker) or worker.reason))
+        about = _about(worker) or worker.reason or worker.progress
+        rows.append((worker.name, worker.state, *figures, heard, about))
     return table(head, rows, right=range(2, 7))
 
 

@@ -1,14 +1,17 @@
 """Tells all processes who is a member, and what has happened."""
 
 import logging
+import time
 from collections.abc import Mapping
 
 from cluster.control.replicas import Changes, Replica
 from cluster.control.tasks import Background
 from cluster.sites.process import Membership
-from worker.api import Member
+from worker.api import Member, Role
 
 log = logging.getLogger("kvlane.monitor")
+
+PROGRESS_S = 1.0
 
 
 class Herald:
@@ -25,7 +28,7 @@ class Herald:
         controller: Member | None,
     ) -> None:
         self._replicas, self._background = replicas, background
-        self._number, self._num_told = number, 0
+        self._number, self._num_told, self._told_at = number, 0, 0.0
         self._controller = controller
         self._changes = Changes()
 
@@ -34,15 +37,24 @@ class Herald:
         self._changes.add(replica, state, text)
         self.tell()
 
-    def tell(self) -> None:
-        """Everybody of everybody."""
-        self._num_told += 1
+    def progress(self) -> None:
+        """Routers, at most once in PROGRESS_S, of who starts: people look there."""
+        if time.monotonic() - self._told_at >= PROGRESS_S:
+            self.tell(only="router")
+
+    def tell(self, only: Role | None = None) -> None:
+        """Everybody, or all of one role, of everybody."""
+        self._num_told, self._told_at = self._num_told + 1, time.monotonic()
         version = self._number, self._num_told
         # A draining one is a member: it still serves what it has begun.
         members = [r.member for r in self._replicas.values() if r.member is not None]
-        membership = Membership(version, members, self._changes.listed(), self._controller)
+        starts = [r.start for r in self._replicas.values()]
+        starting = [start for start in starts if start is not None]
+        membership = Membership(
+            version, members, self._changes.listed(), self._controller, starting
+        )
         log.debug("members %d.%d: %s", *version, " ".join(m.peer for m in members) or "none")
         for receiver in self._replicas.values():
-            process = receiver.reachable
+            process = receiver.reachable if only in (None, receiver.role) else None
             if process is not None and receiver.stopping is None:  # else it may be gone by then
                 self._background.spawn(process.update(membership), f"members for {receiver.name}")

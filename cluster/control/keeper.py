@@ -101,7 +101,7 @@ class Keeper:
         process = replica.process
         if member is None:
             self._note(replica, f"loading ({process.place})")
-            member = await started(replica, process, self._config.start_timeout_s)
+            member = await self._started(replica, process)
         replica.member, replica.state = member, State.READY
         took = f"after {time.monotonic() - began_at:.1f} s"
         self._site.remember(replica.record)
@@ -116,11 +116,27 @@ class Keeper:
         self._note(replica, f"turning to {replica.role} ({replica.process.place})")
         try:
             await self._site.turn(replica.name, replica.incarnation)
-            return await started(replica, replica.process, self._config.start_timeout_s)
+            return await self._started(replica, replica.process)
         except (WorldError, UserError) as error:
             self._note(replica, f"a new process follows, as it cannot turn: {error}")
             await killed(replica)
             return None
+
+    async def _started(self, replica: Replica, process: Process) -> Member:
+        """Start the process; meanwhile `replica.stage` follows, and routers learn of it."""
+
+        async def look() -> None:
+            with contextlib.suppress(WorldError):  # the start says it, too
+                while True:
+                    replica.stage = await process.stage()
+                    self._herald.progress()
+                    await asyncio.sleep(LOOK_S)
+
+        looking = asyncio.create_task(look())
+        try:
+            return await in_time(process.start(), self._config.start_timeout_s, "start")
+        finally:
+            looking.cancel()
 
     def watch(self, replica: Replica) -> None:
         """Learn of a member that falls silent."""
@@ -149,22 +165,6 @@ class Keeper:
             self._links.disconnect(member.peer)
             state = "stopping" if replica.is_stopped else State.LOST
             self._herald.announce(replica, state, "" if replica.is_stopped else str(why))
-
-
-async def started(replica: Replica, process: Process, timeout_s: float) -> Member:
-    """Start the process; meanwhile `replica.stage` follows."""
-
-    async def look() -> None:
-        with contextlib.suppress(WorldError):  # the start says it, too
-            while True:
-                replica.stage = await process.stage()
-                await asyncio.sleep(LOOK_S)
-
-    looking = asyncio.create_task(look())
-    try:
-        return await in_time(process.start(), timeout_s, "start")
-    finally:
-        looking.cancel()
 
 
 async def until_over(replica: Replica, process: Process, stop_timeout_s: float) -> None:

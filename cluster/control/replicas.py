@@ -10,7 +10,8 @@ from enum import StrEnum
 import msgspec
 
 from cluster.sites.process import Process, Record, Report, Stage
-from worker.api import Change, Member, Role
+from router.observe.board import Change, Start
+from worker.api import Member, Role
 from worker.errors import KvlaneError
 
 START = Stage()
@@ -50,6 +51,7 @@ class ReplicaStatus:
     address: str = ""
     metrics_address: str = ""
     counters: dict[str, int] | None = None  # None: it did not answer, either
+    progress: str = ""  # of one that starts
 
 
 @dataclass(slots=True)
@@ -69,6 +71,7 @@ class Replica:
     member: Member | None = None  # from ready until known to be dead, or stopped
     process: Process | None = None  # from its creation until it is gone for certain
     stage: Stage = START  # of the start of the process
+    began_at: float = field(default_factory=time.monotonic)  # of that start
     stopping: asyncio.Task[None] | None = None  # the call that asks the process to stop
     over: asyncio.Event = field(default_factory=asyncio.Event)  # its process has ended
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # stopped, and removed
@@ -93,6 +96,14 @@ class Replica:
         return self.process if self.member is not None else None
 
     @property
+    def start(self) -> Start | None:
+        """How far its process is, if it starts."""
+        if self.state is not State.STARTING:
+            return None
+        since_s, stage = time.monotonic() - self.began_at, self.stage
+        return Start(self.name, self.role, self.incarnation, stage.name, stage.part, since_s)
+
+    @property
     def is_stopped(self) -> bool:
         """Whether its process ends, or has, because somebody wants it to."""
         return self.leaving or self.renewing
@@ -109,7 +120,7 @@ class Replica:
         """Start a new incarnation."""
         assert self.process is None or self.turning, f"{self.name} is taken"
         self.incarnation, self.state, self.stage = incarnation, State.STARTING, START
-        self.renewing, self.turning = False, False
+        self.renewing, self.turning, self.began_at = False, False, time.monotonic()
         self.stopping, self.over = None, asyncio.Event()
         self.given_up = asyncio.get_running_loop().create_future()
 
@@ -121,6 +132,8 @@ class Replica:
     def status(self, report: Report | None) -> ReplicaStatus:
         """Its row of `status`."""
         row = ReplicaStatus(self.name, self.role, self.state, self.incarnation, self.restarts)
+        if (start := self.start) is not None:
+            row = replace(row, progress=start.text)
         if self.member is None or self.process is None:
             return row
         return replace(

@@ -258,7 +258,7 @@ class RouterActor(ProcessActor):
         return member
 
     def _take(self, membership: Membership) -> None:
-        self._part.update_members(membership.members, membership.changes)
+        self._part.update_members(membership.members, membership.changes, membership.starting)
 
     def drain(self, address_stays: bool) -> None:
         self._part.drain(others=address_stays)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from worker.api import Change, Member, PeerId, Role
+from router.observe.board import Change, Start
+from worker.api import Member, PeerId, Role
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,6 +35,7 @@ class Membership:
     members: Sequence[Member]  # all of them
     changes: Sequence[Change]  # the last ones, the oldest first
     controller: Member | None = None  # who pings workers; it is among no members
+    starting: Sequence[Start] = ()  # who will be one
 
 
 @dataclass(slots=True, frozen=True)

@@ -239,7 +239,7 @@ class Dispatcher:
         before, is_first = req.last_token_at, not req.tokens
         req.last_token_at = now
         if is_first:
-            req.first_token_at = now
+            req.first_token_at, req.queued_first_s = now, req.queued_s
             where = _prefilled(req, self._members.get(req.decoded_by))
             self._metrics.ttft(where).observe(now - req.arrived_at, req.trace_id)
             self._metrics.prompt(len(req.prompt), req.num_cached_tokens)

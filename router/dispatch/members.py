@@ -11,7 +11,8 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from worker.api import Change, Member, PeerId, Role, WorkerStats
+from router.observe.board import Change, Start
+from worker.api import Member, PeerId, Role, WorkerStats
 
 WORKERS = ("prefill", "decode")
 MIN_AHEAD = 4  # requests at a decode worker beside those that have rows
@@ -61,15 +62,18 @@ class Members:
     def __init__(self) -> None:
         self._known: dict[PeerId, Known] = {}
         self._changes: Sequence[Change] = ()
+        self._starting: Sequence[Start] = ()
         self._noted_at = 0.0
 
-    def note_changes(self, changes: Sequence[Change]) -> list[Change]:
-        """Take the controller's whole list of changes, the oldest first.
+    def note_changes(
+        self, changes: Sequence[Change], starting: Sequence[Start] = ()
+    ) -> list[Change]:
+        """Take the controller's whole list of changes, the oldest first, and of who starts.
 
         Returns the deaths of workers that the list before did not have; none for the first list.
         """
         known = set(map(IDENTITY, self._changes))
-        self._changes, self._noted_at = changes, time.monotonic()
+        self._changes, self._starting, self._noted_at = changes, starting, time.monotonic()
         deaths = [c for c in changes if c.state == "lost" and c.role in WORKERS]
         return [death for death in deaths if IDENTITY(death) not in known] if known else []
 
@@ -77,6 +81,11 @@ class Members:
         """What has happened, as of now, the last first."""
         age_s = time.monotonic() - self._noted_at
         return [replace(c, ago_s=c.ago_s + age_s) for c in reversed(self._changes)]
+
+    def starting(self) -> list[Start]:
+        """Who is not ready yet, as of now."""
+        age_s = time.monotonic() - self._noted_at
+        return [replace(start, since_s=start.since_s + age_s) for start in self._starting]
 
     def update(self, members: Sequence[Member]) -> tuple[list[Member], list[Known]]:
         """Take the whole new list; returns the workers that came, and those that went."""

@@ -80,6 +80,7 @@ class Req:
     suspect_at: int | None = None  # output tokens it had where a worker's process ended last
     queued_at: float = 0.0  # when it last came into the queue
     queued_s: float = 0.0  # all its time in the queue
+    queued_first_s: float = 0.0  # of it, before its first token
     waiting_since: float | None = None  # start of the queue timeout; a refusal does not restart it
     first_token_at: float = 0.0
     last_token_at: float = 0.0
@@ -135,21 +136,32 @@ class Req:
         at = self.stages
         if at is None:
             return None
-        after_s = self.last_token_at - self.first_token_at
+        first_token_s = self.first_token_at - self.arrived_at
+        decode_s = self.last_token_at - self.first_token_at
+        until_row_s = at.transfer_s + at.decode_queue_s + at.first_step_s
+        messages_s = first_token_s - self.queued_first_s - at.prefill_queue_s - at.prefill_s
         if at.late:
-            after_s -= at.transfer_s + at.decode_queue_s + at.first_step_s
+            decode_s -= until_row_s
+        else:
+            messages_s -= until_row_s
+        if decode_s < 0:  # the first token came late, maybe with others
+            messages_s, decode_s = messages_s + decode_s, 0.0
         return StageTimes(
-            router_queue_s=self.queued_s,
+            router_queue_s=self.queued_first_s,
             prefill_queue_s=at.prefill_queue_s,
             prefill_s=at.prefill_s,
             transfer_s=at.transfer_s,
             decode_queue_s=at.decode_queue_s,
             first_step_s=at.first_step_s,
-            decode_s=max(0.0, after_s),
-            first_token_s=self.first_token_at - self.arrived_at,
+            messages_s=max(0.0, messages_s),
+            decode_s=decode_s,
+            first_token_s=first_token_s,
             first_token_after="prefill" if at.late else "first_step",
             prefilled_by=at.prefilled_by.partition("/")[0] or None,
             decoded_by=self.decoded_by.partition("/")[0],
+            pull_s=at.pull_s,
+            pull_span_s=at.pull_span_s,
+            pulled_bytes=at.pulled_bytes,
         )
 
 

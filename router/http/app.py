@@ -26,13 +26,14 @@ from router.http.orders import Operator
 from router.http.port import BACKLOG, accept_all, listen
 from router.http.routes import application
 from router.http.tls import certificate
+from router.observe.board import Change, Start
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
 from router.openai.served import Served
 from router.show.front import Front
 from router.show.siblings import Siblings
 from router.text.tokenizer import Text
-from worker.api import Change, Member
+from worker.api import Member
 from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError, WorldError
 from worker.observe.metrics import watch_wire
@@ -205,7 +206,7 @@ class RouterServer:
         )
         # The last that the controller has sent, also from before the start.
         self.listed: tuple[Member, ...] = ()
-        self._changes: tuple[Change, ...] = ()
+        self._told: tuple[Sequence[Change], Sequence[Start]] = ((), ())
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -244,9 +245,12 @@ class RouterServer:
             raise self._failure
         return member
 
-    def update_members(self, members: Sequence[Member], changes: Sequence[Change] = ()) -> None:
-        """Take the controller's whole list; `changes` has what has happened, for the dashboard."""
-        self.listed, self._changes = tuple(members), tuple(changes)
+    def update_members(
+        self, members: Sequence[Member], changes: Sequence[Change] = (),
+        starting: Sequence[Start] = (),
+    ) -> None:  # fmt: skip
+        """Take the controller's whole list; for the dashboard what has happened, and who starts."""
+        self.listed, self._told = tuple(members), (changes, starting)
         self._post(self._apply_members)
 
     def drain(self, *, others: bool = False) -> None:
@@ -364,7 +368,7 @@ class RouterServer:
 
     def _apply_members(self) -> None:
         assert self.front is not None
-        for death in self._members.note_changes(self._changes):
+        for death in self._members.note_changes(*self._told):
             self.front.metrics.deaths(death.role).inc()
         self.front.dispatcher.update_members(self.listed)
 

@@ -91,12 +91,17 @@ class Exchange:
 
     @property
     def stages(self) -> dict[str, float]:
-        """Seconds of the stages that the first choice is through with, and of all until now."""
+        """Seconds of what the first choice is through with, and of all until now.
+
+        Its stages add up; `pull` lies beside them.
+        """
         stages: dict[str, float] = {}
         if self.reqs:
             req = self.reqs[0]
             stages["prepare"] = req.arrived_at - self.arrived_at
-            stages |= {} if req.spent is None else by_stage(req.spent)
+            if (spent := req.spent) is not None:
+                stages |= {name: s for name, s in by_stage(spent).items() if s}
+                stages |= {"pull": spent.pull_s} if spent.pull_s else {}
             if not req.outcome:
                 stages.pop("decode", None)  # a stream's has only begun
         return {**stages, "total": time.monotonic() - self.arrived_at}

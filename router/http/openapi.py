@@ -99,7 +99,18 @@ class Operation(NamedTuple):
     replies: Sequence[Content]
     body: Content | None = None
 
+    @property
+    def group(self) -> str:
+        """Under which of GROUPS it stands."""
+        return next(group for group, paths in GROUPS.items() if self.path.startswith(paths))
 
+
+GROUPS = {  # with what the paths of each begin with
+    "Generate": ("/v1/chat", "/v1/completions", "/v1/messages", "/v1/responses"),
+    "Models and tokens": ("/v1/", "/tokenize", "/detokenize"),
+    "Probes": ("/health", "/ping", "/version", "/live", "/ready"),
+    "Operators": ("/",),
+}
 USAGE = {
     "prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15,
     "prompt_tokens_details": {"cached_tokens": 0},
@@ -240,8 +251,10 @@ def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, A
         "info": {
             "title": "kvlane",
             "version": version,
-            "description": "OpenAI's API, and Anthropic's.",
+            "description": "OpenAI's API, and Anthropic's."
+            + " Paths with a lock need an API key: Authorize." * bool(guarded),
         },
+        "tags": [{"name": group} for group in GROUPS],
         "paths": paths,
         "components": components,
     }
@@ -262,6 +275,7 @@ def _operation(op: Operation, model: str) -> dict[str, Any]:
         responses["503"] = {"description": "Not now; `reason` says why", "content": content}
     shown: dict[str, Any] = {
         "summary": op.summary,
+        "tags": [op.group],
         "operationId": op.path.strip("/").replace("/", "_").replace("{name}", "name"),
         "responses": responses,
     }

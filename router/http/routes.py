@@ -263,8 +263,8 @@ def application(
     pages_too = front.served.config.admin_access == "auto"
     routes, pages = Routes(front, keys), Pages(front)
     status = StatusRoutes(front, guarded=keys is not None and pages_too)
-    # Its /docs brings Swagger UI along, so that it works where there is no internet.
-    app = FastAPIOffline(title="kvlane", redoc_url=None, redirect_slashes=False)
+    # It brings Swagger UI along, so that /docs works where there is no internet.
+    app = FastAPIOffline(None, None, title="kvlane", redirect_slashes=False)
     guarded = () if keys is None else GUARDED + PAGES * pages_too
     shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
@@ -278,7 +278,8 @@ def application(
     ):  # fmt: skip
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     for path, endpoint in (
-        ("/", status.index),
+        ("/", pages.index),
+        ("/docs", pages.docs),
         ("/health", status.health),
         ("/ping", status.health),
         ("/version", status.version),
@@ -294,7 +295,8 @@ def application(
         ("/dashboard/own", pages.own),
     ):
         app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
-    app.mount("/dashboard/static", pages.files)
+    for path in ("/dashboard/static", "/docs/static"):  # the second is for all
+        app.mount(path, pages.files)
     for path in NOT_SERVED:
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):

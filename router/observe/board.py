@@ -4,15 +4,43 @@ Routers know all workers, and each its own requests. Times are durations: hosts 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Literal
 
 import msgspec
 
-from worker.api import Role
+from worker.api import Card, Role
 
 NUM_NAMED = 4  # in the sentence that says the worst
+
+
+class Change(msgspec.Struct, frozen=True):
+    """What has happened to a process, for people. The controller tells routers."""
+
+    name: str
+    role: Role
+    incarnation: str
+    state: str  # of its name from then on: ready, lost, draining, stopping
+    text: str  # how long it took, or why
+    ago_s: float
+
+
+class Start(msgspec.Struct, frozen=True):
+    """A process that is not ready yet, told as a `Change` is."""
+
+    name: str
+    role: Role
+    incarnation: str
+    stage: str  # load or capture
+    part: float  # done of the stage, of 1
+    since_s: float
+
+    @property
+    def text(self) -> str:
+        """What it does, how far it is, and since when."""
+        verb = "capturing graphs" if self.stage == "capture" else "loading"
+        return f"{verb} {self.part:.0%} after {self.since_s:.0f} s"
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -20,6 +48,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     bounds: tuple[float, ...]  # upper, in seconds, ascending
     counts: tuple[int, ...]  # of each bucket by itself; one more than bounds, for what is beyond
+    seconds: float = 0.0  # all together
 
     @property
     def total(self) -> int:
@@ -29,7 +58,8 @@ class Spread(msgspec.Struct, frozen=True):
     def since(self, then: "Spread") -> "Spread":
         """What has come since `then`."""
         counts = zip(self.counts, then.counts, strict=True)
-        return Spread(self.bounds, tuple(now - before for now, before in counts))
+        grown = tuple(now - before for now, before in counts)
+        return Spread(self.bounds, grown, self.seconds - then.seconds)
 
     def quantile(self, q: float) -> float | None:
         """As histogram_quantile: linear within a bucket, the last bound for what is beyond it."""
@@ -68,9 +98,12 @@ class Part(msgspec.Struct, frozen=True):
     outcomes: dict[str, int]
     prompt_tokens: int
     cached_tokens: int  # of them
+    prefills: dict[str, int]  # prompts by where they were computed: local, pulled, cached
+    pulled_bytes: int  # of KV, from prefill to decode workers
     rates: Rates
     latencies: "dict[str, Spread]"
     history: History
+    hour: History
 
 
 class Latency(msgspec.Struct, frozen=True):
@@ -109,28 +142,22 @@ class WorkerRow(msgspec.Struct, frozen=True):
     max_running: int = 0
     free_pages: int = 0
     pages: int = 0
+    page_size: int = 0  # tokens
+    max_len: int = 0  # tokens of one request
     queued_tokens: int = 0  # of prompts, to be computed
     ranks: int = 1  # processes
     drafter: str = ""  # what proposes drafts; "": nothing
     tokens_per_row: float = 0.0  # that a request got of a decode step, lately; 0: of none yet
     reason: str = ""  # why it is lost
-
-
-class ChangeRow(msgspec.Struct, frozen=True):
-    """One death, replacement or drain."""
-
-    name: str
-    role: Role
-    incarnation: str
-    state: str
-    text: str
-    ago_s: float
+    progress: str = ""  # of its start: what it does, how far it is, since when
+    part: float = 0.0  # done of that, of 1
+    card: Card | None = None
 
 
 class Board(msgspec.Struct, frozen=True):
     """The whole cluster."""
 
-    state: Literal["good", "warn", "bad"]
+    state: Literal["good", "wait", "warn", "bad"]  # wait: it starts
     summary: str  # the worst that is known, in a sentence
     model: str
     version: str
@@ -143,17 +170,22 @@ class Board(msgspec.Struct, frozen=True):
     errors: dict[str, int]  # of them, those that are not the client's
     prompt_tokens: int
     cached_tokens: int
+    prefills: dict[str, int]  # prompts by where they were computed: local, pulled, cached
+    pulled_bytes: int  # of KV, from prefill to decode workers
+    pull_s: float  # in which they came, of all choices together
     rates: Rates
     latencies: dict[str, Latency]
     history: History
+    hour: History
+    hour_step_s: float
     routers: list[RouterRow]
     workers: list[WorkerRow]
-    changes: list[ChangeRow]  # the last one first
+    changes: list[Change]  # the last one first
 
 
 def verdict(
     workers: Sequence[WorkerRow], routers: Sequence[RouterRow]
-) -> tuple[Literal["good", "warn", "bad"], str]:
+) -> tuple[Literal["good", "wait", "warn", "bad"], str]:
     """The state of the cluster, and why in a sentence."""
     rows = [*workers, *routers]
     odd = [f"{row.name} is {row.state}" for row in rows if row.state != "ready"]
@@ -161,7 +193,12 @@ def verdict(
     if len(odd) > NUM_NAMED:
         named += f", and {len(odd) - NUM_NAMED} more"
     decoding = {row.state for row in workers if row.role == "decode"}
+    loading = [row.name for row in workers if row.role == "decode" and row.progress]
+    if loading and not decoding & {"ready", "draining"}:
+        return "wait", f"Starting: requests wait until {' or '.join(loading[:NUM_NAMED])} is ready"
     why = ""
+    if not workers:
+        return "wait", "Starting: no worker is known yet"
     if not decoding & {"ready", "draining"}:
         why = "No decode worker answers: requests wait, then fail"
     elif "ready" not in decoding:
@@ -180,23 +217,32 @@ def verdict(
 def together(spreads: "Sequence[Spread]") -> "Spread":
     """The sum of some with the same bounds."""
     counts = [spread.counts for spread in spreads]
-    return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))))
+    seconds = sum(spread.seconds for spread in spreads)
+    return Spread(spreads[0].bounds, tuple(map(sum, zip(*counts, strict=True))), seconds)
 
 
-def latencies(parts: Sequence[Part]) -> dict[str, Latency]:
-    """Quantiles of all routers together, but for those with other buckets (another version)."""
-    quantiles: dict[str, Latency] = {}
+def spreads(parts: Sequence[Part]) -> dict[str, Spread]:
+    """Of all routers together, but for those with other buckets (another version)."""
+    whole: dict[str, Spread] = {}
     for name, first in parts[0].latencies.items():
-        spreads = [part.latencies[name] for part in parts if name in part.latencies]
-        whole = together([spread for spread in spreads if spread.bounds == first.bounds])
-        p50, p90, p99 = map(whole.quantile, (0.5, 0.9, 0.99))
-        quantiles[name] = Latency(p50, p90, p99, whole.total)
-    return quantiles
+        found = [part.latencies[name] for part in parts if name in part.latencies]
+        whole[name] = together([spread for spread in found if spread.bounds == first.bounds])
+    return whole
 
 
-def outcomes(parts: Sequence[Part]) -> dict[str, int]:
-    """How often which; the most frequent first."""
-    return dict(sum((Counter(part.outcomes) for part in parts), Counter[str]()).most_common())
+def latencies(whole: Mapping[str, Spread]) -> dict[str, Latency]:
+    """Their quantiles."""
+    return {
+        name: Latency(
+            spread.quantile(0.5), spread.quantile(0.9), spread.quantile(0.99), spread.total
+        )
+        for name, spread in whole.items()
+    }
+
+
+def counted(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """How often which, in all of them; the most frequent first."""
+    return dict(sum(map(Counter[str], counts), Counter[str]()).most_common())
 
 
 def rates(parts: Sequence[Part]) -> Rates:
@@ -206,11 +252,11 @@ def rates(parts: Sequence[Part]) -> Rates:
     return Rates(**{name: round(sums[name], places) for name, places in digits.items()})
 
 
-def history(parts: Sequence[Part]) -> History:
+def history(parts: Sequence[History]) -> History:
     """Of all routers together. They end at the same time, give or take a step."""
 
     def summed(name: str) -> tuple[float, ...]:
-        rows = [getattr(part.history, name)[::-1] for part in parts]
+        rows = [getattr(part, name)[::-1] for part in parts]
         backwards = zip_longest(*rows, fillvalue=0.0)
         return tuple(round(sum(column), 1) for column in backwards)[::-1]
 

@@ -90,6 +90,12 @@ class RouterMetrics(Families):
         "stage",
         buckets=STAGE_BUCKETS,
     )
+    pulls = histogram(
+        "request_pull_seconds",
+        "Time in which a choice's KV came from a prefill worker, of those whose KV did",
+        buckets=STAGE_BUCKETS,
+    )
+    pulled_bytes = counter("request_pulled_bytes", "Bytes of KV that came so")
     running = gauge("requests_running", "Choices that are at a decode worker")
     waiting = gauge("requests_waiting", "Choices that wait for a decode worker")
     decoding = gauge("requests_decoding", "Choices that have had their first token")
@@ -133,6 +139,9 @@ class RouterMetrics(Families):
         """Observe where the time of one choice with so many output tokens went."""
         for stage, seconds in by_stage(spent).items():
             self.stages(stage).observe(seconds, trace_id)
+        if spent.pull_s:
+            self.pulls.observe(spent.pull_s)
+            self.pulled_bytes.inc(spent.pulled_bytes)
         if self._vllm is not None:
             self._vllm.spent(spent, num_tokens)
 

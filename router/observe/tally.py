@@ -51,7 +51,7 @@ class Tally:
 
     def spread(self) -> Spread:
         """The buckets."""
-        return Spread(tuple(self._bounds), tuple(self._counts))
+        return Spread(tuple(self._bounds), tuple(self._counts), self._sum)
 
     def sample(self) -> tuple[list[Bucket], float]:
         """The buckets as (upper bound, values up to it) and maybe an exemplar; the sum of all."""

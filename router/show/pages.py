@@ -1,36 +1,40 @@
-"""`/dashboard`: pages for people, and what they show. The pages are files in `static/`.
+"""`/`, `/docs`, `/dashboard`: pages for people, and what they show. Most are files in `static/`.
 
 Where there are keys, a browser asks for one (`router.admin_access`).
 """
 
 import time
 from contextlib import suppress
+from html import escape
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
-from fastapi.responses import RedirectResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from starlette.staticfiles import StaticFiles
 
 from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
-from router.observe.board import Board, ChangeRow, Part, RouterRow, WorkerRow
+from router.observe.board import Board, Change, Part, RouterRow, Start, WorkerRow
 from router.show.front import Front
-from router.show.period import STEP_S
+from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
-from worker.api import Change
 
 STATIC = Path(__file__).parents[1] / "static"
 HEADERS = {
     "content-security-policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     ),
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",  # ask again, by the ETag: an upgrade changes files, not names
 }
+
+
+LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
 
 
 class _Files(StaticFiles):
@@ -47,7 +51,24 @@ class Pages:
 
     def __init__(self, front: Front) -> None:
         self._front = front
-        self.files = _Files(directory=STATIC)  # at /dashboard/static
+        self._index = Template((STATIC / "index.html").read_text())
+        self.files = _Files(directory=STATIC)  # at /dashboard/static, and for all at /docs/static
+
+    async def index(self, request: Request) -> Response:
+        """GET /: what this is, as a page for browsers and as JSON for everyone else."""
+        model = self._front.served.model
+        if "text/html" not in request.headers.get("accept", ""):
+            links = {name: f"/{name}" for name in LINKS}
+            return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
+        needs_key = self._front.served.config.api_key_file
+        key = "\n  -H 'Authorization: Bearer KEY' \\" if needs_key else ""
+        told = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
+        shown = {name: escape(text, quote=False) for name, text in told.items()}
+        return HTMLResponse(self._index.substitute(shown), headers=HEADERS)
+
+    async def docs(self, request: Request) -> Response:
+        """GET /docs: the API, to be tried out."""
+        return await self._page(request, "docs.html")
 
     async def dashboard(self, request: Request) -> Response:
         """GET /dashboard: the page that shows `/dashboard/data`."""
@@ -87,7 +108,8 @@ class Pages:
         changes = front.served.members.changes()
         routers, workers = self._rows({own.name: own, **other_parts}, changes)
         state, summary = board.verdict(workers, routers)
-        outcomes = board.outcomes(parts)
+        outcomes = board.counted(part.outcomes for part in parts)
+        spreads = board.spreads(parts)
         return Board(
             state=state,
             summary=summary,
@@ -102,15 +124,17 @@ class Pages:
             errors={code: num for code, num in outcomes.items() if code not in NO_FAULT},
             prompt_tokens=sum(part.prompt_tokens for part in parts),
             cached_tokens=sum(part.cached_tokens for part in parts),
+            prefills=board.counted(part.prefills for part in parts),
+            pulled_bytes=sum(part.pulled_bytes for part in parts),
+            pull_s=spreads["kv_pull"].seconds,
             rates=board.rates(parts),
-            latencies=board.latencies(parts),
-            history=board.history(parts),
+            latencies=board.latencies(spreads),
+            history=board.history([part.history for part in parts]),
+            hour=board.history([part.hour for part in parts]),
+            hour_step_s=HOUR_STEP_S,
             routers=routers,
             workers=workers,
-            changes=[
-                ChangeRow(c.name, c.role, c.incarnation, c.state, c.text, round(c.ago_s, 1))
-                for c in changes
-            ],
+            changes=changes,
         )
 
     def _rows(
@@ -124,6 +148,10 @@ class Pages:
         ]
         workers = [_worker(known) for known in listed.values() if known.member.role in WORKERS]
         seen = {*listed, *parts}
+        for start in self._front.served.members.starting():
+            if start.name not in seen and start.role in WORKERS:
+                workers.append(_starting(start))
+                seen.add(start.name)
         for c in changes:  # the last first
             if c.name not in seen and c.state == "lost":
                 if c.role == "router":
@@ -147,6 +175,13 @@ def _router(name: str, node: str, part: Part | None) -> RouterRow:
     return RouterRow(name, state, node, part.running, part.waiting)
 
 
+def _starting(start: Start) -> WorkerRow:
+    return WorkerRow(
+        start.name, start.role, "starting", "", start.incarnation,
+        progress=start.text, part=start.part,
+    )  # fmt: skip
+
+
 def _worker(known: Known) -> WorkerRow:
     member, stats = known.member, known.stats
     if known.live:
@@ -167,10 +202,13 @@ def _worker(known: Known) -> WorkerRow:
         max_running=stats.max_num_reqs,
         free_pages=stats.num_free_pages,
         pages=stats.num_pages,
+        page_size=stats.page_size,
+        max_len=member.max_model_len,
         queued_tokens=stats.num_queued_tokens,
         ranks=max(1, len(member.endpoints)),
         drafter=member.drafter,
         tokens_per_row=round(stats.tokens_per_row, 2),
+        card=stats.card,
     )
 
 

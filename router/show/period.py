@@ -6,16 +6,18 @@ Nothing is observed for it: it takes the differences of what the metrics count a
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from router.observe.board import History, Part, Rates, Spread, together
-from router.observe.metrics import RouterMetrics
+from router.observe.metrics import PREFILLS, RouterMetrics
 from router.observe.tally import total
 
 STEP_S = 2.0
 NUM_STEPS = 150  # five minutes
+HOUR_STEP_S = 30.0
+NUM_HOUR_STEPS = 120
 RATE_S = 10.0  # throughput is that of the last ten seconds
 
 
@@ -29,6 +31,8 @@ class Reading:
     prompt_tokens: float
     cached_tokens: float
     output_tokens: float  # those of choices that have not ended included
+    prefills: Mapping[str, int]
+    pulled_bytes: float
     latencies: Mapping[str, Spread]
     at: float = field(default_factory=time.monotonic)
 
@@ -39,6 +43,7 @@ def read(metrics: RouterMetrics) -> Reading:
         "time_to_first_token": metrics.first_tokens,
         "inter_token": (metrics.itl,),
         "end_to_end": (metrics.e2e,),
+        "kv_pull": (metrics.pulls,),
     }
     families = metrics.collectors["requests"].collect()
     ended = {s.labels["outcome"]: s.value for family in families for s in family.samples}
@@ -49,6 +54,11 @@ def read(metrics: RouterMetrics) -> Reading:
         prompt_tokens=total(metrics.prompt_tokens),
         cached_tokens=total(metrics.cached_tokens),
         output_tokens=total(metrics.generation_tokens) + sum(metrics.live.outputs()),
+        prefills={
+            where: tally.spread().total
+            for where, tally in zip(PREFILLS, metrics.first_tokens, strict=True)
+        },
+        pulled_bytes=total(metrics.pulled_bytes),
         latencies={
             name: together([tally.spread() for tally in parts]) for name, parts in tallies.items()
         },
@@ -56,11 +66,12 @@ def read(metrics: RouterMetrics) -> Reading:
 
 
 class Period:
-    """The readings of the last minutes, which `read` makes."""
+    """The readings of the last minutes, and fewer of the last hour, which `read` makes."""
 
     def __init__(self, read: Callable[[], Reading]) -> None:
         self._read = read
         self._readings: deque[Reading] = deque(maxlen=NUM_STEPS + 1)
+        self._of_hour: deque[Reading] = deque(maxlen=NUM_HOUR_STEPS + 1)
 
     def keep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Take a reading, and from now on one every STEP_S while the loop runs."""
@@ -69,7 +80,10 @@ class Period:
 
     def sample(self) -> None:
         """Take a reading now."""
-        self._readings.append(self._read())
+        now = self._read()
+        self._readings.append(now)
+        if not self._of_hour or now.at - self._of_hour[-1].at >= HOUR_STEP_S - STEP_S / 2:
+            self._of_hour.append(now)
 
     def part(self, name: str, *, draining: bool) -> Part:
         """What has happened from the oldest reading until now."""
@@ -83,12 +97,6 @@ class Period:
             prompt_tokens=(now.prompt_tokens - then.prompt_tokens) / seconds,
             output_tokens=(now.output_tokens - then.output_tokens) / seconds,
         )
-        steps = list(pairwise(self._readings))
-        history = History(
-            tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in steps),
-            tuple(float(reading.running) for _, reading in steps),
-            tuple(float(reading.waiting) for _, reading in steps),
-        )
         return Part(
             name=name,
             draining=draining,
@@ -98,12 +106,24 @@ class Period:
             outcomes=_difference(now.outcomes, first.outcomes),
             prompt_tokens=int(now.prompt_tokens - first.prompt_tokens),
             cached_tokens=int(now.cached_tokens - first.cached_tokens),
+            prefills=_difference(now.prefills, first.prefills),
+            pulled_bytes=int(now.pulled_bytes - first.pulled_bytes),
             rates=rates,
             latencies={
                 name: spread.since(first.latencies[name]) for name, spread in now.latencies.items()
             },
-            history=history,
+            history=_history(self._readings),
+            hour=_history(self._of_hour),
         )
+
+
+def _history(readings: Iterable[Reading]) -> History:
+    steps = list(pairwise(readings))
+    return History(
+        tuple((b.output_tokens - a.output_tokens) / (b.at - a.at) for a, b in steps),
+        tuple(float(reading.running) for _, reading in steps),
+        tuple(float(reading.waiting) for _, reading in steps),
+    )
 
 
 def _difference(now: Mapping[str, float], then: Mapping[str, float]) -> dict[str, int]:

@@ -1,10 +1,9 @@
 """The routes for probes, Prometheus and operators."""
 
-from html import escape
 from importlib import metadata
 
 from fastapi import Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 
 from router.dispatch.members import WORKERS, Known
 from router.observe.exposition import form_of
@@ -17,23 +16,6 @@ OF_MEMBER = (
     "name", "role", "incarnation", "address", "node", "transport", "layout_hash", "digest",
 )  # fmt: skip
 WHERE = ("address", "node")
-LINKS = ("docs", "openapi.json", "v1/models", "ready", "dashboard")
-PAGE = """<!doctype html>
-<meta charset="utf-8">
-<title>kvlane</title>
-<h1>kvlane {version}</h1>
-<p>A router of kvlane, an LLM serving cluster. It serves the model <b>{model}</b> with OpenAI's API
-at <code>/v1</code>.</p>
-<ul>
-<li><a href="dashboard">dashboard</a>: workers, load and latencies;
-<a href="dashboard/playground">playground</a>: talk to the model</li>
-<li><a href="docs">docs</a>: the API, to be tried out; <a href="openapi.json">openapi.json</a></li>
-<li><a href="v1/models">v1/models</a>: the model</li>
-<li><a href="ready">ready</a>, <a href="health">health</a>, <a href="live">live</a>: probes;
-<a href="metrics">metrics</a>: for Prometheus</li>
-<li><a href="config">config</a>: the configuration, and who is in the cluster</li>
-</ul>
-"""
 
 
 class StatusRoutes:
@@ -45,18 +27,10 @@ class StatusRoutes:
         self._shown = [name for name in OF_MEMBER if guarded or name not in WHERE]
         self._served = front.served
 
-    async def index(self, request: Request) -> Response:
-        """GET /: what this is, as a page for browsers and as JSON for everyone else."""
-        model = self._served.model
-        if "text/html" in request.headers.get("accept", ""):
-            return HTMLResponse(PAGE.format(model=escape(model), version=escape(version())))
-        links = {name: f"/{name}" for name in LINKS}
-        return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
-
     async def health(self) -> Response:
         """GET /health: some decode worker answers, so this server generates; it may be draining."""
         if not self._served.members.live("decode"):
-            reason = "no decode worker answers"
+            reason = self._why_none()
             return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -78,7 +52,7 @@ class StatusRoutes:
         if self._front.draining:
             reason = "draining"
         elif all(known.stats.draining for known in decodes):
-            reason = "every decode worker is draining" if decodes else "no decode worker answers"
+            reason = "every decode worker is draining" if decodes else self._why_none()
         else:
             return JSONResponse({"status": "ready"})
         return JSONResponse({"status": "not ready", "reason": reason}, 503)
@@ -132,6 +106,12 @@ class StatusRoutes:
             "notes": notes,
         }
         return JSONResponse(body)
+
+    def _why_none(self) -> str:
+        """Why no decode worker is there."""
+        starting = self._served.members.starting()
+        told = [f"{start.name} is {start.text}" for start in starting if start.role == "decode"]
+        return ", ".join(told) or "no decode worker answers"
 
     def _by_name(self) -> list[Known]:
         """All members, in the same order at every router."""

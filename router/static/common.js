@@ -35,6 +35,12 @@ export function amount(value) {
   return value.toLocaleString("en", { maximumFractionDigits: digits });
 }
 
+export function bytes(value) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  const at = value < 1 ? 0 : Math.min(Math.floor(Math.log10(value) / 3), units.length - 1);
+  return `${amount(value / 1000 ** at)} ${units[at]}`;
+}
+
 export function percent(part, whole) {
   return whole > 0 ? `${Math.round((100 * part) / whole)} %` : "–";
 }

@@ -1,7 +1,7 @@
 // Asks for dashboard/data again and again, and shows it. What is old is shown as old.
 
-import { amount, byId, el, percent, say, seconds, span, urlOf } from "./common.js";
-import { spark } from "./spark.js";
+import { amount, byId, bytes, el, percent, say, seconds, span, urlOf } from "./common.js";
+import { periods, spark } from "./spark.js";
 
 const EVERY_MS = 1000;
 const TIMEOUT_MS = 10000;
@@ -11,6 +11,7 @@ const LATENCIES = {
   time_to_first_token: "First token",
   inter_token: "Between chunks of tokens",
   end_to_end: "End to end",
+  kv_pull: "KV transfer",
 };
 
 let board = null;
@@ -46,6 +47,9 @@ function show() {
   say(byId("told-by"), `kvlane ${board.version}, told by ${board.told_by}.`);
   showTiles();
   rows(byId("workers"), board.workers, workerCells);
+  const { classList } = byId("all-workers");
+  classList.toggle("no-drafter", !board.workers.some((worker) => worker.drafter));
+  classList.toggle("no-gpu", !board.workers.some((worker) => worker.card));
   rows(byId("routers"), board.routers, routerCells);
   rows(byId("latencies"), Object.entries(board.latencies), latencyCells);
   showChanges();
@@ -66,7 +70,9 @@ function rows(body, items, cellsOf) {
       } else {
         if (!node.querySelector("meter")) node.replaceChildren(el("span"), el("meter"));
         say(node.firstChild, cell.text);
-        Object.assign(node.lastChild, { value: cell.full, title: cell.text, ariaHidden: "true" });
+        Object.assign(node.lastChild, {
+          value: cell.full, title: cell.text, ariaHidden: "true", hidden: cell.text === "–",
+        });
       }
     });
   });
@@ -84,21 +90,44 @@ function drafts(worker) {
   return `${worker.drafter} ${worker.tokens_per_row.toFixed(1)}`;
 }
 
+/** What the KV pool has room for. */
+function pool({ pages, page_size, max_len }) {
+  const tokens = pages * page_size;
+  const told = [`${amount(tokens)} tokens`];
+  if (max_len) told.push(`${amount(Math.floor(tokens / max_len))} requests of ${amount(max_len)}`);
+  return unbroken(told);
+}
+
+function gpu({ used_bytes, num_bytes, watts, max_watts, mhz }) {
+  const told = [`${bytes(used_bytes)} of ${bytes(num_bytes)}`];
+  if (watts) told.push(`${amount(Math.round(watts))} of ${amount(max_watts)} W`);
+  if (mhz) told.push(`${amount(mhz)} MHz`);
+  return unbroken(told);
+}
+
+/** Parts with commas, so that lines break between parts alone. */
+function unbroken(parts) {
+  return parts.map((part) => part.replaceAll(" ", "\u00a0")).join(", ");
+}
+
 function workerCells(worker) {
   const isThere = answers(worker);
   const used = worker.pages - worker.free_pages;
   const since = worker.state === "silent" ? ` for ${span(worker.heard_s ?? 0)}` : "";
   return [
     text(worker.ranks > 1 ? `${worker.name} (tp ${worker.ranks})` : worker.name),
-    state(worker.state, since),
+    worker.progress
+      ? { text: `${MARKS.starting} ${worker.progress}`, state: "starting", full: worker.part }
+      : state(worker.state, since),
     text(isThere ? `${worker.running} / ${worker.max_running}` : "–", "num"),
     text(isThere ? worker.waiting : "–", "num"),
     isThere && worker.pages
       ? { text: percent(used, worker.pages), className: "num", full: used / worker.pages }
       : { text: "–", className: "num", full: 0 },
+    text(isThere ? pool(worker) : "–", "num wide wraps"),
     text(isThere ? amount(worker.queued_tokens) : "–", "num wide"),
-    text(drafts(worker), "num wide"),
-    text(worker.heard_s === null ? "–" : `${worker.heard_s.toFixed(1)} s ago`, "num wide"),
+    text(drafts(worker), "num wide drafter"),
+    text(isThere && worker.card ? gpu(worker.card) : "–", "num wide wraps gpu"),
     text(worker.node || worker.reason || "–", "wide reason"),
   ];
 }
@@ -123,14 +152,18 @@ function latencyCells([name, of]) {
 }
 
 function showTiles() {
-  const { rates, history } = board;
+  const { rates } = board;
+  const [history, step] = curves(board);
   const [bad, ends] = [board.errors, board.outcomes].map(Object.entries);
   const [numBad, numEnded] = [bad, ends].map((of) => of.reduce((sum, [, count]) => sum + count, 0));
-  const peak = (series) => (series.length ? `peak ${amount(Math.max(...series))}` : "");
-  tile("Output tokens / s", amount(rates.output_tokens), peak(history.output_tokens), history.output_tokens);
-  tile("Running", amount(board.running), peak(history.running), history.running);
-  tile("Waiting", amount(board.waiting), peak(history.waiting), history.waiting);
+  const curve = (title, value, series) => tile(title, amount(value), "", series, step);
+  curve("Output tokens / s", rates.output_tokens, history.output_tokens);
+  curve("Running", board.running, history.running);
+  curve("Waiting", board.waiting, history.waiting);
   tile("Ended / s", amount(rates.requests), `prompt tokens ${amount(rates.prompt_tokens)} / s`);
+  const prompts = Object.values(board.prefills).reduce((sum, count) => sum + count, 0);
+  const moved = board.pull_s ? `${bytes(board.pulled_bytes)} of KV at ${bytes(board.pulled_bytes / board.pull_s)}/s` : "";
+  tile("Disaggregated", amount(board.prefills.pulled ?? 0), `of ${amount(prompts)} prompts${moved && `, ${moved}`}`);
   tile(
     "Prefix cache hits",
     percent(board.cached_tokens, board.prompt_tokens),
@@ -144,8 +177,9 @@ function showTiles() {
 }
 
 const tiles = new Map();
+const curves = periods(() => board && showTiles());
 
-function tile(title, value, more, series) {
+function tile(title, value, more, series, step) {
   if (!tiles.has(title)) {
     const parts = [
       el("h3", {}, title),
@@ -153,13 +187,13 @@ function tile(title, value, more, series) {
       el("p", { className: "more" }),
     ];
     const chart = series ? spark() : null;
-    byId("tiles").append(el("div", { className: "tile" }, ...parts, ...(chart ? [chart.node] : [])));
+    byId(chart ? "curves" : "tiles").append(el("div", { className: "tile" }, ...parts, ...(chart ? [chart.node] : [])));
     tiles.set(title, { value: parts[1], more: parts[2], chart });
   }
   const made = tiles.get(title);
   say(made.value, value);
   say(made.more, more);
-  made.chart?.draw(series);
+  made.chart?.draw(series, step);
 }
 
 let changesShown = "";

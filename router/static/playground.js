@@ -1,7 +1,7 @@
 // A chat with the model. What it says is inserted as text, never as markup.
 
 import { amount, byId, el, say, seconds, urlOf } from "./common.js";
-import { stagesOf } from "./stages.js";
+import { decodeRate, stagesOf } from "./stages.js";
 import { Refusal, chat } from "./stream.js";
 
 const KEY = "kvlane-key";
@@ -59,15 +59,14 @@ function errorBox(error) {
   return box;
 }
 
-function factsOf({ usage, reason, firstAt, lastAt, beganAt }) {
+function factsOf({ usage, reason, stages, firstAt, beganAt }) {
   const facts = [reason ? `ended by ${reason}` : "stopped by you"];
   if (firstAt) facts.push(`first token here after ${seconds((firstAt - beganAt) / 1000)}`);
   if (usage) {
     const { completion_tokens: made, prompt_tokens: prompt, prompt_tokens_details: details } = usage;
     facts.push(`${amount(made)} tokens`);
-    if (made > 1 && lastAt > firstAt) {
-      facts.push(`${amount(((made - 1) * 1000) / (lastAt - firstAt))} tokens/s`);
-    }
+    const rate = stages && decodeRate(stages, made);
+    if (rate) facts.push(`${amount(rate)} tokens/s`);
     const cached = details?.cached_tokens ? `, ${amount(details.cached_tokens)} of them cached` : "";
     facts.push(`${amount(prompt)} tokens of prompt${cached}`);
   }
@@ -75,8 +74,7 @@ function factsOf({ usage, reason, firstAt, lastAt, beganAt }) {
 }
 
 async function write(answer, controller) {
-  const seen = { usage: null, reason: "", firstAt: 0, lastAt: 0, beganAt: performance.now() };
-  let stages = null;
+  const seen = { usage: null, reason: "", stages: null, firstAt: 0, beganAt: performance.now() };
   let failure = null;
   try {
     for await (const event of chat(settings(), byId("key").value, controller.signal)) {
@@ -84,12 +82,9 @@ async function write(answer, controller) {
       const [choice] = event.choices;
       if (!choice) continue;
       answer.add(choice.delta);
-      if (choice.delta.content || choice.delta.reasoning_content) {
-        seen.lastAt = performance.now();
-        seen.firstAt ||= seen.lastAt;
-      }
+      if (choice.delta.content || choice.delta.reasoning_content) seen.firstAt ||= performance.now();
       seen.reason = choice.finish_reason ?? seen.reason;
-      stages = choice.stages ?? stages;
+      seen.stages = choice.stages ?? seen.stages;
       follow();
     }
   } catch (error) {
@@ -100,9 +95,9 @@ async function write(answer, controller) {
   answer.over();
   if (failure) answer.append(errorBox(failure));
   else answer.fact(factsOf(seen));
-  if (stages) {
+  if (seen.stages) {
     for (const older of document.querySelectorAll(".stages[open]")) older.open = false;
-    answer.append(stagesOf(stages));
+    answer.append(stagesOf(seen.stages));
   }
   return failure;
 }

@@ -45,6 +45,8 @@ def made_up_run(
                 "first_step_s": step_s,
                 "decode_s": outcome.chunk_s[-1] - first,
                 "first_token_s": first - outcome.sent_s - 0.002,
+                "pull_s": 0.02,
+                "pulled_bytes": 5_000_000,
             }
     lag = Lag(0, rng.exponential(0.0002, 400).tolist(), 0.4 * starts[-1], starts[-1])
     end = max(outcome.end_s for outcome in outcomes)

@@ -1,5 +1,6 @@
 """The load harness's figures, its result file, its report and its plot."""
 
+import re
 import statistics
 from pathlib import Path
 
@@ -145,6 +146,16 @@ def test_stages_and_the_rest_add_up_to_what_the_client_saw() -> None:
     whole = found["latency"]["e2e_s"]["mean"]
     assert parts + found["harness"]["lag_s"]["mean"] == pytest.approx(whole)
     assert summary(made_up_run(with_stages=False), OBJECTIVES)["stages"] == {}
+
+
+def test_the_table_says_how_many_were_disaggregated_and_how_fast() -> None:
+    text = table(made_up_result([made_up_run(num=30, share_failing=0.0)]))
+    assert "disaggregated 30 of 30 requests; 150.0 MB of KV at 250 MB/s" in text
+    assert re.search(r"KV pulled, beside these +20\.00 ", text)
+    local = made_up_run(num=30)
+    for outcome in local.outcomes:
+        outcome.stages = outcome.stages and outcome.stages | {"pull_s": 0.0, "pulled_bytes": 0}
+    assert re.search(r"disaggregated 0 of \d+ requests\n", table(made_up_result([local])))
 
 
 # The result file.

@@ -10,15 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from router.observe.board import Change, Start
 from router.text.tokenizer import Text
 from tests.browser.driver import NARROW, WIDE, Visit, chromium, visiting
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
-from worker.api import Abort, Change, Error, FinishReason, Generate, Stages, WorkerStats
+from worker.api import Abort, Card, Error, FinishReason, Generate, Stages, WorkerStats
 
-STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc")
+PULLS = {"pull_s": 0.2, "pull_span_s": 0.3, "pulled_bytes": 24_000_000}
+STAGES = Stages(0.05, 0.25, 0.125, 0.0625, 0.03125, "prefill-3/abc", **PULLS)
 MARKUP = "<img src=x onerror=alert(1)>"
 PLAYGROUND = "/dashboard/playground"
-SLOW = WorkerStats(num_running=2, max_num_reqs=8, num_free_pages=40, num_pages=100)
+SLOW = WorkerStats(
+    num_running=2, max_num_reqs=8, num_free_pages=40, num_pages=21_875, page_size=16,
+    card=Card(61_200_000_000, 85_500_000_000, 412.4, 700.0, 1755),
+)  # fmt: skip
 FOCUSED = """() => {
   const at = document.activeElement, box = at.getBoundingClientRect();
   const style = getComputedStyle(at);
@@ -74,6 +79,10 @@ def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
         visit.wait("#age", "as of")
         visit.page.keyboard.press("Space")
         visit.wait("#headline", "The worker answers")
+        assert focused(visit) == "minutes"
+        assert focused(visit) == "hour"
+        visit.page.keyboard.press("Space")
+        assert visit.page.get_attribute("#hour", "aria-pressed") == "true"
         visit.go("/dashboard")
         focused(visit)
         visit.page.keyboard.press("Enter")
@@ -84,6 +93,25 @@ def dashboard_by_keyboard(browser: Any, stand: Stand) -> None:
         visit.page.keyboard.press("Enter")
         visit.page.wait_for_url(f"{visit.host}{PLAYGROUND}")
         assert visit.page.evaluate("document.activeElement.id") == "message"
+
+
+def figures_are_whole(browser: Any, stand: Stand) -> None:
+    """A pool in tokens and requests, a GPU where there is one, a curve with axes and a pointer."""
+    double = DecodeDouble(stats=SLOW)
+    with stand.visited(browser, double) as (router, visit):
+        visit.go("/dashboard")
+        visit.wait("#workers", "350,000 tokens")
+        visit.wait("#workers", "61 GB of 86 GB, 412 of 700 W, 1,755 MHz")
+        visit.wait(".spark .until", "now")
+        visit.page.hover(".plot", position={"x": 5, "y": 5})
+        visit.wait(".spark .told", "s ago")
+        visit.check()
+        router.update_members(
+            router.listed[:1], (), [Start("decode-0", "decode", "x", "load", 0.4, 9)]
+        )
+        visit.wait("#headline", "Starting: requests wait until decode-0 is ready")
+        visit.wait("#workers", "loading 40%")
+        visit.check()
 
 
 def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
@@ -100,10 +128,12 @@ def answers_are_text_with_stages(browser: Any, stand: Stand) -> None:
         table = visit.text(".stages table")
         for words in (
             "Prefill: computing the prompt\t250 ms",
-            "KV moved to the decode worker\t125 ms",
+            "Waited for KV from the prefill worker\t125 ms",
+            "KV moved to the decode worker\t200 ms\tbeside",
         ):
             assert words in table, table
         assert visit.page.locator(".bar span").count() >= 6
+        assert "24 MB of KV at 120 MB/s, from 175 ms before" in visit.text(".stages")
         assert "ended by stop" in visit.text(".facts")
         visit.check()
         ask(visit, "again")
@@ -219,13 +249,34 @@ def states_are_told(browser: Any, stand: Stand) -> None:
                     visit.wait("#headline", "prefill-3 is lost, and 26 more")
                     assert visit.page.locator("#changes li").count() == 30
                     visit.check()
-                    visit.go(PLAYGROUND)
-                    visit.check()
+                    for path in (PLAYGROUND, "/"):
+                        visit.go(path)
+                        visit.check()
+
+
+def the_api_is_tried_out(browser: Any, stand: Stand) -> None:
+    """Groups of paths, a key by the button, and an answer; nothing of another host."""
+    keys = stand.directory / "keys"
+    keys.write_text("sesame")
+    double = DecodeDouble(script=speak(stand.tokens("yes"), stages=STAGES))
+    with stand.visited(browser, double, api_key_file=str(keys)) as (_, visit):
+        visit.go("/docs")
+        for group in ("Generate", "Models and tokens", "Probes", "Operators"):
+            visit.wait(".opblock-tag", group)
+        visit.page.click("button.authorize")
+        visit.page.fill(".auth-container input", "sesame")
+        visit.page.click(".auth-container button.authorize")
+        visit.page.click(".auth-container button.btn-done")
+        visit.page.click("#operations-Generate-v1_chat_completions .opblock-summary-control")
+        visit.page.click("#operations-Generate-v1_chat_completions .execute")
+        visit.wait(".live-responses-table", "200")
+        visit.wait(".live-responses-table", "yes")
 
 
 CHECKS: tuple[Callable[[Any, Stand], None], ...] = (
-    dashboard_by_keyboard, answers_are_text_with_stages, stop_stops, errors_are_shown,
-    keys_are_asked_for, old_figures_look_old, states_are_told,
+    dashboard_by_keyboard, figures_are_whole, answers_are_text_with_stages, stop_stops,
+    the_api_is_tried_out, errors_are_shown, keys_are_asked_for, old_figures_look_old,
+    states_are_told,
 )  # fmt: skip
 
 

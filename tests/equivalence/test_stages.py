@@ -36,10 +36,20 @@ def check(answers: list[Answer]) -> list[Stages]:
             assert stages.late
             assert durations(stages)[:2] == durations(first)[:2]
             assert durations(first)[2:] == (0, 0, 0)
+            assert not first.pulled_bytes
             assert min(durations(stages)) >= 0
             assert sum(durations(stages)) <= answer.end_at - answer.sent_at
         assert len(whole) <= 1
+        check_pulls(answer, answer.stages[-1])
     return [answer.stages[-1] for answer in answers]
+
+
+def check_pulls(answer: Answer, stages: Stages) -> None:
+    """Of a prompt that was computed elsewhere, how much was pulled in which time: never 0."""
+    pulled = stages.prefilled_by.startswith(PREFILL)
+    assert pulled == (stages.pulled_bytes > 0) == (stages.pull_s > 0)
+    assert stages.pull_s <= stages.pull_span_s <= answer.end_at - answer.sent_at
+    assert stages.transfer_s <= stages.pull_span_s or not pulled
 
 
 @pytest.mark.parametrize(("where", "drawn"), [(PREFILL, PREFILL), (PREFILL, DECODE), (DECODE,) * 2])

@@ -25,7 +25,7 @@ from tests.fault.router_doubles import (
     speak,
     wait_until,
 )
-from worker.api import FinishReason
+from worker.api import FinishReason, Stages
 
 SCRIPT = speak([5, 6, 7], stages=TOLD_STAGES)
 
@@ -162,18 +162,19 @@ def test_server_timing_has_the_stages(url: str, double: DecodeDouble) -> None:
         "first_step": 31.2,
     }  # fmt: skip
     whole = timing(post(url))
-    assert list(whole) == ["prepare", *STAGES, "total"]
+    others = [name for name in whole if name != "decode"]  # where the chunks come one by one
+    assert others == ["prepare", *STAGES[:6], "total"], "what took no time did not happen"
     assert told.items() <= whole.items()
-    assert whole["total"] >= whole["prepare"] + whole["router_queue"] + whole["decode"] - 0.2
+    assert whole["total"] >= whole["prepare"] + whole["router_queue"] - 0.2
     num_firsts = metric(url, "time_to_first_token_seconds_count")
     double.script = None
     with asking() as ask:  # headers leave with the first token, while the answer goes on
         future = ask(url)
         peer, generate = double.take()
-        double.chunk(peer, generate, [5], stages=TOLD_STAGES)
+        double.chunk(peer, generate, [5], stages=Stages(0.5, 0.25, 0, 0, 0, "prefill-0/x"))
         wait_until(lambda: metric(url, "time_to_first_token_seconds_count") > num_firsts)
         double.chunk(peer, generate, at=1, finish=FinishReason.STOP)
-        assert list(timing(future.result(HANG_S))) == ["prepare", *STAGES[:-1], "total"]
+        assert list(timing(future.result(HANG_S))) == ["prepare", *STAGES[:3], "total"]
     assert set(timing(httpx.get(f"{url}/v1/models"))) == {"total"}
     assert "total" in timing(post(url, prompt=3))
 

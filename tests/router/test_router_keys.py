@@ -234,7 +234,11 @@ def test_operators_pages_are_opened_by_keys(
             assert answer.status_code == (200 if key in opening else 401)
             assert ("tcp://" in answer.text) == (key in opening)
         assert httpx.get(f"{url}/v1/models", auth=("me", key)).status_code == 200
-    assert httpx.get(f"{url}/live").status_code == 200
+    for path in ("/live", "/docs", "/docs/static/style.css"):
+        assert httpx.get(f"{url}{path}").status_code == 200
+    root = httpx.get(url, headers={"accept": "text/html"}).text
+    assert f"curl {url}/v1/chat/completions \\\n" in root
+    assert "-H 'Authorization: Bearer KEY' \\\n" in root
     assert httpx.get(f"{url}/config", headers={"authorization": "Basic no"}).status_code == 401
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from router.dispatch.members import Members
-from worker.api import Change, Member, Role, WorkerStats
+from router.observe.board import Change
+from worker.api import Member, Role, WorkerStats
 
 DECODE = Member("d", "decode", "1", "tcp://x:1")
 PREFILL = Member("p", "prefill", "1", "tcp://x:2")

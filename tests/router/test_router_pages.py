@@ -10,10 +10,10 @@ import pytest
 
 from cluster.clients.top import picture
 from cluster.tables import plain
-from router.observe.board import Board
+from router.observe.board import Board, Change, Start
 from router.show.pages import STATIC
 from tests.fault.router_doubles import Ask, DecodeDouble, Serve, Served, ended, speak, wait_until
-from worker.api import Change, FinishReason, Member, WorkerStats
+from worker.api import FinishReason, Member, WorkerStats
 
 LOAD = WorkerStats(
     num_running=3, num_waiting=2, max_num_reqs=8, num_free_pages=25, num_pages=100,
@@ -25,7 +25,7 @@ def board(url: str) -> Board:
     return msgspec.json.decode(httpx.get(f"{url}/dashboard/data").content, type=Board)
 
 
-@pytest.mark.parametrize("path", ["dashboard", "dashboard/playground"])
+@pytest.mark.parametrize("path", ["dashboard", "dashboard/playground", "docs"])
 def test_a_page_has_all_that_it_needs_here_and_may_run_nothing_else(url: str, path: str) -> None:
     answer = httpx.get(f"{url}/{path}")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
@@ -99,6 +99,26 @@ def test_tokens_count_while_they_come(serve: Serve, ask: Ask, ids: tuple[int, ..
 def told(name: str, state: str, text: str, ago_s: float) -> Change:
     role: Any = name.partition("-")[0]
     return Change(name, role, "abc", state, text, ago_s)
+
+
+def test_a_start_is_progress_and_no_failure(served: Served) -> None:
+    _, url, router = served
+    before = router.listed
+    try:
+        router.update_members(
+            [before[0]], (), [Start("decode-0", "decode", "x", "load", 0.42, 7.0)]
+        )
+        wait_until(lambda: board(url).state == "wait")
+        found = board(url)
+        reasons = [httpx.get(f"{url}/{path}").json()["reason"] for path in ("health", "ready")]
+    finally:
+        router.update_members(before)
+        wait_until(lambda: board(url).state == "good")
+    assert found.summary == "Starting: requests wait until decode-0 is ready"
+    (row,) = found.workers
+    assert (row.state, row.part, row.progress[:11]) == ("starting", 0.42, "loading 42%")
+    assert re.search(r"decode-0 +starting +- .*loading 42% after 7 s", plain(picture(found, url)))
+    assert all(reason.startswith("decode-0 is loading 42%") for reason in reasons)
 
 
 def test_deaths_and_replacements_are_shown_with_reasons(served: Served) -> None:

@@ -13,12 +13,12 @@ from router.observe import board
 from router.observe.board import History, Part, Rates, RouterRow, Spread, WorkerRow
 from router.observe.metrics import TTFT_BUCKETS
 from router.observe.tally import Tallies
-from router.show.period import NUM_STEPS, RATE_S, STEP_S, Period, Reading
+from router.show.period import HOUR_STEP_S, NUM_STEPS, RATE_S, STEP_S, Period, Reading
 
 NOBODY = "No decode worker answers: requests wait, then fail"
 NOBODY_NEW = "No decode worker takes requests: new ones wait, then fail"
 NOTHING = Spread((1.0, 2.0), (0, 0, 0))
-ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {"end_to_end": NOTHING}, at=0.0)
+ZERO = Reading(0, 0, {}, 0.0, 0.0, 0.0, {}, 0.0, {"end_to_end": NOTHING}, at=0.0)
 
 
 def spread_of(values: list[float]) -> Spread:
@@ -30,7 +30,7 @@ def spread_of(values: list[float]) -> Spread:
 
 
 def part(name: str, **more: object) -> Part:
-    whole = Part(name, False, 0, 0, 1.0, {}, 0, 0, Rates(), {}, History())
+    whole = Part(name, False, 0, 0, 1.0, {}, 0, 0, {}, 0, Rates(), {}, History(), History())
     return Part(**{each: getattr(whole, each) for each in whole.__struct_fields__} | more)
 
 
@@ -87,6 +87,9 @@ def test_a_window_forgets_what_is_older_and_keeps_a_bounded_number() -> None:
     assert found.rates == Rates(3 / STEP_S, 0.0, 20 / STEP_S)
     assert found.history.output_tokens == (20 / STEP_S,) * NUM_STEPS
     assert found.history.running[-1] == NUM_STEPS + 49
+    every = int(HOUR_STEP_S / STEP_S)
+    assert found.hour.running == tuple(range(every, NUM_STEPS + 50, every))
+    assert set(found.hour.output_tokens) == {20 / STEP_S}
     assert (found.running, found.draining) == (NUM_STEPS + 50, True)
 
 
@@ -123,14 +126,19 @@ def test_parts_of_several_routers_are_one_cluster() -> None:
         ),
         part("router-2", latencies={"end_to_end": Spread((1.0,), (1000, 0))}),
     ]
-    together = board.latencies(parts)["end_to_end"]
+    spreads = board.spreads(parts)
+    together = board.latencies(spreads)["end_to_end"]
     assert together.count == 100, "other buckets cannot be added"
-    assert board.latencies(parts)["new"].count == 99, "the others do not have it"
+    assert spreads["new"].total == 99, "the others do not have it"
+    assert spreads["end_to_end"].seconds == pytest.approx(sum(fast + slow))
     assert together.p50 == spread_of([*fast, *slow]).quantile(0.5)
     assert together.p99 == pytest.approx(0.01)
-    assert list(board.outcomes(parts).items()) == [("stop", 6), ("busy", 5)]
+    outcomes = board.counted(each.outcomes for each in parts)
+    assert list(outcomes.items()) == [("stop", 6), ("busy", 5)]
     assert board.rates(parts) == Rates(1.5, 2.0, 4.0)
-    assert board.history(parts) == History((1.0, 2.0, 13.0), (1.0, 1.0, 5.0), (0.0, 0.0, 2.0))
+    assert board.history([each.history for each in parts]) == History(
+        (1.0, 2.0, 13.0), (1.0, 1.0, 5.0), (0.0, 0.0, 2.0)
+    )
 
 
 GONE = {f"prefill-{i}": "lost" for i in range(6)}
@@ -150,7 +158,11 @@ FOUR = ", ".join(f"prefill-{i} is lost" for i in range(4))
         ({"decode-0": "ready"} | dict(list(GONE.items())[:4]), ("bad", FOUR)),
         ({"decode-0": "ready", "router-0": "draining"},
          ("bad", "No router takes requests (router-0 is draining)")),
-        ({}, ("bad", NOBODY)),
+        ({}, ("wait", "Starting: no worker is known yet")),
+        ({"decode-0": "starting", "prefill-0": "ready"},
+         ("wait", "Starting: requests wait until decode-0 is ready")),
+        ({"decode-0": "ready", "prefill-0": "starting"}, ("warn", "prefill-0 is starting")),
+        ({"decode-0": "starting", "decode-1": "ready"}, ("warn", "decode-0 is starting")),
     ],
 )  # fmt: skip
 def test_the_worst_is_said_in_a_sentence(states: dict[str, str], verdict: tuple[str, str]) -> None:
@@ -158,7 +170,8 @@ def test_the_worst_is_said_in_a_sentence(states: dict[str, str], verdict: tuple[
     for name, state in ({"router-0": "ready"} | states).items():
         role: Any = name.partition("-")[0]
         make = RouterRow if role == "router" else partial(WorkerRow, role=role)
-        rows.append(make(name=name, state=state))
+        more = {"progress": "loading 42% after 7 s"} if state == "starting" else {}
+        rows.append(make(name=name, state=state, **more))
     workers = [row for row in rows if isinstance(row, WorkerRow)]
     routers = [row for row in rows if isinstance(row, RouterRow)]
     assert board.verdict(workers, routers) == verdict

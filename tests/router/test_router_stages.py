@@ -3,7 +3,7 @@
 Each stands next to the choice's finish reason, if it was asked for.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -12,8 +12,9 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.openmetrics import parser as openmetrics
 
+from router.dispatch.queue import Req
 from router.http import answer as sse
-from router.observe.stages import STAGES
+from router.observe.stages import STAGES, by_stage
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HANG_S,
@@ -25,7 +26,7 @@ from tests.fault.router_doubles import (
     events,
     letter_ids,
 )
-from worker.api import FinishReason, Generate, TokenChunk, Window
+from worker.api import FinishReason, Generate, Sampling, Stages, TokenChunk, Window
 
 WANTED = {
     "prefill_queue_s": 0.5, "prefill_s": 0.25, "transfer_s": 0.125, "decode_queue_s": 0.0625,
@@ -38,6 +39,7 @@ PATHS: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": HELLO},
     "completions": {"prompt": "a"},
 }
+PULLS = {"pull_s": 0.2, "pull_span_s": 0.3, "pulled_bytes": 4096}
 BOTH = {"return_stages": True, "return_trace": True}
 
 
@@ -68,10 +70,36 @@ def check(choice: dict[str, Any], windows: list[Any] = TOLD) -> None:
     assert choice["kvlane_trace"] == windows
     stages = choice["stages"]
     assert WANTED.items() <= stages.items()
-    own = {"router_queue_s", "decode_s", "first_token_s"}
+    own = {"router_queue_s", "messages_s", "decode_s", "first_token_s", *PULLS}
     assert stages.keys() - WANTED.keys() == own | {"first_token_after"}
     assert stages["first_token_after"] == "first_step"
     assert all(stages[name] >= 0 for name in own)
+
+
+FORMS = {
+    "local": (Stages(0.5, 0.25, 0, 0, 0, "decode-0/x"), 0.0),
+    "cached": (Stages(0.5, 0, 0, 0.25, 0.125, ""), 0.0),
+    "pulled": (Stages(0.5, 0.25, 0.125, 0.25, 0.25, "prefill-0/x", **PULLS), 0.0),
+    "early": (Stages(0.5, 0.25, 0.125, 0.25, 0.25, "prefill-0/x", late=True, **PULLS), 0.0),
+    "early_and_at_once": (Stages(0.5, 0.25, 0.5, 0.5, 0.5, "prefill-0/x", late=True, **PULLS), 0.5),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_stages_add_up_to_the_time_of_the_choice(form: str) -> None:
+    """Also where the first token came so late that the row's first one was here with it, and
+    after another wait in the queue; and a transfer is told."""
+    stages, more_s = FORMS[form]
+    req = Req(0, (1,), Sampling(8), cast("Any", None))
+    req.stages, req.arrived_at = stages, 100.0
+    req.queued_first_s, req.queued_s = 0.25, 7.0
+    req.first_token_at, req.last_token_at = 101.75 + more_s, 103.0
+    found = req.spent
+    assert found is not None
+    assert sum(by_stage(found).values()) == pytest.approx(3.0, abs=1e-9)
+    assert min(by_stage(found).values()) >= 0
+    assert (found.pull_s > 0) == (stages.prefilled_by == "prefill-0/x")
+    assert found.router_queue_s == 0.25
 
 
 @pytest.mark.parametrize("path", PATHS)

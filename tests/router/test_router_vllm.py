@@ -22,7 +22,8 @@ STATS = (
 )  # fmt: skip
 SPENT = StageTimes(
     router_queue_s=1, prefill_queue_s=2, prefill_s=4, transfer_s=8, decode_queue_s=16,
-    first_step_s=32, decode_s=64, first_token_s=0, first_token_after="first_step",
+    first_step_s=32, decode_s=64, messages_s=0.0, pull_s=0.0, pull_span_s=0.0, pulled_bytes=0,
+    first_token_s=0, first_token_after="first_step",
     prefilled_by=None, decoded_by="",
 )  # fmt: skip
 Found = dict[str, list[tuple[dict[str, str], float]]]

@@ -50,7 +50,8 @@ def router_page() -> str:
     metrics.ended("busy")
     spent = StageTimes(
         router_queue_s=0.0, prefill_queue_s=0.1, prefill_s=0.2, transfer_s=0.01, decode_queue_s=0.0,
-        first_step_s=0.01, decode_s=1.0, first_token_s=0.3, first_token_after="first_step",
+        first_step_s=0.01, messages_s=0.0, decode_s=1.0, first_token_s=0.3,
+        first_token_after="first_step", pull_s=0.02, pull_span_s=0.03, pulled_bytes=4096,
     prefilled_by=None, decoded_by="",
     )  # fmt: skip
     metrics.spent(spent, num_tokens=20)

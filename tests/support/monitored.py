@@ -30,6 +30,7 @@ class ProcessDouble(Process):
     over: asyncio.Event = field(default_factory=asyncio.Event)
     members: list[str] = field(default_factory=list)
     changes: list[tuple[str, str, str]] = field(default_factory=list)
+    starting: list[str] = field(default_factory=list)
     controller: Member | None = None  # who may ping it
     pids: tuple[int, ...] = (1, 2)
     role: Role | None = None  # None: as the name says
@@ -53,6 +54,7 @@ class ProcessDouble(Process):
     async def update(self, membership: Membership) -> None:
         self.members = [member.name for member in membership.members]
         self.controller = membership.controller
+        self.starting = [f"{s.name} {s.text}" for s in membership.starting]
         self.changes = [(c.name, c.state, c.text) for c in membership.changes]
         self.log.append(f"tell {self.name} {' '.join(self.members)}")
 

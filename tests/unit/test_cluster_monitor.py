@@ -59,6 +59,21 @@ async def test_who_died_why_and_what_replaced_it_is_told() -> None:
     await cluster.until(lambda: router.changes[-1] == stopping)
 
 
+@asynchronous
+async def test_routers_and_status_tell_how_far_a_start_is(monkeypatch) -> None:
+    monkeypatch.setattr("cluster.control.herald.PROGRESS_S", 0.0)
+    cluster = await Monitored.started("decode-0", "decode-1", "router-0")
+    cluster.site.loaded = asyncio.Event()
+    cluster.last("decode-0").die()
+    told = ["decode-0 loading 50% after 0 s"]
+    await cluster.until(lambda: cluster.last("router-0").starting == told)
+    assert not cluster.last("decode-1").starting, "only routers ask"
+    rows = {row.name: row.progress for row in await cluster.monitor.status()}
+    assert rows == {"decode-0": "loading 50% after 0 s", "decode-1": "", "router-0": ""}
+    cluster.site.loaded.set()
+    await cluster.until(lambda: not cluster.last("router-0").starting)
+
+
 def test_no_more_changes_are_kept_than_are_shown() -> None:
     changes = Changes()
     for i in range(3 * NUM_CHANGES):

@@ -17,7 +17,7 @@ from rich.console import Console, Group
 from cluster.cli import main
 from cluster.clients.top import picture, pressed_q
 from cluster.tables import plain, table, text
-from router.observe.board import Board, ChangeRow, History, Latency, Rates, RouterRow, WorkerRow
+from router.observe.board import Board, Change, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.commands import REPOSITORY
 from tests.support.patience import HANG_S
@@ -26,29 +26,31 @@ BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
     window_s=300.0, step_s=2.0, running=3, waiting=1,
     outcomes={"stop": 7, "busy": 2, "invalid_value": 1}, errors={"busy": 2},
-    prompt_tokens=400, cached_tokens=100, rates=Rates(0.5, 1200.0, 34.4),
+    prompt_tokens=400, cached_tokens=100, prefills={"local": 6, "pulled": 4},
+    pulled_bytes=3_000_000, pull_s=0.02, rates=Rates(0.5, 1200.0, 34.4),
     latencies={"time_to_first_token": Latency(0.0123, 0.5, 12.345, 10),
                "inter_token": Latency(None, None, None, 0)},
-    history=History(),
+    history=History(), hour=History(), hour_step_s=30.0,
     routers=[RouterRow("router-0", "ready", "a", 3, 1), RouterRow("router-1", "silent", "b")],
     workers=[
         WorkerRow("decode-0", "decode", "ready", "a", heard_s=0.2, running=3, waiting=0,
-                  max_running=64, free_pages=75, pages=100, queued_tokens=7, ranks=2,
+                  max_running=64, free_pages=75, pages=100, page_size=16, queued_tokens=7, ranks=2,
                   drafter="chain", tokens_per_row=2.44),
         WorkerRow("decode-1", "decode", "silent", "b", heard_s=40.0),
         WorkerRow("prefill-0", "prefill", "lost", reason="its process\x1b[2J died"),
     ],
-    changes=[ChangeRow("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
+    changes=[Change("prefill-0", "prefill", "abc", "lost", "its process died", 12.0)],
 )  # fmt: skip
 SHOWN = """\
 tiny at http://x, kvlane 1: prefill-0 is lost
 34 output tokens/s, 1,200 prompt tokens/s (25% cached), 0.5 ended/s, 3 running, 1 waiting
+disaggregated: 4 of 10 prompts in 5 min; 3 MB of KV at 150 MB/s
 errors in 5 min: busy 2 (of 10 ended)
 
-WORKER     STATE   RUNNING  WAITING  PAGES  QUEUED  ANSWERED  NODE
-decode-0   ready      3/64        0    25%       7     0.2 s  a, tp 2, chain 2.4 tokens/step
-decode-1   silent        -        -      -       -    40.0 s  b
-prefill-0  lost          -        -      -       -         -  its process [2J died
+WORKER     STATE   RUNNING  WAITING     KV TOKENS  QUEUED  ANSWERED  NODE
+decode-0   ready      3/64        0  25% of 1,600       7     0.2 s  a, tp 2, chain 2.4 tokens/step
+decode-1   silent        -        -             -       -    40.0 s  b
+prefill-0  lost          -        -             -       -         -  its process [2J died
 
 ROUTER    STATE   RUNNING  WAITING  NODE
 router-0  ready         3        1  a

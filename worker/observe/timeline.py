@@ -9,7 +9,7 @@ another `prefill`. A preempted request is in `preempted` until its KV is got ane
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
@@ -34,6 +34,9 @@ class Timeline:
     prefilled_by: PeerId = ""  # "": all but the last token was in a prefix tree
     prefill_s: float = 0.0  # KVReady.prefill_s, a duration
     announced_at: float = 0.0
+    pull_began_at: float = 0.0  # of the first pull
+    pull_s: float = 0.0  # in which pulls ran
+    pulled_bytes: int = 0
     landed_at: float = 0.0
     row_at: float = 0.0
     first_token_at: float = 0.0
@@ -100,8 +103,10 @@ class Timeline:
         self.early = None if self.row_at else stages
         return stages
 
-    def pulled(self, num_bytes: int) -> None:
-        """So many bytes of KV were pulled in the present stage."""
+    def pulled(self, num_bytes: int, took_s: float, began_at: float) -> None:
+        """So many bytes of KV were pulled; pulls ran for took_s, the first one from began_at on."""
+        if not self.row_at:
+            self.pulled_bytes, self.pull_s, self.pull_began_at = num_bytes, took_s, began_at
         if self.spans is not None:
             self.spans.note({"kvlane.bytes": num_bytes})
 
@@ -124,7 +129,15 @@ class Timeline:
             decode_queue_s=max(0.0, self.row_at - max(self.landed_at, self.first_token_at)),
             first_step_s=now - self.row_at,
             late=True,
+            **self._pulls,
         )
+
+    @property
+    def _pulls(self) -> dict[str, Any]:
+        if not self.pulled_bytes:
+            return {}
+        span_s = self.landed_at - self.pull_began_at
+        return {"pull_s": self.pull_s, "pull_span_s": span_s, "pulled_bytes": self.pulled_bytes}
 
     def _stages(self) -> Stages:
         if not self.row_at:  # the prefill worker drew the token
@@ -140,4 +153,5 @@ class Timeline:
         prefill_s = min(self.prefill_s, fetch_s - transfer_s)
         queue_s = fetch_s - transfer_s - prefill_s
         row_wait_s = self.row_at - self.landed_at
-        return Stages(queue_s, prefill_s, transfer_s, row_wait_s, first_step_s, self.prefilled_by)
+        after = transfer_s, row_wait_s, first_step_s
+        return Stages(queue_s, prefill_s, *after, self.prefilled_by, **self._pulls)

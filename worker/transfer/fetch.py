@@ -145,6 +145,8 @@ class Fetch:
         self.lease = Lease(context.lease.decode_window_s, self._began_at)  # of the last attempt
         self._last_announced_at = 0.0  # when this attempt's announcement with `last` came
         self._num_bytes = 0  # pulled
+        self._pull_s = self._pulled_at = 0.0  # in which pulls ran; until when
+        self._pulls_from = 0.0  # when the first one began that has landed
         self._pages = _Pages(context.layout.num_groups)  # of the last attempt
         self._running: list[_RunningPull] = []
 
@@ -250,7 +252,7 @@ class Fetch:
         if self.hold.slot and not self.landed:
             num_tokens = 0  # pages without the state of their end: all is computed anew
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
-        self.req.timeline.pulled(self._num_bytes)
+        self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
             now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
             metrics.fetch_seconds(label).observe(now - self._began_at)
@@ -298,6 +300,9 @@ class Fetch:
             num_bytes = running.pull.num_bytes
             self._context.landed(num_bytes, now - running.began_at)
             self._num_bytes += num_bytes
+            self._pulls_from = self._pulls_from or running.began_at
+            self._pull_s += now - max(running.began_at, self._pulled_at)  # several run at once
+            self._pulled_at = now
             self._pages.land(running.ready)
             while self._pages.has_landed(self.num_landed_pages):
                 self.num_landed_pages += 1
