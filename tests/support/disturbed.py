@@ -112,6 +112,12 @@ class Watched:
         self.beside.append(self.bystander.stretch())
         return self.beside[-1]
 
+    def compared(self, beside: Stretch, company: Stretch) -> Sequence[str]:
+        """A line about a stretch against the undisturbed one and that beside honest requests."""
+        p99 = beside.percentile(0.99)
+        alone, honest = (p99 / each.percentile(0.99) for each in (self.undisturbed, company))
+        return [f"p99 beside: {alone:.2f} x alone, {honest:.2f} x beside as many honest requests"]
+
     def close(self) -> None:
         self.bystander.close()
 
