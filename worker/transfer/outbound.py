@@ -37,6 +37,7 @@ from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+from worker.schedule.shares import Shares, num_pages
 from worker.transfer.lease import Lease
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Outbound:
     refusals: Refusals
     tracer: "Tracer | None" = None
     draining: bool = False
+    shares: Shares = field(default_factory=lambda: Shares("decode"))
     _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
     _by_req: dict[PrefillReq, _Outgoing] = field(default_factory=dict)
 
@@ -96,6 +98,9 @@ class Outbound:
                 raise Busy("draining")
             if (req := self.scheduler.admit(message)) is None:
                 raise Busy("no room")
+            if not self._is_shared(peer):
+                self.scheduler.drop(req)
+                raise Busy("no room for this worker")
         except KvlaneError as error:
             log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
             self.send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
@@ -114,6 +119,16 @@ class Outbound:
             if req.num_computed_tokens == req.num_target_tokens:
                 req.trace.leave(now)
         self._announce(outgoing, first_page)
+
+    def _is_shared(self, peer: PeerId) -> bool:
+        """Whether others have room enough, now that a prompt of the peer's is admitted."""
+        limit, waiting, book = self.scheduler.max_reqs, self.scheduler.waiting, self.scheduler.book
+        living = self._outgoing.values()
+        queued = ((each.peer, 1) for each in living if each.req in waiting)
+        pages = ((each.peer, num_pages(each.req.hold)) for each in living)
+        return self.shares.allow(peer, limit, limit - len(waiting), queued) and self.shares.allow(
+            peer, book.num_pages, book.num_available, pages
+        )
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
         """Extend the leases that live, announce their pages again, and acknowledge the leases."""
