@@ -39,6 +39,7 @@ from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
 from worker.schedule.shares import Shares, num_pages
 from worker.transfer.lease import Lease
+from worker.transfer.seal import sealed
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
@@ -53,6 +54,7 @@ class _Outgoing:
     req: PrefillReq
     lease: Lease
     first_page: int  # index in the prompt of the first page that decode lacks
+    key: bytes  # of what is announced
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +112,7 @@ class Outbound:
         self.metrics.queried_tokens.inc(len(message.tokens))
         self.metrics.cached_tokens.inc(req.num_computed_tokens)
         lease = Lease(self.lease.prefill_window_s, now)
-        outgoing = _Outgoing(xfer, peer, req, lease, first_page)
+        outgoing = _Outgoing(xfer, peer, req, lease, first_page, message.key)
         self._outgoing[xfer] = self._by_req[req] = outgoing
         if message.trace and self.tracer is not None:
             req.trace = self.tracer.carried(message.trace, now)
@@ -214,7 +216,7 @@ class Outbound:
             last = False  # its last step has not settled
         figures = groups.start, len(groups), last, req.hold.num_matched, req.prefill_s, req.token
         ready = KVReady(outgoing.xfer, first_page, pages, *figures, slot if last else 0)
-        self.send(outgoing.peer, ready)
+        self.send(outgoing.peer, sealed(ready, outgoing.key))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """Ids of the pages, from index `first` on, whose KV is complete after `num_tokens` tokens.
