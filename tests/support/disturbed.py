@@ -13,11 +13,11 @@ from pathlib import Path
 from tests.e2e.harness import Serve, processes
 from tests.e2e.shared import identity
 from tests.support.bystander import Bystander, Stretch
+from tests.support.patience import HANG_S
 
 MAX_MORE_BYTES = 200 << 20  # of a process's memory
 MAX_MORE_THREADS = 12  # pools of threads fill as they are needed
 MAX_MORE_FILES = 24
-SETTLE_S = 30.0  # for what ends by itself: connections, leases, answers that nobody acknowledges
 LASTING = ("gcs_server", "raylet", "-m cluster serve")
 
 
@@ -175,7 +175,7 @@ class Watched:
         }
 
     def _until_settled(self, left: Callable[[], dict[str, str]]) -> dict[str, str]:
-        deadline = time.monotonic() + SETTLE_S
+        deadline = time.monotonic() + HANG_S
         while (found := left()) and time.monotonic() < deadline:
             time.sleep(0.3)
         return found
