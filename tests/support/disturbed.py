@@ -18,6 +18,7 @@ from tests.support.patience import HANG_S
 MAX_MORE_BYTES = 200 << 20  # of a process's memory
 MAX_MORE_THREADS = 12  # pools of threads fill as they are needed
 MAX_MORE_FILES = 24
+SETTLE_S = 30.0  # for memory, threads and descriptors to come back
 LASTING = ("gcs_server", "raylet", "-m cluster serve")
 
 
@@ -133,9 +134,9 @@ class Watched:
             for name, was in self._rows.items()
             if rows.get(name) != was
         ]
-        left = self._until_settled(self._counted)
+        left = self._until_settled(self._counted, HANG_S)
         found += [f"left at {name}: {counters}" for name, counters in left.items()]
-        grown = self._until_settled(self._grown)
+        grown = self._until_settled(self._grown, SETTLE_S)
         found += [f"{pid} has grown: {sizes}" for pid, sizes in grown.items()]
         alive = sizes()
         found += [
@@ -174,8 +175,8 @@ class Watched:
             if pid in after and after[pid].exceeds(before)
         }
 
-    def _until_settled(self, left: Callable[[], dict[str, str]]) -> dict[str, str]:
-        deadline = time.monotonic() + HANG_S
+    def _until_settled(self, left: Callable[[], dict[str, str]], seconds: float) -> dict[str, str]:
+        deadline = time.monotonic() + seconds
         while (found := left()) and time.monotonic() < deadline:
             time.sleep(0.3)
         return found
