@@ -120,9 +120,12 @@ class Worker:
             self._wire.send(peer, Chunks(tuple(chunks)))
 
 
-def route(pipe: Connection, directory: Path, authentication: Authentication) -> None:
+def route(
+    pipe: Connection, directory: Path, authentication: Authentication, max_inflight: int = 4096
+) -> None:
     """The router's process: the router's own threads, and this one for commands."""
-    config, model = RouterConfig(access_log=False), ModelConfig(path=str(directory))
+    config = RouterConfig(access_log=False, max_inflight=max_inflight)
+    model = ModelConfig(path=str(directory))
     settings = Settings(config, model, PING, authentication=authentication)
     router = RouterServer(settings, Place("router-0", "1"))
     member = router.start()
@@ -150,7 +153,7 @@ class Clients:
 
     def __init__(self, address: str) -> None:
         host, _, port = address.removeprefix("http://").rpartition(":")
-        self._address = host, int(port)
+        self.address = host, int(port)
         self._poll = select.epoll()
         self._numbers = itertools.count()
         self.idle: list[socket.socket] = []
@@ -158,7 +161,7 @@ class Clients:
 
     def ask(self, prompt: str, num_tokens: int) -> None:
         """Begin a stream of so many tokens."""
-        sock = self.idle.pop() if self.idle else socket.create_connection(self._address)
+        sock = self.idle.pop() if self.idle else socket.create_connection(self.address)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
         raw = msgspec.json.encode(body | {"max_tokens": num_tokens})
@@ -242,13 +245,26 @@ class Bench:
         self.clients.drain()
         return num * num_tokens / (time.monotonic() - began)
 
-    def _begin(self, num: int, step_s: float, num_tokens: int) -> float:
-        """Start streams; the worker sends nothing until it has all. Returns when it begins."""
+    def hold(self, num: int, num_tokens: int = 1) -> None:
+        """Start streams; the worker sends nothing until it is told to."""
         _ask(self._worker, "step_s", 0.0)
         for _ in range(num):
             self.clients.ask(self.short, num_tokens)
         while _ask(self._worker, "counts")[1] < num:
             time.sleep(0.05)
+
+    def let_go(self) -> None:
+        """End what is held."""
+        _ask(self._worker, "step_s", STEP_S)
+        self.clients.drain()
+
+    def router_cpu_s(self) -> float:
+        """That the router's process has taken."""
+        return _ask(self._router, "cpu")
+
+    def _begin(self, num: int, step_s: float, num_tokens: int) -> float:
+        """Start streams once the worker has all. Returns when they begin."""
+        self.hold(num, num_tokens)
         began = time.monotonic()
         _ask(self._worker, "step_s", step_s)
         begun = self.clients.open.values()
@@ -262,19 +278,19 @@ def _ask(pipe: Connection, name: str, value: Any = None) -> Any:
 
 
 @contextmanager
-def parties(authentication: Authentication) -> Iterator[Bench]:
-    """Router and worker in processes of their own; both end with it."""
+def parties(authentication: Authentication, *router: int) -> Iterator[Bench]:
+    """Router and worker in processes of their own; both end with it. router: its `max_inflight`."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory, pipes = Path(folder), list[Connection]()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TINY / name, directory)
         (directory / "config.json").write_bytes(CONFIG)
-        for target in (route, Worker):
+        for target, more in ((route, router), (Worker, ())):
             mine, theirs = context.Pipe()
             pipes.append(mine)
             process = context.Process(
-                target=target, args=(theirs, directory, authentication), daemon=True
+                target=target, args=(theirs, directory, authentication, *more), daemon=True
             )
             process.start()
             stack.callback(process.join, 10)

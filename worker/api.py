@@ -308,6 +308,7 @@ class Prefill(Message, frozen=True):
     num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output
     trace: str = ""  # the span that prefill's are below, as in Generate
     salt: str = ""  # as in Generate
+    key: bytes = b""  # of this attempt, for `KVReady.seal`
 
 
 class PrefillRefused(Message, frozen=True):
@@ -336,6 +337,7 @@ class KVReady(Message, frozen=True):
     prefill_s: float = 0.0  # with `last`: from the prompt's first step until this
     token: int | None = None  # with `last`: the one that Prefill.sampling asked for
     state_slot: int = 0  # with `last`, where layers are recurrent: the state after all those tokens
+    seal: bytes = b""  # over all of it, by `Prefill.key`: worker.transfer.seal
 
 
 class Renew(Message, frozen=True):

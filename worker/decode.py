@@ -169,6 +169,7 @@ class DecodeLoop:
             case Lost():
                 self.requests.lose(peer)
             case MembersChanged():
+                self.scheduler.shares.update(event.members)
                 for gone in self.peers.update(event.members):
                     self.requests.lose(gone)
             case OwnDialled() | PeerDialled() | PullEnded():

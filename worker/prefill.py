@@ -137,7 +137,9 @@ class PrefillLoop(Role):
                 self._engine.book.forget()
             case DrainAsked():
                 self._outbound.draining = True
-            case Lost() | MembersChanged():
+            case MembersChanged():
+                self._outbound.shares.update(event.members)
+            case Lost():
                 pass  # a lost peer may be alive and pull: its leases end by themselves
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()

@@ -111,6 +111,14 @@ class ApiKeys:
         log.info("refused %s for %.100r: %s", address, path, error.message)
 
 
+def with_key(headers: Mapping[bytes, bytes], keys: Keys) -> bool:
+    """Whether a request brings a valid key."""
+    try:
+        return keys.find(_token(headers).strip()) is not None
+    except ApiError:  # it has expired
+        return False
+
+
 def _token(headers: Mapping[bytes, bytes]) -> bytes:
     given = headers.get(b"authorization", b"")
     if given[: len(BEARER)].lower() == BEARER:

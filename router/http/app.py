@@ -24,8 +24,10 @@ from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.orders import Operator
 from router.http.port import BACKLOG, accept_all, listen
+from router.http.room import Gate
 from router.http.routes import application
 from router.http.tls import certificate
+from router.http.turn import MAX_TURN_EVENTS, new_loop
 from router.observe.board import Change, Start
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlane.router")
 
 BEAT_S = 1.0
-MAX_TURN_ACCEPTS = 32
 DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
 ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
 LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
@@ -71,7 +72,7 @@ class _Server(uvicorn.Server):
         self.config.ssl = self._tls
         # As many connections are accepted in a turn of the loop: each may bring a request at once,
         # and who is here already waits for all of them. Further ones wait in the kernel.
-        self.config.backlog = MAX_TURN_ACCEPTS
+        self.config.backlog = MAX_TURN_EVENTS
         await super().startup(first)
         for each in first:
             each.listen(BACKLOG)
@@ -291,7 +292,8 @@ class RouterServer:
 
     def _run(self, listeners: list[socket.socket], member: Member) -> None:
         try:
-            asyncio.run(self._main(listeners, member))
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(self._main(listeners, member))
         except BaseException as error:  # raised by `start`
             self._failure = error
             if self._ready.is_set():
@@ -337,9 +339,10 @@ class RouterServer:
     async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self.front is not None
         limits = self._settings.router
+        gate = Gate(self.front, self._keys, is_logged=limits.access_log)
         config = uvicorn.Config(
             application(self.front, self._keys, self._settings.operator),
-            http=type("Protocol", (LimitedProtocol,), {"limits": limits}),
+            http=type("Protocol", (LimitedProtocol,), {"limits": limits, "refuses": gate.refuses}),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address

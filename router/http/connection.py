@@ -108,10 +108,12 @@ class _Awaited(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. A subclass has the limits of a configuration."""
+    """One connection. A subclass has limits, and what answers a request by its head or does not."""
 
     limits: RouterConfig
+    refuses: Callable[["LimitedProtocol"], bool]
     leave: Callable[[], None] | None = None  # of the answer that is being written
+    _is_refused = False  # the present request, by its head: nothing more of it matters
     _state = _Awaited.ANYTHING
     _moved = False  # what arrived last was a part of a body, or began or ended something
     _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
@@ -165,7 +167,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """The first byte of a request is here."""
-        self._state, self._moved = _Awaited.HEAD, True
+        self._state, self._moved, self._is_refused = _Awaited.HEAD, True, False
         self._unset_keepalive_if_required()
         super().on_message_begin()
 
@@ -183,6 +185,10 @@ class LimitedProtocol(HttpToolsProtocol):
         if version != "1.0" and (version != "1.1" or num_hosts != 1):
             raise ValueError("another version, or not one Host")  # the parser makes it a 400
         self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
+        if not self._is_answering and self.refuses(self):
+            self._state, self._moved, self._is_refused = _Awaited.NOTHING, True, True
+            self.on_response_complete()
+            return
         super().on_headers_complete()
         self._state, self._moved = _Awaited.BODY, True
         self._cycles.add(self.cycle)
@@ -192,12 +198,13 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of a body is here."""
         self._moved = True
-        super().on_body(body)
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         """All of a request is here."""
         self._moved = True
-        if not self.parser.should_upgrade():
+        if not self.parser.should_upgrade() and not self._is_refused:
             super().on_message_complete()
             self._state = _Awaited.NOTHING
 

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Iterator
 
-BACKLOG = 2048
+BACKLOG = 4096  # what Linux allows unless it is told otherwise (net.core.somaxconn)
 
 
 def listen(host: str, port: int, *, shared: bool = False, joins: bool = False) -> socket.socket:

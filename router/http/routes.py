@@ -15,7 +15,7 @@ from fastapi_offline import FastAPIOffline
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from router.adapters.message_body import MessageAnswer
 from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_card
@@ -25,11 +25,12 @@ from router.errors import ApiError, invalid
 from router.http.access import GUARDED, PAGES, ROUTERS_OWN, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
-from router.http.exchange import CLIENT_GONE, GENERATING, Exchange, Exchanges
+from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
 from router.http.openapi import document
 from router.http.orders import Operator, OrderRoutes
 from router.http.request_body import read_body
 from router.http.responses import ResponseRoutes
+from router.http.room import Room
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from router.openai.reading import read
@@ -180,24 +181,6 @@ class Routes:
 
 def _json(body: Struct | dict[str, Any]) -> Response:
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-class Room:
-    """Refuses requests for which there is no room before anything of them is read."""
-
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        self._app, self._front = app, front
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["method"] == "POST" and scope["path"] in GENERATING:
-            try:
-                self._front.dispatcher.check_room(1)
-            except ApiError as error:
-                self._front.metrics.requests(error.code).inc()
-                Exchange.of(scope).failure = error.code
-                await error.response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

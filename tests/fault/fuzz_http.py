@@ -5,8 +5,9 @@
     python -m tests.fault.fuzz_http --seconds 30 --attacks
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
-leave. Prints what was sent and answered, and how a well-behaved client beside it fared. --attacks:
-then what `tests.fault.http_attacks` does.
+leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
+multiple of how it fares beside as many honest requests a second, of which as many generate, since
+on few cores any requests slow others down. --attacks: then what `tests.fault.http_attacks` does.
 
 Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
 not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
@@ -28,10 +29,11 @@ from pathlib import Path
 from tests.e2e.harness import enter_namespace_of
 from tests.e2e.raw import Connection
 from tests.fault.http_attacks import attack
+from tests.support.bystander import ASKS
 from tests.support.disturbed import Watched
 from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
-from tests.support.heads import Request, requests
-from tests.support.mutants import judge
+from tests.support.heads import Request, post, requests
+from tests.support.mutants import judge, seeds
 from tests.support.patience import HANG_S
 
 CLUSTER = (
@@ -43,7 +45,9 @@ MODEL = "tiny"
 NUM_CONNECTIONS = 32
 LOOK_S = 2.0
 ODD_S = 0.5  # for an answer to what may be none
+COMPANY_S = 20.0  # of honest requests, at most
 OVERLOAD = 503
+GENERATING = {path for path, _ in seeds(MODEL)} - {"/tokenize"}
 
 
 @dataclass
@@ -53,6 +57,7 @@ class Answers:
     kinds: Counter[str] = field(default_factory=Counter[str])
     statuses: Counter[str] = field(default_factory=Counter[str])
     bad: list[tuple[str, Request]] = field(default_factory=list[tuple[str, Request]])
+    num_generated: int = 0  # that got what they asked for
 
     @property
     def num(self) -> int:
@@ -92,26 +97,53 @@ async def odd(connection: Connection, request: Request, rng: random.Random) -> i
     return status
 
 
+async def ask(
+    connection: Connection, request: Request, rng: random.Random, answers: Answers
+) -> None:
+    """Send one, and note how it was answered."""
+    answers.kinds[f"{request.kind}, {request.how}"] += 1
+    is_right = request.is_plain and request.how == "whole"
+    try:
+        status = await (plain(connection, request) if is_right else odd(connection, request, rng))
+        answers.statuses[str(status or "none")] += 1
+        answers.num_generated += status == 200 and request.path in GENERATING
+    except (OSError, asyncio.IncompleteReadError) as error:
+        connection.drop()
+        answers.statuses["closed"] += 1
+        if is_right:
+            answers.bad.append((f"{type(error).__name__} {error}", request))
+    except (AssertionError, ValueError, IndexError, TimeoutError, ZeroDivisionError) as error:
+        connection.drop()
+        answers.bad.append((f"{type(error).__name__} {error}", request))
+
+
 async def client(port: int, row: Iterator[Request], number: int, answers: Answers) -> None:
     """Takes requests until there are no more."""
     rng, connection = random.Random(number), Connection(port)
     for request in row:
-        answers.kinds[f"{request.kind}, {request.how}"] += 1
-        try:
-            if request.is_plain and request.how == "whole":
-                status = await plain(connection, request)
-            else:
-                status = await odd(connection, request, rng)
-            answers.statuses[str(status or "none")] += 1
-        except (OSError, asyncio.IncompleteReadError) as error:
-            connection.drop()
-            answers.statuses["closed"] += 1
-            if request.is_plain and request.how == "whole":
-                answers.bad.append((f"{type(error).__name__} {error}", request))
-        except (AssertionError, ValueError, IndexError, TimeoutError, ZeroDivisionError) as error:
-            connection.drop()
-            answers.bad.append((f"{type(error).__name__} {error}", request))
+        await ask(connection, request, rng, answers)
     connection.drop()
+
+
+async def company(port: int, found: Answers, took_s: float) -> tuple[Answers, float]:
+    """As many honest requests a second as were found, of which as many generate."""
+    answers, began = Answers(), time.monotonic()
+    rate, share = found.num / took_s, found.num_generated / found.num
+    numbers = iter(range(round(rate * min(took_s, COMPANY_S))))
+
+    async def honest() -> None:
+        rng, connection = random.Random(0), Connection(port)
+        for i in numbers:
+            await asyncio.sleep(began + i / rate - time.monotonic())
+            generates = int((i + 1) * share) > int(i * share)
+            path, asked = ("/v1/completions" if generates else "/tokenize"), ASKS[i % len(ASKS)]
+            body = {"model": MODEL} | (asked if generates else {"prompt": asked["prompt"]})
+            raw = post(path, json.dumps(body).encode())
+            await ask(connection, Request("honest", path, raw, is_plain=True), rng, answers)
+        connection.drop()
+
+    await asyncio.gather(*(honest() for _ in range(NUM_CONNECTIONS)))
+    return answers, time.monotonic() - began
 
 
 async def fuzz(watched: Watched, *, seconds: float, num: int, seed: int) -> tuple[Answers, float]:
@@ -159,7 +191,8 @@ def kept(answers: Answers, seed: int, breaches: Sequence[str], place: Path) -> P
 
 def told(answers: Answers, took_s: float) -> Iterator[str]:
     """Lines about what was sent and answered."""
-    yield f"{answers.num} requests in {took_s:.1f} s, {answers.num / took_s:.0f}/s"
+    rate, generated = answers.num / took_s, answers.num_generated / took_s
+    yield f"{answers.num} requests in {took_s:.1f} s, {rate:.0f}/s; {generated:.0f}/s generate"
     yield f"  sent: {dict(sorted(answers.kinds.items()))}"
     yield f"  answered: {dict(sorted(answers.statuses.items()))}"
 
@@ -171,9 +204,11 @@ def main(argv: Sequence[str]) -> int:
     with watched_cluster(args, *CLUSTER) as (serve, watched):
         fuzzing = fuzz(watched, seconds=args.seconds, num=args.requests, seed=args.seed)
         answers, took_s = asyncio.run(fuzzing)
-        watched.noted()
+        beside = watched.noted()
         lines = [f"seed {args.seed}", *told(answers, took_s)]
-        breaches = breaches_of(answers)
+        others, others_s = asyncio.run(company(watched.serve.port, answers, took_s))
+        lines += [*told(others, others_s), *watched.compared(beside, watched.noted())]
+        breaches = breaches_of(answers) + breaches_of(others)
         if args.attacks:
             for made in attack(watched):
                 lines.append(str(made))

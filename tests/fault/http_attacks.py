@@ -1,6 +1,7 @@
 """Floods of large things at a router: what each is told and when, and how others fare meanwhile."""
 
 import asyncio
+import contextlib
 import json
 import time
 from collections import Counter
@@ -104,13 +105,12 @@ async def loris(port: int, sizes: Sizes) -> list[Told]:
     over = asyncio.Event()
 
     async def slow(connection: Connection) -> Told:
-        try:
+        with contextlib.suppress(OSError):  # cut off: on a slow machine its head took too long
             await connection.send_raw(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx: ")
             while not over.is_set():
                 await connection.send_raw(b"a")
                 await asyncio.sleep(0.5)
-        finally:
-            connection.drop(reset=True)
+        connection.drop(reset=True)
         return 200, 0.0
 
     async def ask(connection: Connection) -> Told:

@@ -147,6 +147,28 @@ def test_what_is_another_s_stays_as_it_is(
     ]
 
 
+def test_a_router_gone_bad_leaves_room_for_another(cluster: Running, rogue: Rogue) -> None:
+    """It asks for more than there is, and what it gets outlasts what the other asks for."""
+    worker, long = cluster.workers["decode-0"], replace(GREEDY, max_tokens=200, ignore_eos=True)
+    admission, reqs = worker.loop.requests.admission, worker.loop.requests.reqs
+    assert "client/1" in admission.shares.members
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission.shares, "members", frozenset({"client/1", "rogue/bad"}))
+        patch.setattr(admission, "max_reqs", 32)
+        for i in range(80):
+            asked = Generate(f"r{i}", 1, PROMPT, len(PROMPT), long, 99.0)
+            rogue.send("decode-0/i0", asked)
+        refused = rogue.answer(api.Refused)
+        assert isinstance(refused, api.Refused)
+        assert refused.error.code == "busy"
+        (mine,) = cluster.client.generate([PROMPT], GREEDY)
+        assert mine.error is None
+        for i in range(80):
+            rogue.send("decode-0/i0", api.Abort(f"r{i}", 1))
+        until(lambda: not reqs)
+    assert cluster.client.num_refused == 0
+
+
 def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogue) -> None:
     """Further choices wait for the first one's prompt, and hold no pages that would run out."""
     requests = cluster.workers["decode-0"].loop.requests

@@ -13,6 +13,7 @@ from router.http.allowance import Keys
 from router.http.keys import Key, read_keys
 from tests.fault.router_doubles import HELLO, Ask, DecodeDouble, Serve, speak, wait_until
 from tests.support.patience import HANG_S
+from worker.api import FinishReason
 from worker.errors import UserError
 
 
@@ -326,3 +327,19 @@ def test_without_keys_nobody_gives_orders(serve: Serve) -> None:
     answer = httpx.post(f"{url}/admin/drain", json={"name": "decode-0"})
     assert (answer.status_code, operating.orders) == (403, [])
     assert "admin=yes" in answer.json()["error"]["message"]
+
+
+def test_a_full_router_tells_so_to_whom_it_knows_alone(file: Path, serve: Serve, ask: Ask) -> None:
+    path = written(file, "one name=a", "two expires=1970-01-02")
+    double, url, _ = serve(DecodeDouble(), max_inflight=1, api_key_file=path)
+    first = ask(url, headers={"x-api-key": "one"})
+    item = double.take()
+    told = {
+        key: httpx.post(f"{url}/v1/completions", headers={"x-api-key": key}, timeout=HANG_S)
+        for key in ("one", "two", "three")
+    }
+    assert {key: each.status_code for key, each in told.items()} == {
+        "one": 429, "two": 401, "three": 401,
+    }  # fmt: skip
+    double.chunk(*item, finish=FinishReason.STOP)
+    assert first.result(HANG_S).status_code == 200

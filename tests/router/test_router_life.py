@@ -10,9 +10,11 @@ import httpx
 import openai
 import pytest
 
-from router.http.app import MAX_TURN_ACCEPTS
 from router.http.connection import LimitedProtocol
+from router.http.exchange import GENERATING
 from router.http.garbage import FEW, MAX_YOUNG, MIN_YOUNG, USUAL, is_due
+from router.http.room import Room
+from router.http.turn import MAX_TURN_EVENTS
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from tests.fault.router_doubles import (
@@ -27,6 +29,8 @@ from tests.fault.router_doubles import (
     metric,
     num_live,
     raw_post,
+    read_all,
+    read_until,
     speak,
     wait_until,
 )
@@ -54,9 +58,65 @@ def test_too_many_requests_are_429_at_once(serve: Serve, ask: Ask, ids: Ids) -> 
     assert ended(first) == ("abcdefgh", "stop", None)
 
 
-def test_connections_are_accepted_a_few_at_a_time(served: Served) -> None:
-    """Who is here already has its turn between them, and none is turned away meanwhile."""
-    num, loop, protocol = 4 * MAX_TURN_ACCEPTS, served.router.loop, LimitedProtocol.connection_made
+def test_refusals_by_the_head_are_those_of_the_routes(
+    serve: Serve, ask: Ask, ids: Ids, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages of other origins get theirs from the routes."""
+    double, url, _ = serve(DecodeDouble(), max_inflight=1)
+    first = ask(url)
+    item = double.take()
+    calls, room = Counter[str](), Room.__call__
+
+    async def counted(layer: Room, scope: Any, *rest: Any) -> None:
+        calls[scope["method"]] += 1
+        await room(layer, scope, *rest)
+
+    monkeypatch.setattr(Room, "__call__", counted)
+    for path in GENERATING:
+        with httpx.Client(timeout=HANG_S, headers={"x-request-id": "me"}) as client:
+            early = client.post(url + path, content=b"{no JSON")
+            assert client.get(f"{url}/live").status_code == 200  # over the same connection
+            late = client.post(url + path, headers={"origin": "http://a"})
+        assert early.status_code == late.status_code == 429
+        assert early.content == late.content
+        assert early.json().get("type") == ("error" if path == "/v1/messages" else None)
+        for one in (early, late):
+            assert one.headers.pop("server-timing").startswith("total;dur=")
+            one.headers.pop("date")
+        beside = {name for name, _ in late.headers.items() - early.headers.items()}
+        assert all(name.startswith("access-control-") or name == "vary" for name in beside), beside
+    assert calls == {"GET": len(GENERATING), "POST": len(GENERATING)}
+    speak(ids)(double, *item)
+    assert ended(first) == ("abcdefgh", "stop", None)
+
+
+def test_the_body_of_what_was_refused_may_come_later_or_never(
+    serve: Serve, ask: Ask, ids: Ids
+) -> None:
+    double, url, _ = serve(DecodeDouble(), max_inflight=1)
+    first = ask(url)
+    item = double.take()
+    request = raw_post(prompt="a" * 100)
+    with connected(url) as client:
+        for _ in range(2):
+            client.sendall(request[:-50])
+            assert read_until(client, b"}}").startswith(b"HTTP/1.1 429 ")
+            client.sendall(request[-50:])
+        client.sendall(request[:-50])
+        assert read_until(client, b"}}").startswith(b"HTTP/1.1 429 ")
+    with connected(url) as client:
+        client.sendall(raw_post(headers="connection: close\r\n"))
+        assert read_all(client).startswith(b"HTTP/1.1 429 ")
+    speak(ids)(double, *item)
+    assert ended(first) == ("abcdefgh", "stop", None)
+
+
+@pytest.mark.parametrize("what", ["connect", "send"])
+def test_a_turn_of_the_loop_takes_little(served: Served, what: str) -> None:
+    """Whoever is here already has its turn between those who come or say something at once."""
+    method = {"connect": "connection_made", "send": "data_received"}[what]
+    num, loop, usual = 4 * MAX_TURN_EVENTS, served.router.loop, getattr(LimitedProtocol, method)
+    assert loop is not None
     held, here = threading.Event(), threading.Event()
     at_turn: Counter[int] = Counter()
     turn = 0
@@ -67,21 +127,26 @@ def test_connections_are_accepted_a_few_at_a_time(served: Served) -> None:
         if not here.is_set():
             loop.call_soon(count)
 
-    def made(connection: LimitedProtocol, transport: Any) -> None:
+    def seen(connection: LimitedProtocol, given: Any) -> None:
         at_turn[turn] += 1
-        protocol(connection, transport)
+        usual(connection, given)
         if at_turn.total() == num:
             here.set()
 
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LimitedProtocol, "connection_made", made)
+        clients = [
+            stack.enter_context(connected(served.url)) for _ in range(num * (what == "send"))
+        ]
+        patch.setattr(LimitedProtocol, method, seen)
         loop.call_soon_threadsafe(lambda: held.wait(HANG_S))
-        for _ in range(num):
+        for client in clients:
+            client.sendall(b"GET ")
+        for _ in range(num - len(clients)):
             stack.enter_context(connected(served.url))
         loop.call_soon_threadsafe(count)
         held.set()
         assert here.wait(HANG_S)
-    assert max(at_turn.values()) <= MAX_TURN_ACCEPTS
+    assert max(at_turn.values()) <= MAX_TURN_EVENTS
 
 
 def test_full_collections_wait_until_they_hold_few_up(serve: Serve) -> None:

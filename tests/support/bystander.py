@@ -3,7 +3,9 @@
     python -m tests.support.bystander URL
 
 First it asks everything once, which is what its answers have to be. For every line that it reads it
-then tells how its requests went since the last one, and ends when nothing more comes.
+then tells how its requests went since the last one, and ends when nothing more comes. Where it is
+told to come again later, as all are who have no key when others ask too much, it does as clients of
+OpenAI do: how long it took counts from its first try.
 """
 
 import asyncio
@@ -36,6 +38,7 @@ class Stretch:
 
     seconds: float = 0.0
     num: int = 0
+    num_told_later: int = 0  # 429 or 503 with Retry-After
     failed: list[str] = field(default_factory=list[str])
     wrong: list[str] = field(default_factory=list[str])
     took_ms: list[float] = field(default_factory=list[float])
@@ -48,7 +51,8 @@ class Stretch:
     def __str__(self) -> str:
         return (
             f"{self.num} requests in {self.seconds:.1f} s, {len(self.failed)} failed, "
-            f"{len(self.wrong)} wrong, p50 {self.percentile(0.5):.0f} ms, "
+            f"{len(self.wrong)} wrong, {self.num_told_later} times told to come later, "
+            f"p50 {self.percentile(0.5):.0f} ms, "
             f"p99 {self.percentile(0.99):.0f} ms, most {self.percentile(1):.0f} ms"
         )
 
@@ -88,12 +92,21 @@ class Bystander:
         return line
 
 
-async def text_of(http: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
+async def text_of(
+    http: aiohttp.ClientSession, url: str, body: dict[str, Any], stretch: Stretch
+) -> str:
     """The text of one answer; raises if there is none."""
-    async with http.post(f"{url}/v1/completions", json=body) as answer:
-        raw = await answer.text()
-        if answer.status != 200:
-            raise ValueError(f"{answer.status}: {raw[:300]}")
+    until = time.monotonic() + TIMEOUT_S
+    while True:
+        async with http.post(f"{url}/v1/completions", json=body) as answer:
+            raw = await answer.text()
+            later = answer.headers.get("retry-after") if answer.status in (429, 503) else None
+        if later is None or time.monotonic() > until:
+            break
+        stretch.num_told_later += 1
+        await asyncio.sleep(float(later))
+    if answer.status != 200:
+        raise ValueError(f"{answer.status}: {raw[:300]}")
     if not body.get("stream"):
         return json.loads(raw)["choices"][0]["text"]
     events = [line[6:] for line in raw.split("\n") if line.startswith("data: ")]
@@ -110,7 +123,7 @@ async def one(
 ) -> None:
     began = time.monotonic()
     try:
-        found = await text_of(http, url, ASKS[number])
+        found = await text_of(http, url, ASKS[number], stretch)
     except (ValueError, aiohttp.ClientError, TimeoutError) as error:
         stretch.failed.append(f"{number}: {type(error).__name__} {error}")
     else:
@@ -124,7 +137,7 @@ async def main(url: str) -> None:
     loop, over, stretches = asyncio.get_running_loop(), asyncio.Event(), [Stretch()]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        right = [await text_of(http, url, body) for body in ASKS]
+        right = [await text_of(http, url, body, stretches[-1]) for body in ASKS]
         print("ready", flush=True)
 
         async def client(number: int) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from tests.e2e.harness import Serve, processes
 from tests.e2e.shared import identity
 from tests.support.bystander import Bystander, Stretch
+from tests.support.patience import HANG_S
 
 MAX_MORE_BYTES = 200 << 20  # of a process's memory
 MAX_MORE_THREADS = 12  # pools of threads fill as they are needed
 MAX_MORE_FILES = 24
-SETTLE_S = 30.0  # for what ends by itself: connections, leases, answers that nobody acknowledges
+SETTLE_S = 30.0  # for memory, threads and descriptors to come back
 LASTING = ("gcs_server", "raylet", "-m cluster serve")
 
 
@@ -112,6 +113,12 @@ class Watched:
         self.beside.append(self.bystander.stretch())
         return self.beside[-1]
 
+    def compared(self, beside: Stretch, company: Stretch) -> Sequence[str]:
+        """A line about a stretch against the undisturbed one and that beside honest requests."""
+        p99 = beside.percentile(0.99)
+        alone, honest = (p99 / each.percentile(0.99) for each in (self.undisturbed, company))
+        return [f"p99 beside: {alone:.2f} x alone, {honest:.2f} x beside as many honest requests"]
+
     def close(self) -> None:
         self.bystander.close()
 
@@ -127,9 +134,9 @@ class Watched:
             for name, was in self._rows.items()
             if rows.get(name) != was
         ]
-        left = self._until_settled(self._counted)
+        left = self._until_settled(self._counted, HANG_S)
         found += [f"left at {name}: {counters}" for name, counters in left.items()]
-        grown = self._until_settled(self._grown)
+        grown = self._until_settled(self._grown, SETTLE_S)
         found += [f"{pid} has grown: {sizes}" for pid, sizes in grown.items()]
         alive = sizes()
         found += [
@@ -168,8 +175,8 @@ class Watched:
             if pid in after and after[pid].exceeds(before)
         }
 
-    def _until_settled(self, left: Callable[[], dict[str, str]]) -> dict[str, str]:
-        deadline = time.monotonic() + SETTLE_S
+    def _until_settled(self, left: Callable[[], dict[str, str]], seconds: float) -> dict[str, str]:
+        deadline = time.monotonic() + seconds
         while (found := left()) and time.monotonic() < deadline:
             time.sleep(0.3)
         return found

@@ -81,6 +81,7 @@ class Client:
                 self._wire.connect(member.peer, member.address, member.wire_key)
         self._ids = itertools.count()
         self.answers: dict[str, Answer] = {}
+        self.num_refused = 0
         self._requests: dict[str, tuple[str, api.Generate, float]] = {}
 
     def submit(
@@ -129,6 +130,7 @@ class Client:
                 for chunk in event.chunks:
                     self._take(peer, chunk)
             elif isinstance(event, api.Refused):
+                self.num_refused += 1
                 if event.retry_after_s:
                     time.sleep(0.01)
                     self._wire.send(peer, self._requests[event.req_id][1])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from tests.support.patience import until
-from worker.api import Candidate, PeerId, Prefill, Sampling
+from worker.api import Candidate, KVReady, PeerId, Prefill, Sampling
 from worker.cache.book import PageBook
 from worker.cache.layout import KVLayout, KVRegion
 from worker.config import LeaseConfig, TransportConfig
@@ -17,6 +17,7 @@ from worker.transfer.base import Peer, Pull, PullState, Run
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound
 from worker.transfer.layout import Pages
+from worker.transfer.seal import sealed
 from worker.transfer.sources import Link
 
 PAGE_SIZE = 16
@@ -138,6 +139,10 @@ class DecodeSide:
     def start(self, req: Req, peers: Sequence[str], now: float | None = None) -> None:
         now = time.monotonic() if now is None else now
         assert self.inbound.start(req, [Candidate(peer) for peer in peers], now)
+
+    def hears(self, message: KVReady, peer: PeerId = "") -> Req | None:
+        """An announcement, with the seal of who was asked last."""
+        return self.inbound.on_ready(peer or self.peer, sealed(message, self.asked.key))
 
     @property
     def asked(self) -> Prefill:

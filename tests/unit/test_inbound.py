@@ -5,6 +5,7 @@ How soon decode looks again at pulls that run: soon after they began, then by th
 Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
 """
 
+import logging
 import math
 import time
 from typing import Any
@@ -16,6 +17,7 @@ from tests.support.pulls import OK, PAGE_SIZE, RUNNING, VOCAB, DecodeSide, Scrip
 from worker.api import Error, FinishReason, KVReady, Prefill, PrefillRefused, Release, Sampling
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
+from worker.transfer.seal import sealed
 
 TOKEN = 700
 PEERS = ("prefill-0/p", "prefill-1/q", "prefill-2/r")
@@ -36,9 +38,9 @@ class Decode(DecodeSide):
     def tell(self, first: int, num_pages: int, groups: range = range(GROUPS), **more: Any) -> bool:
         """An announcement of the present attempt; whether it brought the request its token."""
         pages = tuple(range(1 + first, 1 + first + num_pages))
-        rest = {"last": False} | more
+        rest: dict[str, Any] = {"last": False} | more
         message = KVReady(self.asked.xfer, first, pages, groups.start, len(groups), **rest)
-        return self.inbound.on_ready(self.peer, message) is self.req
+        return self.hears(message) is self.req
 
     def poll(self) -> list[Fetch]:
         return self.inbound.poll(time.monotonic())
@@ -167,7 +169,7 @@ def test_messages_of_older_versions_are_read() -> None:
     told = msgspec.to_builtins(KVReady(decode.asked.xfer, 0, (1,), 0, 1, True, 0, 0.5, TOKEN))
     prefill = msgspec.convert(asked[:5], Prefill)
     assert (prefill.tokens, prefill.sampling) == (decode.asked.tokens, None)
-    ready = msgspec.convert(told[:-2], KVReady)
+    ready = msgspec.convert(told[:-3], KVReady)
     assert (ready.prefill_s, ready.token, ready.state_slot) == (0.5, None, 0)
     newer = msgspec.convert([*told, "more"], KVReady)
     assert newer.token == TOKEN
@@ -189,11 +191,28 @@ def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
     assert not decode.source.pulls
 
 
+def test_the_log_does_not_grow_with_what_a_peer_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    """It has the first, the tenth, the hundredth."""
+    decode = DecodeSide()
+    for number in range(120):
+        req = decode.request(2, number=number)
+        decode.start(req, PEERS[:1])
+        error = Error("busy", f"for the {number}th time")
+        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, error))
+        decode.inbound.poll(time.monotonic())
+        assert req.hold is not None
+        decode.book.close(req.hold)
+    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert [text.rpartition(": ")[2] for text in told] == [
+        f"for the {number}th time" for number in (0, 9, 99)
+    ]
+
+
 def test_only_who_was_asked_may_answer() -> None:
     decode = Decode(40)
     xfer = decode.asked.xfer
     ready = KVReady(xfer, 0, (1, 2, 3), 0, GROUPS, True, token=5)
-    assert decode.inbound.on_ready(PEERS[1], ready) is None
+    assert decode.hears(ready, PEERS[1]) is None
     decode.inbound.on_refused(PEERS[1], PrefillRefused(xfer, Error("busy", "")))
     assert not decode.poll()
     assert (decode.asked.xfer, decode.source.pulled) == (xfer, [])
@@ -222,11 +241,50 @@ def test_an_announcement_that_cannot_be_ends_the_attempt(how: dict[str, Any]) ->
     decode = Decode(40)
     ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True)
     bad = msgspec.structs.replace(ready, **how)
-    assert decode.inbound.on_ready(decode.peer, bad) is None
+    assert decode.hears(bad) is None
     decode.poll()
     assert decode.peer == PEERS[1]
     assert decode.req.tokens == [*range(40)]
     assert not decode.source.pulled
+    assert decode.refusals.num_messages == 1
+
+
+FORGED: dict[str, Any] = {
+    "first_page": 1, "pages": (4, 5, 6), "first_group": 1, "num_groups": 1, "last": False,
+    "num_cached_tokens": 16, "prefill_s": 0.5, "token": 6, "state_slot": 1, "seal": bytes(16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [*FORGED, "key", "no seal"])
+def test_an_announcement_that_is_not_of_who_was_asked_is_dropped(field: str) -> None:
+    """The attempt goes on: who was asked says it again."""
+    assert {*FORGED, "xfer"} == set(KVReady.__struct_fields__)
+    decode = Decode(40)
+    ready = KVReady(decode.asked.xfer, 0, (1, 2, 3), 0, GROUPS, True, token=TOKEN)
+    true = sealed(ready, decode.asked.key)
+    forged = {"key": sealed(ready, bytes(32)), "no seal": ready}.get(field)
+    if forged is None:
+        forged = msgspec.structs.replace(true, **{field: FORGED[field]})
+    assert decode.inbound.on_ready(decode.peer, forged) is None
+    assert not decode.poll()
+    assert (decode.peer, decode.source.pulled) == (PEERS[0], [])
+    assert decode.refusals.num_messages == 1
+    assert decode.inbound.on_ready(decode.peer, true) is decode.req
+    decode.landed()
+
+
+def test_a_seal_is_of_one_attempt() -> None:
+    """Its key is new, and its transfer is in the seal."""
+    decode = Decode(40)
+    first = decode.asked
+    decode.inbound.on_lost(PEERS[0])
+    decode.poll()
+    again = decode.asked
+    assert again.key != first.key
+    ready = KVReady(first.xfer, 0, (1, 2, 3), 0, GROUPS, True)
+    seal = sealed(ready, again.key).seal
+    late = KVReady(again.xfer, 0, (1, 2, 3), 0, GROUPS, True, seal=seal)
+    assert decode.inbound.on_ready(decode.peer, late) is None
     assert decode.refusals.num_messages == 1
 
 
@@ -236,9 +294,7 @@ def test_the_wait_is_an_eighth_of_the_youngest_pull_s_age() -> None:
 
     def begins(number: int, at: float) -> None:
         decode.start(decode.request(PAGE_SIZE + 1, number=number), PEERS, at)
-        decode.inbound.on_ready(
-            decode.peer, KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True)
-        )
+        decode.hears(KVReady(decode.asked.xfer, 0, (1 + number,), 0, 1, True))
         assert not decode.inbound.poll(at)
 
     def after_s(seconds: float) -> float:

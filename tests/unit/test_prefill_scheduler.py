@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.books import check_book
 from tests.support.made_spans import Made
-from worker.api import Prefill, Release, Renew, RenewAck, Sampling, Xfer
+from worker.api import Prefill, PrefillRefused, Release, Renew, RenewAck, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
 from worker.errors import UserError
@@ -321,6 +321,26 @@ def test_a_prompt_is_refused_with_the_reason() -> None:
         assert (refused.xfer, refused.error.code) == (xfer, code)
     assert not sent
     assert not outbound.num_leases
+
+
+@pytest.mark.parametrize("what", ["pages", "prompts"])
+def test_pages_and_turns_are_left_for_a_decode_worker_that_asks_less(what: str) -> None:
+    """The other takes what it gets."""
+    sent: list[Any] = []
+    room = {"pages": (256, 1000), "prompts": (4096, 0)}[what]
+    scheduler = scheduler_of(PageBook(room[0] + 1, 2), max_num_reqs=64, max_waiting=room[1])
+    outbound = outbound_of(scheduler, sent.append)
+    outbound.shares.members = frozenset({"decode-0/d", "decode-1/e"})
+
+    def ask(peer: str, number: int) -> bool:
+        xfer = Xfer(str(number), 1, peer[-1], "p")
+        outbound.on_prefill(peer, Prefill(xfer, tuple(range(9 * number, 9 * number + 9)), 0), 0.0)
+        return not isinstance(sent.pop(), PrefillRefused)
+
+    most = {"pages": 64, "prompts": 64}[what]
+    assert sum(ask("decode-0/d", number) for number in range(100)) == most - most // 16
+    assert sum(ask("decode-1/e", number) for number in range(100, 200)) == most // 16
+    check_book(scheduler.book, [each.hold for each in scheduler.waiting])
 
 
 def test_a_lease_is_its_decode_worker_s_alone() -> None:

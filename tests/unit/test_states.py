@@ -103,7 +103,7 @@ def test_each_attempt_pulls_the_state_of_its_own_source() -> None:
 
     def tell(state_slot: int, *, last: bool) -> list[Fetch]:
         ready = KVReady(decode.asked.xfer, 0, (4, 5, 6), 0, 1, last, state_slot=state_slot)
-        decode.inbound.on_ready(decode.peer, ready)
+        decode.hears(ready)
         return decode.inbound.poll(time.monotonic())
 
     assert not tell(3, last=True)
@@ -127,7 +127,7 @@ def test_pages_without_their_state_are_computed_anew() -> None:
     decode = DecodeSide(num_slots=4)
     req = decode.request(40)
     decode.start(req, ["p/1"])
-    decode.inbound.on_ready(decode.peer, KVReady(decode.asked.xfer, 0, (4, 5), 0, 1, False))
+    decode.hears(KVReady(decode.asked.xfer, 0, (4, 5), 0, 1, False))
     decode.inbound.poll(time.monotonic())
     decode.inbound.on_lost("p/1")
     (fetch,) = decode.inbound.poll(time.monotonic())

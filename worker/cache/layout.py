@@ -20,7 +20,7 @@ import msgspec
 from worker.errors import UserError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5  # of pages, and of how they are announced
 STATE = "state"  # name of the region of slots
 
 

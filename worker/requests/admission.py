@@ -1,7 +1,7 @@
 """Admission of requests on a decode worker, and the choice of where a prompt is prefilled."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
@@ -34,7 +34,7 @@ class Admission:
         self.draining = False
         self._me = me
         self._engine = engine
-        self._scheduler = scheduler
+        self._scheduler, self.shares = scheduler, scheduler.shares
         config = engine.config.engine
         self.max_reqs = int(config.max_num_reqs) + config.max_waiting
         shape = engine.shape
@@ -42,16 +42,17 @@ class Admission:
         self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, wake)
         self._inbound = inbound
 
-    def admit(self, router: PeerId, message: Generate, num_reqs: int, now: float) -> Req:
-        """Admit a request and reserve its pages.
+    def admit(self, router: PeerId, message: Generate, reqs: Collection[Req], now: float) -> Req:
+        """Admit a request beside `reqs`, and reserve its pages.
 
         Raises:
             UserError: this model or this pool can never serve it.
-            Busy: there is no room now, or the worker drains.
+            Busy: there is no room now, or none for this router, or the worker drains.
         """
         if self.draining:
             raise Busy("the worker is draining", BUSY_RETRY_S)
-        if num_reqs >= self.max_reqs:
+        left, taken = self.max_reqs - len(reqs) - 1, ((req.router, 1) for req in reqs)
+        if not self.shares.allow(router, self.max_reqs, left, taken):
             raise Busy("too many requests", BUSY_RETRY_S)
         self._check(message)  # looks at every token, so it comes after the checks of load
         tracer = self._engine.tracer

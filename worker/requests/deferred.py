@@ -30,7 +30,11 @@ class Deferred:
         if key in self.compiling or key in self.siblings:
             return True
         may_wait = bool(message.sampling.grammar or message.after)
-        if may_wait and len(self) >= self._admission.max_reqs:
+        limit = self._admission.max_reqs
+        waiting = ((each[0], 1) for each in (*self.compiling, *self.siblings))
+        if may_wait and not self._admission.shares.allow(
+            router, limit, limit - len(self) - 1, waiting
+        ):
             raise Busy("too many requests", BUSY_RETRY_S)
         if self._admission.compiles(message):
             self.compiling[key] = message, received_at

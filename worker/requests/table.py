@@ -63,7 +63,7 @@ class Requests:
                 return
             if self.deferred.take(router, message, received_at):
                 return
-            req = self.admission.admit(router, message, len(self.reqs), received_at)
+            req = self.admission.admit(router, message, self.reqs.values(), received_at)
         except KvlaneError as error:
             retry_after_s = error.retry_after_s if isinstance(error, Busy) else 0.0
             log.debug("req_id=%s from %s refused: %s", message.req_id, router, error)

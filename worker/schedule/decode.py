@@ -20,12 +20,12 @@ from worker.config import EngineConfig, SpecConfig
 from worker.errors import OutOfPages
 from worker.plan import TAILS, Chunk, Drawn, Plan
 from worker.schedule.prefill import chunk_end
-from worker.schedule.req import Phase, Req, finish_reason
+from worker.schedule.req import DISAGREE, Phase, Req, append, finish_reason
 from worker.schedule.rows import RowTable
+from worker.schedule.shares import RouterShares
 from worker.schedule.width import WidthPolicy
 
 ARRIVAL = attrgetter("arrival")
-DISAGREE = "device and host disagree"
 
 # What a step did for one request: what was drawn, how many of its tokens count (the last ones of
 # req.tokens), why it ends if it does. A plain tuple, as there are hundreds a step.
@@ -70,6 +70,7 @@ class DecodeScheduler:
         self.preempted: list[Req] = []
         self._engine = engine
         self.eos_ids = eos_ids
+        self.shares = RouterShares(book, engine)
         # Called as a request loses its row, and just before it gets one.
         self.on_preempt: Callable[[Req], None] = lambda req: None
         self.on_row: Callable[[Req, float], None] = lambda req, now: None
@@ -92,17 +93,25 @@ class DecodeScheduler:
     def admit(self, req: Req) -> bool:
         """Open a hold for a new or preempted request; False, changing nothing, if it does not fit.
 
-        A new request is also refused while preempted ones wait.
+        A new request is also refused while preempted ones wait, or if it leaves too little for the
+        shares of other routers. But if its router has less than its own, it waits for none, and a
+        request of another is preempted for it.
         """
-        new = req.phase is Phase.NEW
-        if new and self.preempted:
+        new, shares = req.phase is Phase.NEW, self.shares
+        if new and self.preempted and not shares.is_short(req.router):
             return False
         num_slots = min(len(req.tokens) + self._engine.growth_tokens, req.max_len)
         # What the tree holds has no logits.
         most = 0 if req.is_to_score else len(req.tokens) - 1
         hold = self.book.open(req.tokens, num_slots, max_matched=most, salt=req.salt)
+        if hold is not None and not shares.allow_pages(req.router):
+            self.book.close(hold)
+            hold = None
         if hold is None:
+            if new and not self.leaving and (victim := shares.victim_for(req.router)) is not None:
+                self.preempt(victim)
             return False
+        shares.holders.add(req)
         if new:
             self._arrivals += 1
             req.arrival = self._arrivals
@@ -137,8 +146,8 @@ class DecodeScheduler:
         for req in list(self.ready):
             if not self._rows.num_free:
                 break  # no row is free, so no waiting request can start
-            if not self._rows.can_take(req.sampling):
-                continue  # no penalty slot is free: requests that need none may go first
+            if not (self._rows.can_take(req.sampling) and self.shares.allow_row(req.router)):
+                continue  # others may go first, of which some need no penalty slot
             self.ready.remove(req)
             self.on_row(req, now)
             assert req.hold is not None
@@ -180,7 +189,7 @@ class DecodeScheduler:
                 assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
                 req.num_computed_tokens = len(req.tokens) - 1
             else:
-                num, reason = _append(req, result, self.eos_ids)
+                num, reason = append(req, result, self.eos_ids)
             if from_chunk:
                 assert req.hold is not None
                 self.book.commit(req.hold, req.tokens[:-1])
@@ -219,7 +228,7 @@ class DecodeScheduler:
             if end == start:
                 break  # less is left of the step than a chunk needs
             if not req.row:
-                if not self._rows.can_take(req.sampling):
+                if not (self._rows.can_take(req.sampling) and self.shares.allow_row(req.router)):
                     continue
                 self.on_row(req, now)
                 self._rows.enter(req, now, active=False)
@@ -349,30 +358,7 @@ class DecodeScheduler:
             self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
             self.book.close(req.hold)
             req.hold = None
-
-
-def _append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
-    """Append the tokens of a step; returns how many, and why the request ends, if it does.
-
-    Tokens behind the end of a grammar are left out, because the device does not know of that end.
-    """
-    tokens, matcher = req.tokens, req.matcher
-    num_before, reason = len(tokens), None
-    for token in result.tokens:
-        assert reason is None, f"{req.key}: {DISAGREE}"
-        tokens.append(token)
-        reason = finish_reason(req, eos_ids)
-        if matcher is not None:
-            matcher.consume(token)
-            if matcher.stopped or matcher.error is not None:
-                # The grammar is complete: STOP wins over LENGTH.
-                reason = FinishReason.STOP if matcher.stopped else reason
-                break
-    else:
-        assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
-    num_after = len(tokens)
-    req.num_computed_tokens = num_after - 1
-    return num_after - num_before, reason
+            self.shares.holders.discard(req)
 
 
 def window_slots(bound: int, width: int, ahead: int, max_len: int) -> int:

@@ -41,8 +41,8 @@ class PrefillScheduler:
         self.book, self._grain = book, grain
         self._vocab_size, self._num_eos_ids = vocab_size, num_eos_ids
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
-        self._engine = engine
         self._pace = pace
+        self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
         self._max_len = max_len  # tokens of a prompt that a row's page table can hold
         self.rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
@@ -63,7 +63,7 @@ class PrefillScheduler:
         tokens = asked.tokens
         if len(tokens) > self._max_len:
             raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
-        if len(self.waiting) >= int(self._engine.max_num_reqs) + self._engine.max_waiting:
+        if len(self.waiting) >= self.max_reqs:
             return None
         num_stored = len(tokens) - (asked.sampling is None)
         most = len(tokens) - 1

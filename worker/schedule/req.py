@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from worker.api import Candidate, FinishReason, PeerId, Sampling, TokenChunk
 from worker.cache.book import Hold
 from worker.observe.timeline import Timeline
-from worker.plan import tail_index
+from worker.plan import Drawn, tail_index
 
 if TYPE_CHECKING:
     from worker.draw.grammar import Matcher
@@ -36,6 +36,9 @@ class Phase(Enum):
     RUNNING = auto()  # decodes, or its last chunk is in flight
     PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
+
+
+DISAGREE = "device and host disagree"
 
 
 class Draw(NamedTuple):
@@ -115,6 +118,30 @@ def finish_reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
     if is_stop and num_output > sampling.min_tokens:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
+
+
+def append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
+    """Append the tokens of a step; returns how many, and why the request ends, if it does.
+
+    Tokens behind the end of a grammar are left out, because the device does not know of that end.
+    """
+    tokens, matcher = req.tokens, req.matcher
+    num_before, reason = len(tokens), None
+    for token in result.tokens:
+        assert reason is None, f"{req.key}: {DISAGREE}"
+        tokens.append(token)
+        reason = finish_reason(req, eos_ids)
+        if matcher is not None:
+            matcher.consume(token)
+            if matcher.stopped or matcher.error is not None:
+                # The grammar is complete: STOP wins over LENGTH.
+                reason = FinishReason.STOP if matcher.stopped else reason
+                break
+    else:
+        assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
+    num_after = len(tokens)
+    req.num_computed_tokens = num_after - 1
+    return num_after - num_before, reason
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ most often before the KV lands, and stays there if the attempt fails later.
 import logging
 import math
 import re
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +32,7 @@ from worker.schedule.asked import known
 from worker.schedule.req import Req
 from worker.transfer.base import Pull, PullState
 from worker.transfer.lease import Lease
+from worker.transfer.seal import KEY_BYTES, is_sealed
 from worker.transfer.sources import Link
 
 log = logging.getLogger("kvlane.fetch")
@@ -139,6 +141,7 @@ class Fetch:
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
         self._link: Link | None = None  # to `peer`
+        self._key = b""  # of this attempt's announcements
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
         self._began_at = time.monotonic()
@@ -190,7 +193,13 @@ class Fetch:
         attributes = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
         req.timeline.enter("prefill", now, attributes, asks=True)
         asked = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
-        self._context.send(link.peer, Prefill(self.xfer, *asked, req.timeline.carried, req.salt))
+        self._key = secrets.token_bytes(KEY_BYTES)
+        rest = req.timeline.carried, req.salt, self._key
+        self._context.send(link.peer, Prefill(self.xfer, *asked, *rest))
+
+    def knows(self, message: KVReady) -> bool:
+        """Whether an announcement is of whoever was asked in this attempt, as that one made it."""
+        return is_sealed(message, self._key)
 
     def believes(self, message: KVReady) -> bool:
         """Whether an announcement can be; a worker gone bad may send any numbers."""
@@ -229,8 +238,16 @@ class Fetch:
             self._poll(running)
 
     def fail(self, cause: str, why: str) -> None:
-        """End the attempt without success; metrics count it under `cause`."""
-        log.warning("req_id=%s attempt %d at %s: %s", self.req.req_id, self.attempt, self.peer, why)
+        """End the attempt without success; metrics count it under `cause`.
+
+        The log has the first, the tenth, the hundredth of a peer in ten minutes, others at DEBUG.
+        """
+        is_news = self._context.refusals.news(self.peer, f"fails fetches: {cause}")
+        text, level = (
+            "req_id=%s attempt %d at %s: %s",
+            logging.WARNING if is_news else logging.DEBUG,
+        )
+        log.log(level, text, self.req.req_id, self.attempt, self.peer, why)
         self._context.metrics.fetch_retries(cause).inc()
         self.req.timeline.fail(time.monotonic(), cause, why)
         self.drain()

@@ -69,6 +69,9 @@ class Inbound:
     def on_ready(self, peer: PeerId, message: KVReady) -> Req | None:
         """Pass an announcement to its fetch; returns the request if that has got a token by it."""
         fetch = self._find(peer, message)
+        if fetch is not None and not fetch.knows(message):
+            self.context.refusals.unexpected(peer, message)
+            return None  # the attempt goes on: whoever was asked says it again with each renewal
         if fetch is not None and not fetch.believes(message):
             self.context.refusals.unexpected(peer, message)
             fetch.fail(TransferError.code, "it has announced what cannot be")

@@ -37,7 +37,9 @@ from worker.observe.metrics import WorkerMetrics
 from worker.plan import Chunk
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
+from worker.schedule.shares import Shares, num_pages
 from worker.transfer.lease import Lease
+from worker.transfer.seal import sealed
 
 if TYPE_CHECKING:
     from worker.observe.spans import Tracer
@@ -52,6 +54,7 @@ class _Outgoing:
     req: PrefillReq
     lease: Lease
     first_page: int  # index in the prompt of the first page that decode lacks
+    key: bytes  # of what is announced
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,7 @@ class Outbound:
     refusals: Refusals
     tracer: "Tracer | None" = None
     draining: bool = False
+    shares: Shares = field(default_factory=lambda: Shares("decode"))
     _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
     _by_req: dict[PrefillReq, _Outgoing] = field(default_factory=dict)
 
@@ -96,6 +100,9 @@ class Outbound:
                 raise Busy("draining")
             if (req := self.scheduler.admit(message)) is None:
                 raise Busy("no room")
+            if not self._is_shared(peer):
+                self.scheduler.drop(req)
+                raise Busy("no room for this worker")
         except KvlaneError as error:
             log.debug("xfer_id=%s from %s refused: %s", xfer.xfer_id, peer, error)
             self.send(peer, PrefillRefused(xfer, Error(error.code, str(error))))
@@ -105,7 +112,7 @@ class Outbound:
         self.metrics.queried_tokens.inc(len(message.tokens))
         self.metrics.cached_tokens.inc(req.num_computed_tokens)
         lease = Lease(self.lease.prefill_window_s, now)
-        outgoing = _Outgoing(xfer, peer, req, lease, first_page)
+        outgoing = _Outgoing(xfer, peer, req, lease, first_page, message.key)
         self._outgoing[xfer] = self._by_req[req] = outgoing
         if message.trace and self.tracer is not None:
             req.trace = self.tracer.carried(message.trace, now)
@@ -114,6 +121,16 @@ class Outbound:
             if req.num_computed_tokens == req.num_target_tokens:
                 req.trace.leave(now)
         self._announce(outgoing, first_page)
+
+    def _is_shared(self, peer: PeerId) -> bool:
+        """Whether others have room enough, now that a prompt of the peer's is admitted."""
+        limit, waiting, book = self.scheduler.max_reqs, self.scheduler.waiting, self.scheduler.book
+        living = self._outgoing.values()
+        queued = ((each.peer, 1) for each in living if each.req in waiting)
+        pages = ((each.peer, num_pages(each.req.hold)) for each in living)
+        return self.shares.allow(peer, limit, limit - len(waiting), queued) and self.shares.allow(
+            peer, book.num_pages, book.num_available, pages
+        )
 
     def on_renew(self, peer: PeerId, message: Renew, now: float) -> None:
         """Extend the leases that live, announce their pages again, and acknowledge the leases."""
@@ -199,7 +216,7 @@ class Outbound:
             last = False  # its last step has not settled
         figures = groups.start, len(groups), last, req.hold.num_matched, req.prefill_s, req.token
         ready = KVReady(outgoing.xfer, first_page, pages, *figures, slot if last else 0)
-        self.send(outgoing.peer, ready)
+        self.send(outgoing.peer, sealed(ready, outgoing.key))
 
     def _pages(self, req: PrefillReq, first: int, num_tokens: int) -> tuple[int, ...]:
         """Ids of the pages, from index `first` on, whose KV is complete after `num_tokens` tokens.
