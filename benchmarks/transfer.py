@@ -1,9 +1,10 @@
 """Throughput and latency of pulling KV between two processes of this machine.
 
     python -m benchmarks.transfer --transport shm --transport mooncake --run-bytes 65536 1048576
-    python -m benchmarks.transfer --transport sockets --netns far --host 10.9.0.1 --far 10.9.0.2
+    python -m benchmarks.transfer --two --rate 10gbit --transport sockets
 
-The second has its source in another network namespace (see `benchmarks/results/transfer.md`).
+With --two the source is in another network namespace, whose road `tc` may slow down, and `iperf3`
+tells what the road carries (root, iproute2, iperf3).
 Both ends, the copy and the network stack share this machine's cores, so only ratios count (one
 transport, or one run size, against another). The data is random, not zero. A pull is polled in a
 closed loop, as an idle engine would; `first run` is the time of a pull of a single run, which is
@@ -13,11 +14,13 @@ what a short prompt sees.
 import argparse
 import contextlib
 import ctypes
+import json
 import mmap
 import multiprocessing
 import os
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -29,6 +32,7 @@ import numpy as np
 
 from benchmarks.load.report import aligned
 from benchmarks.output import parser, shown, write
+from tests.support import namespaces
 from worker.cache.layout import MemoryRegion
 from worker.registry import resolve
 from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, PullState, Run
@@ -36,6 +40,7 @@ from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, PullSt
 HOST = "127.0.0.1"
 KINDS = {"shm": "shm", "mooncake": "tcp", "sockets": "tcp"}
 CLONE_NEWNET = 0x40000000
+FAR, QUEUE, STREAMS = "10.79.0.2", ("tc", "qdisc", "add", "dev"), (1, 4, 16)
 CONNECT_S = 10.0
 NUM_SINGLE_RUNS = 50
 POLL_S = 2e-5  # between two polls; others of this process have their turn then
@@ -78,6 +83,26 @@ def serve(name: str, num_bytes: int, conn: Connection, netns: str, host: str) ->
     with contextlib.suppress(EOFError):
         conn.recv_bytes()
     os._exit(0)
+
+
+def carried(netns: str, streams: int) -> str:
+    """What iperf3 moves from there to here over so many connections, and its CPU."""
+    server = subprocess.Popen(["ip", "netns", "exec", netns, "iperf3", "-s", "-1"], stdout=-3)
+    words = ["iperf3", "-c", FAR, "-R", "-t", "2", "-l", "1M", "-J", "-P", str(streams)]
+    try:
+        for _ in range(50):  # until it listens
+            time.sleep(0.1)
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode == 0:
+                break
+    finally:
+        server.kill()
+        server.wait()
+    end = json.loads(done.stdout)["end"]
+    gb_s = end["sum_received"]["bits_per_second"] / 8e9
+    cpu = end["cpu_utilization_percent"]
+    cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 / gb_s
+    return f"iperf3, {streams} streams: {gb_s / 1.073741824:.2f} GiB/s, {cpu_s:.2f} cpu s/GB"
 
 
 def pull_s(peer: Peer, runs: Sequence[Run]) -> float:
@@ -169,10 +194,19 @@ def main() -> None:
     add("--run-bytes", type=int, nargs="+", default=[4096, 16384, 65536, 1 << 20, 16 << 20])
     add("--total-mb", type=int, default=128, help="MiB per pull")
     add("--repeat", type=int, default=5)
-    add("--host", default=HOST, help="our address")
-    add("--netns", default="", help="of the source; a name of `ip netns`")
-    add("--far", default=HOST, help="the source's address")
+    add("--two", action="store_true", help="the source is in another network namespace")
+    add("--rate", default="", help="of the road between the two, as tc writes it")
     options = made.parse_args()
+    options.host, options.far, options.netns = HOST, HOST, ""
+    if options.two:
+        namespaces.enter("benchmarks.transfer")
+        options.host, options.far = namespaces.GATEWAY, FAR
+        options.netns = namespaces.join("far", FAR)
+        far = ("ip", "netns", "exec", options.netns)
+        for words in ([*far, *QUEUE, "eth0"], [*QUEUE, "vfar"]) if options.rate else ():
+            namespaces.run(*words, *f"root tbf rate {options.rate} burst 4mb latency 50ms".split())
+        for streams in STREAMS:
+            print(carried(options.netns, streams), flush=True)
     rows: list[dict[str, Any]] = []
     for name in options.transport or sorted(TRANSPORTS):
         rows += bench(name, options)

@@ -100,13 +100,9 @@ class _Server(uvicorn.Server):
             await loop.connect_accepted_socket(self._protocol(), connection, ssl=self._tls)
 
     def _protocol(self) -> Callable[[], asyncio.Protocol]:
-        config, made = (
-            self.config,
-            cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class),
-        )
-        return partial(
-            made, config=config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+        config, state = self.config, self.server_state
+        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
+        return partial(made, config=config, server_state=state, app_state=self.lifespan.state)
 
 
 class _Arrivals:

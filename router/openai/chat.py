@@ -10,6 +10,7 @@ from msgspec import UNSET, UnsetType
 from router.dispatch.mailbox import Delta
 from router.errors import invalid, unsupported
 from router.openai.body import AnswerWriter
+from router.openai.custom_calls import Input
 from router.openai.logprobs import BytesOf, chat_logprobs
 from router.openai.reading import mapping
 from router.openai.reply import (
@@ -24,7 +25,6 @@ from router.openai.reply import (
     ToolCall,
 )
 from router.openai.schema import Message, OfTemplate
-from router.text.custom_calls import Input
 from router.text.parsers import CallPart, Parsed, Parser, Plain
 from router.text.tokenizer import Text, text_of_parts
 from worker.api import FinishReason

@@ -9,11 +9,11 @@ from pydantic import Field, ValidationError
 
 from router.config import CallFormat
 from router.errors import invalid
+from router.openai.custom_calls import as_function
 from router.openai.reading import RequestModel, mapping, refused
 from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
-from router.text.custom_calls import as_function
 from router.text.grammar import Part, quoted, schema_part
 from router.text.parsers import (
     CALL,

@@ -167,7 +167,7 @@ def test_a_salt_lasts_through_preemption_and_failover(
 
 # Whose salt is lost where.
 MUTANTS: dict[str, tuple[Any, str, str, str]] = {
-    "prefill is not told": (Fetch, "begin", ", req.salt)", ")"),
+    "prefill is not told": (Fetch, "begin", ", req.salt,", ", '',"),
     "prefill does not listen": (PrefillScheduler, "admit", "salt=asked.salt", "salt=''"),
     "decode is not told": (Queue, "_send", "salt=req.salt", "salt=''"),
     "decode does not listen": (Admission, "admit", "salt=message.salt", "salt=''"),

@@ -8,7 +8,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from router.text.custom_calls import Input
+from router.openai.custom_calls import Input
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import HELLO, QWEN, DecodeDouble, Served, make_model, speak
 from tests.router.test_router_tools import grammar_accepts

@@ -291,6 +291,7 @@ class SocketTransport(KVTransport):
         return peer
 
     def forget(self, peer: SocketPeer) -> None:
+        """It was closed."""
         with self._lock:
             self._peers.discard(peer)
 
