@@ -93,6 +93,7 @@ def end(two_nodes: Run, job: subprocess.Popen[bytes], output: Path) -> None:
     assert job.wait(HANG_S) == 0, output.read_text()
 
 
+@pytest.mark.whole
 def test_prefill_on_one_node_decode_on_the_other(two_nodes: Run, tmp_path: Path) -> None:
     output = tmp_path / "job"
     with submitted(output, *SUBMIT) as job:

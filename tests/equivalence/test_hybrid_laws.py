@@ -12,7 +12,7 @@ from tests.support.engines import Running, running, value
 from tests.support.hybrids import hybrid, poison
 from tests.support.laws import ended
 from tests.support.lockstep import DECODE, Ask, Lockstep
-from tests.support.pairwise import more
+from tests.support.pairwise import in_whole, more
 from tests.support.patience import until
 from tests.support.recorded import RecordedMemory, RecordedSteps, as_one_op, replay
 from worker.api import Sampling
@@ -111,8 +111,15 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
     assert refused.value.param.startswith("engine.")
 
 
-@pytest.mark.parametrize("chunks", ["pieces", "whole"])
-@pytest.mark.parametrize("spec", [{}, {"drafter": "mtp", "widths": [1, 4]}], ids=["plain", "mtp"])
+@pytest.mark.parametrize(
+    ("spec", "chunks"),
+    [
+        ({}, "whole"),
+        ({"drafter": "mtp", "widths": [1, 4]}, "pieces"),
+        *in_whole(({}, "pieces"), ({"drafter": "mtp", "widths": [1, 4]}, "whole")),
+    ],
+    ids=["plain-whole", "mtp-pieces", "plain-pieces", "mtp-whole"],
+)
 def test_replays_change_nothing(
     chunks: str, spec: dict[str, object], expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:

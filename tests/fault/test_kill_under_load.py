@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import httpx
+import pytest
 
 from benchmarks.train.problems import held_out_problems
 from tests.e2e.check import MAX_TOKENS
@@ -104,6 +105,7 @@ def check_outcomes(outcomes: list[Outcome], error: str = "worker_lost") -> int:
     return num_errors
 
 
+@pytest.mark.whole  # the short chaos kills them, too
 def test_kill_a_prefill_then_a_decode_worker(clusters: Clusters) -> None:
     reference_texts(NUM_KNOWN, MAX_TOKENS)
     serve = clusters.take(*USUAL)

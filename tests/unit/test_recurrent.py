@@ -159,7 +159,7 @@ def check_same(x: Tensor, y: Tensor) -> None:
 # Widths of three steps, one after the other, so that every change of width occurs.
 WIDTHS = [(2, 1, 4), (4, 3, 1), (1, 2, 2)]
 PROMPTS = [0, 70, 1, 3, 64]
-CASES = [*zip(SHAPES, PROMPTS, strict=False), *pairwise.more(*product(SHAPES, PROMPTS))]
+CASES = [(SHAPES[1], 70), *pairwise.more(*product(SHAPES, PROMPTS))]
 
 
 @pytest.mark.parametrize(("shape", "prompt"), CASES, ids=str)
@@ -195,7 +195,7 @@ def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, pro
                 at[i] += num
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:2], *pairwise.more(SHAPES[2])], ids=str)
 def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
     net = Net(shape, 4)
     text, other = net.tokens(240), net.tokens(130)
