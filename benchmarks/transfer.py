@@ -98,7 +98,10 @@ def carried(netns: str, streams: int) -> str:
     finally:
         server.kill()
         server.wait()
-    end = json.loads(done.stdout)["end"]
+    said = json.loads(done.stdout)
+    if done.returncode:
+        return f"iperf3, {streams} streams: {said['error']}"
+    end = said["end"]
     gb_s = end["sum_received"]["bits_per_second"] / 8e9
     cpu = end["cpu_utilization_percent"]
     cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 / gb_s
