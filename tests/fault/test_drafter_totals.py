@@ -14,7 +14,6 @@ import httpx
 import pytest
 
 from tests.e2e.harness import Serve
-from tests.support.pairwise import in_whole, whole
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.scrape import scrape
@@ -98,9 +97,8 @@ def counted(serve: Serve) -> tuple[int, int]:
     return int(steps), int(accepted)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "least"), [("ngram", 1.1), *in_whole(("chain", 2.0), ("dflash", 3.0))]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize(("drafter", "least"), [("ngram", 1.1), ("chain", 2.0), ("dflash", 3.0)])
 def test_totals_are_equal_pulled_after_a_kill_and_local_without_overlap(drafter, least, clusters):
     arguments = "--spec", drafter, *ARGUMENTS
     serve = clusters.fresh(*arguments, "--set", "disaggregation.mode=always")
@@ -111,8 +109,6 @@ def test_totals_are_equal_pulled_after_a_kill_and_local_without_overlap(drafter,
     assert 1 + num_accepted / num_steps > least
     assert not any(each.first_in_window for each in pulled)
     check_equal(counts(serve, kill=True), pulled)
-    if not whole:  # tests/equivalence shows the same of overlap and local prompts
-        return
     assert counts(serve) == pulled, "by its successor"
     alone = "--prefill", "1", "--set", "disaggregation.mode=never"  # one stands by
     serve = clusters.fresh(*arguments, *alone, "--set", "spec.overlap=false")
