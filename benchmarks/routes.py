@@ -9,12 +9,14 @@ The routers still run, on rows whose logits are the wanted ones; which row of `u
 the slot of a token's KV says. Picking them costs two small kernels a layer.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import worker.model.experts
 from worker.ops.experts.route import Routes, route
-from worker.ops.experts.shape import ExpertShape, Held
+from worker.ops.experts.shape import ExpertShape
 
 KINDS = ("real", "uniform", "zipf", "table")
 ROWS = 4096  # after which tokens have the same experts again
@@ -48,8 +50,7 @@ class ChosenRoutes:
         slots: Tensor | None,
         sink: int,
         shape: ExpertShape,
-        held: Held,
-        load: Tensor,
+        *rest: Any,
     ) -> Routes:
         """As `route`, but for the experts."""
         rows = self._rows.get(gate.data_ptr())
@@ -60,7 +61,7 @@ class ChosenRoutes:
         numbers = torch.arange(len(x), device=x.device)
         if slots is not None and self._kind != "table":
             numbers = slots
-        return route(rows[numbers % ROWS], gate, slots, sink, shape, held, load)
+        return route(rows[numbers % ROWS], gate, slots, sink, shape, *rest)
 
 
 def install(kind: str) -> None:

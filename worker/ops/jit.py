@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
-    prefetch: Any
 elif HAS_TRITON:
     import triton
     import triton.language as tl
@@ -36,27 +35,13 @@ elif HAS_TRITON:
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
-
-    @triton.jit
-    def prefetch(rows, K, AHEAD: "tl.constexpr"):
-        """Ask for the first values of rows of weights of length K, up to AHEAD (a power of two).
-
-        For a kernel that still waits for the one before it; they come into the L2.
-        """
-        LINE: tl.constexpr = 1024 // rows.dtype.element_ty.primitive_bitwidth  # values of 128 bytes
-        at = tl.arange(0, AHEAD // LINE) * LINE
-        lines = rows[:, None] + tl.where(at < K, at, 0)[None, :]
-        asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-        tl.inline_asm_elementwise(
-            asm, "=r,l", [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-        )
 else:
 
     def _jit(function: Any = None, **_options: Any) -> Any:
         return function if function is not None else _jit
 
     triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
-    enter = gdc_launch_dependents = gdc_wait = prefetch = None
+    enter = gdc_launch_dependents = gdc_wait = None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import ExpertShape, Held
-from worker.ops.jit import INTERPRETED, enter, prefetch, tl, triton
+from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 PART = 256  # of K: what one sum of the router is over
@@ -35,9 +35,6 @@ def _router_kernel(
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     part = tl.program_id(2)
     ks = tl.arange(0, BLOCK_K)
-    if PDL:
-        lines = gate + tl.minimum(experts, num_experts - 1).to(tl.int64) * K + part * PART
-        prefetch(lines, K - part * PART, PART)
     enter(PDL)
     acc = tl.zeros((BLOCK_E, BLOCK_T), tl.float32)
     for begin in range(0, PART, BLOCK_K):
