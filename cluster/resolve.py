@@ -122,13 +122,20 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
     why = f"KV of {' and '.join(sorted(devices))}, on {where}"
     name, chosen = config.transport.name, Chosen()
     if name == "auto":
-        name = "shm" if devices == {"cpu"} and one_node else "mooncake"
+        on_cpus, kind = devices == {"cpu"}, config.transport.kind
+        if kind == "auto":
+            name = ("shm" if one_node else "mixed") if on_cpus else "mooncake"
+        else:
+            name = {"shm": "shm", "tcp": "sockets" if on_cpus else "mooncake"}.get(kind, "mooncake")
         chosen["transport.name"] = name, why
     if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
         chosen["transport.kind"] = kind, why
     if name == "sockets" and config.transport.kind == "auto":
         chosen["transport.kind"] = "tcp", "it has no other"
+    if name == "mixed" and config.transport.kind == "auto":
+        kind = "shm" if "cpu" in devices else "nvlink"
+        chosen["transport.kind"] = kind, f"within a host; {why}"
     return _with(config, chosen, note)
 
 

@@ -73,6 +73,8 @@ def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator
     written = cluster.written.transport
     name = written.name if wanted.name == "auto" else wanted.name
     kind = written.kind if wanted.kind == "auto" else wanted.kind
+    if name == "mixed":  # the road depends on the pair
+        name = kind = "auto"
     yield from _paths({"name": name, "kind": kind}, workers)
 
 

@@ -174,7 +174,10 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     ("sets", "has_gpus", "nodes", "transport"),
     [
         ("", False, "n1 n1", ("shm", "auto")),  # which has one kind
-        ("", False, "n1 n2", ("mooncake", "tcp")),
+        ("", False, "n1 n2", ("mixed", "shm")),
+        ("transport.kind=tcp", False, "n1", ("sockets", "tcp")),
+        ("transport.kind=tcp", False, "n1 n2", ("sockets", "tcp")),
+        ("transport.name=mixed", True, "n1 n2", ("mixed", "nvlink")),
         ("transport.name=mooncake", False, "n1", ("mooncake", "tcp")),
         ("", True, "n1 n1", ("mooncake", "nvlink")),
         ("", True, "n1 n2", ("mooncake", "tcp")),

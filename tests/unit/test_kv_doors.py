@@ -50,7 +50,7 @@ def endpoint(memory: ctypes.Array) -> Iterator[Endpoint]:
 
 
 def dialed(endpoint: Endpoint, seconds: float = HANG_S) -> socket.socket:
-    return dial(endpoint, time.monotonic() + seconds)
+    return dial(endpoint.name, endpoint.secret, time.monotonic() + seconds)
 
 
 def strangers(endpoint: Endpoint) -> socket.socket:

@@ -105,10 +105,15 @@ class TransportConfig(Section):
     """How KV pages move, and who may speak to whom."""
 
     name: Auto | str = "auto"
-    """auto: shm while all workers run on CPUs of one host, else mooncake. sockets is our own over
-    TCP: faster than mooncake's, and it asks for a secret; not chosen by itself yet."""
+    """auto: on CPUs shm on one node and mixed on several, else mooncake. sockets is our own over
+    TCP: faster than mooncake's, and it asks for a secret. mixed: the memory that both ends share
+    within a host, sockets beyond; with GPUs it has to be asked for."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
-    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp."""
+    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp; for
+    mixed, within a host, nvlink between GPUs, else shm."""
+    networks: tuple[str, ...] = ()
+    """On which KV moves by sockets or mixed: names of interfaces (eth1) or ranges (10.1.0.0/16),
+    the same for every node; connections are made on each. Empty: that of the node's address."""
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """For the probe and warm-up of a new peer."""
     pull_timeout_s: float = Field(default=8.0, gt=0)
@@ -161,8 +166,6 @@ class DisaggregationConfig(Section):
     for the KV. `decode`: always the decode worker."""
     pull_overhead_s: float = Field(default=0.003, ge=0)
     """Fixed cost of asking, in that estimate."""
-    pull_bytes_per_s: float = Field(default=1.0e9, gt=0)
-    """First guess of the link's speed in that estimate; measured from then on."""
 
 
 class TracingConfig(Section):

@@ -30,6 +30,7 @@ from worker.run.engine import Engine, Kept
 from worker.run.runner import ModelRunner
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS, KVTransport
+from worker.transfer.host import addresses_in
 
 log = logging.getLogger("kvlane.engine")
 # What model and pool depend on; a process keeps both in another role only where they are equal.
@@ -118,7 +119,11 @@ def build_engine(
 
 def _transport(config: WorkerConfig, host: str, pool: KVPool) -> KVTransport:
     chosen = config.transport
-    transport: KVTransport = resolve("transport", chosen.name, TRANSPORTS)(host, chosen.kind)
+    try:
+        hosts = ",".join(addresses_in(chosen.networks)) or host
+    except ValueError as e:
+        raise UserError(f"transport.networks: {e}", "transport.networks") from e
+    transport: KVTransport = resolve("transport", chosen.name, TRANSPORTS)(hosts, chosen.kind)
     transport.register(pool.memory())
     return transport
 
