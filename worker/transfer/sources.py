@@ -121,13 +121,14 @@ class Sources(PageSource):
         times, _, _ = self._measured(DIALLED_BYTES)
         return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS) / times
 
-    def measure(self) -> tuple[float, int, int, float]:
-        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, of pulls into page 0."""
+    def measure(self) -> tuple[float, int, int, float, float]:
+        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, of pulls into
+        page 0."""
         times, num_bytes, num_runs = self._measured(MEASURED_BYTES)
         took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS)
         first, _ = self._sources[0]
         small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL)
-        return num_bytes / took_s, num_bytes, num_runs, small_s
+        return num_bytes / took_s, num_bytes, num_runs, small_s, times / took_s
 
     def _measured(self, wanted_bytes: int) -> tuple[int, int, int]:
         """How often page 0 is pulled to measure, and how many bytes and runs that makes."""
@@ -203,7 +204,8 @@ class LocalRank:
         road = f"{self.transport.name}/{self.transport.kind}"
         try:
             with closing(self.connect(member)) as sources:
-                return PullPath(member.peer, sources.road, *sources.measure())
+                page_size = self.model.regions[0].page_size
+                return PullPath(member.peer, sources.road, *sources.measure(), page_size)
         except (TransferError, OSError) as error:
             return PullPath(member.peer, road, error=str(error))
 
