@@ -325,7 +325,8 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         for role in ROLES
         if (part := config.role(role)).replicas
     }
-    check_directories(config.model, config.spec, ranks, with_weights=with_weights)
+    model, spec, kv_dtype = config.model, config.spec, config.kv.dtype
+    check_directories(model, spec, ranks, with_weights=with_weights, kv_dtype=kv_dtype)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":
         defaults_of(config.model.directory)

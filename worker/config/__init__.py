@@ -95,6 +95,10 @@ class KVConfig(Section):
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
+    dtype: Auto | Literal["float8_e4m3fn"] = "auto"
+    """Of the model's keys and values; auto: that of the model. float8_e4m3fn: eight bits, with a
+    scale for each token and head: half the memory and half the bytes of a pull. A drafter's keep
+    the model's."""
     num_groups: Auto | PositiveInt = "auto"
     """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
     CUDA the largest number up to 4 that divides the layers, and steps announce them one by one
@@ -255,7 +259,7 @@ class WorkerConfig(Section):
                 note(path, value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
-            tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
+            tree["transport"]["kind"] = kind = "shm" if name in ("shm", "mixed") else "tcp"
             note("transport.kind", kind, f"transport.name is {name}")
         check_length(tree["model"]["max_model_len"], model_max_len)
         check_collective(tree["engine"]["collective"], cpu=cpu)

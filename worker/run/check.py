@@ -133,7 +133,13 @@ class _Scene:
         """Fill pages and states with the same random content every time."""
         generator = torch.Generator(self._caches[0].device).manual_seed(7)
         for cache in self._caches:
-            cache.normal_(generator=generator)
+            if cache.element_size() > 1:
+                cache.normal_(generator=generator)
+            elif cache.dtype == torch.uint8:  # exponents
+                cache.random_(124, 130, generator=generator)
+            else:
+                normal = torch.empty(cache.shape, device=cache.device)
+                cache.copy_(normal.normal_(generator=generator))
 
     def written(self) -> Tensor:
         """Sums of bits, as values may be NaN, of all but the sinks: [num caches] i64."""
