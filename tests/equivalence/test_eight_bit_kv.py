@@ -8,14 +8,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.train.problems import held_out_problems
 from tests.contract import test_eight_bits as contract
+from tests.equivalence import test_models as models
 from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts, saved
 from tests.equivalence.test_dense_laws import sections as plain_sections
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.support.engines import running
 from tests.support.laws import ended
 from tests.support.pairwise import in_whole
+from tests.support.prompts import chat_ids, tokenizer
+from worker.config import BUNDLED, ModelConfig
 
 EIGHT = "float8_e4m3fn"
 WAYS: dict[str, dict[str, Any]] = SERVED | {
@@ -79,3 +84,26 @@ def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.Mon
         contract.test_attention_is_that_over_what_the_cache_is_worth(
             "reference", "mixed", "16", "causal"
         )
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean KL of the next token's distribution over problems with their answers, in nats.
+
+    Nearly all of it is of the questions, which the models were not taught to say.
+    """
+    monkeypatch.setattr(models, "PAGE_SIZE", 16)
+    path, diverged = ModelConfig(path=name).directory, []
+    problems = held_out_problems(8)
+    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
+    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
+    for pair in zip(texts[::2], texts[1::2], strict=True):
+        found = []
+        for dtype in ("float32", EIGHT):
+            engine = models.Engine(models.load(path), kv_dtype=dtype)
+            found.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
+            engine.pool.close()
+        diverged.append(((found[0] - found[1]) * found[0].exp()).sum(-1))
+    kl = float(torch.cat(diverged).mean())
+    print(f"{name}: mean KL {kl:.2g} nats over {sum(map(len, texts))} tokens")
+    assert 0 < kl <= 0.02
