@@ -34,3 +34,14 @@ def dequantized(values: Tensor, exponents: Tensor, dtype: torch.dtype) -> Tensor
     """What `quantized` has made, [.., head_dim] of `dtype`, which is bf16 or f32."""
     scales = (exponents.to(torch.int32) << 23).view(torch.float32)
     return (values.float() * scales.unsqueeze(-1)).to(dtype)
+
+
+def fill_noise(view: Tensor, generator: torch.Generator | None = None) -> None:
+    """Normal numbers into one of a pool's `caches` or states, of any dtype; into exponents a few
+    powers around one."""
+    if view.dtype == torch.uint8:
+        view.random_(124, 130, generator=generator)
+    elif view.dtype == E4M3:
+        view.copy_(torch.empty(view.shape, device=view.device).normal_(generator=generator))
+    else:
+        view.normal_(generator=generator)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, Section
 from worker.config.engine import AttentionConfig as AttentionConfig
@@ -48,6 +48,7 @@ def log_choice(path: str, value: object, why: str) -> None:
 
 
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
+KV_DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn")  # what others call it
 BUNDLED = (TINY, "tiny-hybrid", "tiny-moe")  # the second has a drafter, an MTP layer, in its files
 
 
@@ -95,7 +96,9 @@ class KVConfig(Section):
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
-    dtype: Auto | Literal["float8_e4m3fn"] = "auto"
+    dtype: Annotated[
+        Auto | Literal["float8_e4m3fn"], BeforeValidator(lambda name: KV_DTYPES.get(name, name))
+    ] = "auto"
     """Of the model's keys and values; auto: that of the model. float8_e4m3fn: eight bits, with a
     scale for each token and head: half the memory and half the bytes of a pull. A drafter's keep
     the model's."""
