@@ -185,6 +185,7 @@ def breaches_of(answers: Answers) -> list[str]:
 
 def kept(answers: Answers, seed: int, breaches: Sequence[str], place: Path) -> Path:
     """A file with what is wrong, the seed, and the requests that did it."""
+    place.mkdir(parents=True, exist_ok=True)
     path = place / f"fuzz-http-{seed}-{int(time.time())}.json"
     found = [{"why": why, **request._asdict(), "raw": request.raw.hex()}
              for why, request in answers.bad[:200]]  # fmt: skip
