@@ -227,16 +227,15 @@ def dial(address: str, secret: bytes, deadline: float) -> socket.socket:
     try:
         left_s = max(1e-3, deadline - time.monotonic())
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        greeting = received(connection, len(GREETING) + NONCE_BYTES)
+        greeting = received(connection, len(GREETING) + NONCE_BYTES, deadline)
         if not greeting.startswith(GREETING):
             raise ConnectionError("it speaks otherwise")
         nonce = os.urandom(NONCE_BYTES)
         nonces = greeting.removeprefix(GREETING) + nonce
         connection.sendall(nonce + proof(secret, b"reads", nonces))
-        if received(connection, MAC_BYTES) != proof(secret, b"serves", nonces):
+        if received(connection, MAC_BYTES, deadline) != proof(secret, b"serves", nonces):
             raise ConnectionError("another process answers there")
-    except OSError as e:
+    except (OSError, OverflowError, ValueError) as e:  # or its name is no address
         if connection is not None:
             connection.close()
         said = "did not answer in time" if isinstance(e, TimeoutError) else f"refuses: {e}"
