@@ -144,7 +144,7 @@ class WorkerActor(ProcessActor):
             else:
                 from worker.worker import Place, Worker
 
-                make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
+                make = partial(Worker, metrics_ports=me.cluster.metrics_ports)
                 if self._kept is not None:
                     make = partial(make, kept=self._kept)
         place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)
