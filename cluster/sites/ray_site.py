@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -13,13 +14,21 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.config import Config
-from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
+from cluster.diagnose.facts import Driver, read_driver
+from cluster.resolve import (
+    ROLES,
+    bundle_of,
+    counts,
+    with_collective,
+    with_devices,
+    with_transport,
+)
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Record, Site
-from cluster.sites.ray_private import RAY
+from cluster.sites.ray_private import RAY, reason_of
 from cluster.sites.shared_port import SharedPort
 from worker.api import Member, Role
 from worker.config import WorkerConfig
@@ -27,6 +36,7 @@ from worker.errors import WorldError
 
 log = logging.getLogger("kvlane.site")
 
+DRIVER_TIMEOUT_S = 60.0
 MAX_CONCURRENCY = 8  # run() and start() hold one thread of an actor each
 
 
@@ -68,9 +78,27 @@ class RaySite(Site):
             for name in list(self._holdings):
                 await self.release(name)
             raise WorldError("stopped before anything was started")
-        self.config = with_transport(self.config, self._worker_nodes())
+        peer_access = await self._peer_access()
+        self.config = with_transport(self.config, self._worker_nodes(), peer_access=peer_access)
         self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
+
+    async def _peer_access(self) -> bool | None:
+        """As of `with_transport`; None where it does not matter, or the node does not tell."""
+        nodes, gpus = self._worker_nodes(), [self.config.role(role).num_gpus for role in ROLES]
+        if len(nodes) > 1 or not any(gpus) or self.config.transport.kind != "auto":
+            return None
+        (node_id,) = nodes
+        if node_id == self._home.node_id:
+            return (await asyncio.to_thread(read_driver)).peer_access
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ask = RAY.remote(read_driver).options(num_cpus=0, scheduling_strategy=there)
+        try:
+            driver: Driver = await asyncio.wait_for(ask.remote(), DRIVER_TIMEOUT_S)
+        except (RayError, TimeoutError) as error:
+            log.warning("the node of the workers does not tell of its GPUs: %s", reason_of(error))
+            return None
+        return driver.peer_access
 
     async def change(self, given: Config) -> None:
         """The configuration of processes from now on; where they are, and how KV goes, stays."""
