@@ -41,7 +41,7 @@ def of_transport(kind: str, engine: EngineConfig, facts: Facts) -> Iterator[Find
 
 def _cannot(subject: str, kind: str, lack: str, remedy: str) -> Finding:
     """Workers that shall move KV in this way would end at their start."""
-    error = UserError(f"transport.kind: {kind} cannot be used: {lack}. {remedy}", "transport.kind")
+    error = UserError(f"transport.kind: {kind} cannot be used: {lack}; {remedy}", "transport.kind")
     return failure(subject, lack, NO_START, remedy, error=error)
 
 
