@@ -78,27 +78,11 @@ class RaySite(Site):
             for name in list(self._holdings):
                 await self.release(name)
             raise WorldError("stopped before anything was started")
-        peer_access = await self._peer_access()
-        self.config = with_transport(self.config, self._worker_nodes(), peer_access=peer_access)
+        nodes = self._worker_nodes()
+        peer_access = await peer_access_of(self.config, nodes, self._home)
+        self.config = with_transport(self.config, nodes, peer_access=peer_access)
         self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
-
-    async def _peer_access(self) -> bool | None:
-        """As of `with_transport`; None where it does not matter, or the node does not tell."""
-        nodes, gpus = self._worker_nodes(), [self.config.role(role).num_gpus for role in ROLES]
-        if len(nodes) > 1 or not any(gpus) or self.config.transport.kind != "auto":
-            return None
-        (node_id,) = nodes
-        if node_id == self._home.node_id:
-            return (await asyncio.to_thread(read_driver)).peer_access
-        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        ask = RAY.remote(read_driver).options(num_cpus=0, scheduling_strategy=there)
-        try:
-            driver: Driver = await asyncio.wait_for(ask.remote(), DRIVER_TIMEOUT_S)
-        except (RayError, TimeoutError) as error:
-            log.warning("the node of the workers does not tell of its GPUs: %s", reason_of(error))
-            return None
-        return driver.peer_access
 
     async def change(self, given: Config) -> None:
         """The configuration of processes from now on; where they are, and how KV goes, stays."""
@@ -266,6 +250,27 @@ class RaySite(Site):
         """Ids of the nodes that workers are on."""
         workers = [each for each in self._holdings.values() if each.record.role != "router"]
         return {node.node_id for each in workers if each.group for node in each.group.nodes}
+
+
+async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:
+    """As of `with_transport`; None where it does not matter, or the node does not tell.
+
+    config: with devices decided. nodes: ids of those that the workers were placed on.
+    """
+    on_gpus = any(config.role(role).num_gpus for role in ROLES)
+    if len(nodes) != 1 or not on_gpus or config.transport.kind != "auto":
+        return None
+    (node_id,) = nodes
+    if node_id == home.node_id:
+        return (await asyncio.to_thread(read_driver)).peer_access
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ask = RAY.remote(read_driver).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        driver: Driver = await asyncio.wait_for(ask.remote(), DRIVER_TIMEOUT_S)
+    except (RayError, TimeoutError) as error:
+        log.warning("the node of the workers does not tell of its GPUs: %s", reason_of(error))
+        return None
+    return driver.peer_access
 
 
 async def _given_back(group: Group | None) -> None:

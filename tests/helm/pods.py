@@ -21,6 +21,7 @@ from typing import Any
 from tests.helm.charts import REPOSITORY, Render, parsed, port_names, template
 from tests.support import namespaces
 from tests.support.namespaces import Started, answers, enter, join
+from tests.support.patience import HANG_S
 
 WORK = Path("/run/kvlane-pods")
 ADDRESSES = {
@@ -145,10 +146,13 @@ def serve_and_end(render: Render, start: Start) -> None:
             raise
 
     begin("head")
-    wait("head is alive", lambda: probe("head", "livenessProbe"), 120)
+    # Nodes that came before the head's own would end, to be started anew by a kubelet.
+    agent = f"http://{ADDRESSES['head']}:{port_names(specs['head'])['ray-agent']}"
+    wait("head is alive", lambda: probe("head", "livenessProbe"), HANG_S)
+    wait("head has a node", lambda: answers(f"{agent}/api/local_raylet_healthz"), HANG_S)
     for name in (*workers, "serve"):
         begin(name)
-    wait("serve is ready", lambda: probe("serve", "readinessProbe"), 240)
+    wait("serve is ready", lambda: probe("serve", "readinessProbe"), HANG_S)
     for name in running:
         assert probe(name, "livenessProbe"), name
         assert probe(name, "readinessProbe"), name
@@ -157,15 +161,15 @@ def serve_and_end(render: Render, start: Start) -> None:
         for name in workers for title, port in port_names(specs[name]).items()
         if title.startswith("metrics")
     ]  # fmt: skip
-    wait(f"{len(urls)} workers have metrics", lambda: all(map(answers, urls)), 120)
+    wait(f"{len(urls)} workers have metrics", lambda: all(map(answers, urls)), HANG_S)
     begin("test")
     test = running.pop("test")
-    assert test.process.wait(300) == 0, test.output
+    assert test.process.wait(HANG_S) == 0, test.output
     print(test.output.splitlines()[-1])
     for name in ("serve", *workers):
         before = specs[name]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         running[name].run(*before)
-        code = running[name].end(120 if name == "serve" else 60)
+        code = running[name].end(HANG_S)
         assert name != "serve" or code == 0, running[name].output
     print("serve and its workers' pods ended")
 
