@@ -225,11 +225,13 @@ def _config(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(Config.model_json_schema(), indent=2))
     elif args.explain:
+        from cluster.diagnose.facts import read_driver
         from cluster.resolve import explain
 
         config = load_config(args)
         flags = {leaf: flag for flag, leaf, _ in given(args)}
-        for line in explain(config, origins(args.config, args.set, flags), _num_gpus(config)):
+        sources = origins(args.config, args.set, flags)
+        for line in explain(config, sources, _num_gpus(config), read_driver().peer_access):
             print(line)
     else:
         print(yaml.safe_dump(load_config(args).shown(), sort_keys=False), end="")

@@ -123,7 +123,10 @@ class ClusterConfig(Section):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port of all routers, on each node that has some; 0: any free one."""
     worker_metrics_port: int = Field(default=0, ge=0, le=65535)
-    """Port of each worker's /metrics; 0: any free one. Another needs a node for each worker."""
+    """First port of workers' /metrics; 0: any free one."""
+    worker_metrics_ports: PositiveInt = 1
+    """Ports from there on, of which each worker takes the first that is free: as many as a node has
+    workers."""
     placement_timeout_s: float = Field(default=30.0, gt=0)
     """For Ray to find room for all processes."""
     start_timeout_s: float = Field(default=900.0, gt=0)
@@ -147,6 +150,12 @@ class ClusterConfig(Section):
         if self.restart_backoff_s > self.max_restart_backoff_s:
             raise ValueError("needs restart_backoff_s <= max_restart_backoff_s")
         return self
+
+    @property
+    def metrics_ports(self) -> range:
+        """Of which a worker takes one; 0 is any free one."""
+        first = self.worker_metrics_port
+        return range(first, first + self.worker_metrics_ports)
 
     @property
     def stop_limit_s(self) -> float:

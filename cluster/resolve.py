@@ -111,10 +111,17 @@ def with_collective(
     return worker.model_copy(update={"engine": engine.model_copy(update={"collective": "nccl"})})
 
 
-def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_choice) -> Config:
+def with_transport(
+    config: Config,
+    nodes: Collection[str],
+    *,
+    peer_access: bool | None = None,
+    note: Note = log_choice,
+) -> Config:
     """Decide the transport; shm and nvlink only where they reach every worker.
 
-    config: with devices decided. nodes: ids of those that the workers were placed on.
+    config: with devices decided. nodes: ids of those that the workers were placed on. peer_access:
+    where it is one, as `facts.Driver` has it.
     """
     devices = {config.role(role).engine.device for role in ROLES if config.role(role).replicas}
     one_node = len(set(nodes)) <= 1
@@ -130,6 +137,8 @@ def with_transport(config: Config, nodes: Collection[str], *, note: Note = log_c
         chosen["transport.name"] = name, why
     if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
+        if kind == "nvlink" and peer_access is False:
+            kind, why = "tcp", f"{why} with GPUs that cannot read each other's memory"
         chosen["transport.kind"] = kind, why
     if name == "sockets" and config.transport.kind == "auto":
         chosen["transport.kind"] = "tcp", "it has no other"
@@ -178,16 +187,19 @@ def _with(config: Config, chosen: Chosen, note: Note) -> Config:
     return Config.model_validate(tree)
 
 
-def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterator[str]:
+def explain(
+    config: Config, origins: Mapping[str, str], num_gpus: int, peer_access: bool | None = None
+) -> Iterator[str]:
     """`kvlane config --explain`: a line for each leaf, with its value, its source, and why.
 
     What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
 
-    origins: as `config.origins` has them. num_gpus: that Ray would find here.
+    origins: as `config.origins` has them. num_gpus: that Ray would find here. peer_access: as of
+    `with_transport`.
 
     Raises UserError if the model cannot be served.
     """
-    choices = _choices(config, num_gpus)
+    choices = _choices(config, num_gpus, peer_access)
     for path, field in fields():
         value: object = attrgetter(path)(config)
         source = next((s for p, s in origins.items() if f"{path}.".startswith(f"{p}.")), "default")
@@ -201,14 +213,14 @@ def explain(config: Config, origins: Mapping[str, str], num_gpus: int) -> Iterat
         yield f"{left:<56} # {source}"
 
 
-def _choices(config: Config, num_gpus: int) -> Chosen:
+def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
     choices: Chosen = {}
 
     def note(path: str, value: object, why: str) -> None:
         choices.setdefault(path, (value, why))
 
     config = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus, note=note)
-    config = with_transport(config, ["this machine"], note=note)
+    config = with_transport(config, ["this machine"], peer_access=peer_access, note=note)
     if not config.model.directory.is_dir():
         return choices
     longest, dtype = model_limits(config.model.directory)

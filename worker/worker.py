@@ -33,10 +33,10 @@ class Worker:
         self,
         config: WorkerConfig,
         place: Place,
-        metrics_port: int = 0,
+        metrics_ports: range = range(1),
         kept: Kept | None = None,
     ) -> None:
-        self._config, self._place, self._metrics_port = config, place, metrics_port
+        self._config, self._place, self._metrics_ports = config, place, metrics_ports
         self.engine = build_engine(config, place, kept=kept)
         authentication = self.engine.config.transport.authentication
         self._thread = EngineThread(place.peer, self.engine.config.ping, keyring(authentication))
@@ -49,7 +49,7 @@ class Worker:
         """Begin to serve; returns the record under which other processes know this worker."""
         place, group = self._place, self.engine.rank_group
         metrics_address = self.engine.metrics.serve(
-            place.host, self._metrics_port, self._thread.stalled
+            place.host, self._metrics_ports, self._thread.stalled
         )
         endpoints = tuple(group.gather(self.engine.endpoint()))
         address = self._thread.start(place.host, self._turn)

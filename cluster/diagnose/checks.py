@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ import msgspec
 from cluster import download
 from cluster.config import Config, WorkerRole
 from cluster.diagnose.facts import Facts, read_facts
-from cluster.diagnose.finding import Finding, Level, failure, ok, refused, warning
+from cluster.diagnose.finding import Finding, Level, failure, ok, refuse, refused, warning
 from cluster.diagnose.machine import examine, versions
 from cluster.resolve import ROLES, reserved, with_devices, with_transport
 from router.dispatch.policy import POLICIES
@@ -50,10 +50,12 @@ class Settings:
     decided: Config  # with devices and transport as such a Ray leads to
 
     @classmethod
-    def here(cls, config: Config, num_gpus: int) -> Settings:
+    def here(cls, config: Config, num_gpus: int, facts: Facts) -> Settings:
         """Where `serve` starts Ray."""
         decided = with_devices(config, has_gpus=num_gpus > 0, local_gpus=num_gpus)
-        return cls(config, num_gpus, with_transport(decided, ["this machine"]))
+        peer_access = facts.driver.peer_access
+        decided = with_transport(decided, ["this machine"], peer_access=peer_access)
+        return cls(config, num_gpus, decided)
 
 
 def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding]:
@@ -65,17 +67,8 @@ def of_start(config: Config, num_gpus: int | None, facts: Facts) -> list[Finding
         settings = Settings(config, 0, config)
         keys = [*_keys(settings), *_certificate(settings)] if _beside_serve(config) else []
         return [*map(refused, (*_names(settings), *keys)), *_wire(config), *versions(facts)]
-    settings = Settings.here(config, num_gpus)
+    settings = Settings.here(config, num_gpus, facts)
     return [*map(refused, mistakes(settings)), *_wire(config), *examine(settings.decided, facts)]
-
-
-def refuse(findings: Iterable[Finding]) -> None:
-    """Raise the errors among the findings as one: a line for each, with path and remedy."""
-    errors = [finding.error for finding in findings if finding.error is not None]
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise UserError("\n".join(map(str, errors)), errors[0].param)
 
 
 def checked(config: Config, num_gpus: int | None, *, offline: bool) -> tuple[Config, list[str]]:
@@ -113,7 +106,7 @@ def fetched(config: Config, *, offline: bool) -> Config:
 
 def of_machine(config: Config, num_gpus: int, facts: Facts) -> list[Finding]:
     """All that `doctor` shows of this machine; arguments as of `of_start`."""
-    settings = Settings.here(config, num_gpus)
+    settings = Settings.here(config, num_gpus, facts)
     errors = mistakes(settings)
     ports = () if any(error.param in PORTS for error in errors) else _ports(config)
     judged = examine(settings.decided, facts)

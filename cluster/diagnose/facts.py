@@ -44,6 +44,11 @@ class Driver:
     gpus: tuple[str, ...] = ()  # names, by index
     unreachable: tuple[tuple[int, int], ...] = ()  # (i, j): GPU i cannot read GPU j's memory
 
+    @property
+    def peer_access(self) -> bool | None:
+        """Whether each GPU reads the memory of all others; None: there are no others."""
+        return not self.unreachable if len(self.gpus) > 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class Port:
@@ -63,6 +68,7 @@ class Facts:
     torch_cuda: str | None  # that torch was built for; "": CPU only; None: there is no torch
     rdma_ports: tuple[Port, ...]
     can_open_rdma: bool  # a device file of a card
+    gpu_direct: tuple[str, ...]  # ways for a card to read GPU memory: nvidia_peermem, dma-buf
     memlock_bytes: int | None  # that the process may lock; None: any number
     shm_bytes: int  # free in /dev/shm
     num_files: int  # that the process may open
@@ -86,6 +92,7 @@ def read_facts() -> Facts:
         torch_cuda=_torch_cuda(),
         rdma_ports=_rdma_ports(),
         can_open_rdma=any(os.access(p, os.R_OK | os.W_OK) for p in _files("/dev/infiniband")),
+        gpu_direct=_gpu_direct(),
         memlock_bytes=_memlock_bytes(),
         shm_bytes=_tried(OSError, 0, lambda: shutil.disk_usage("/dev/shm").free),
         num_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # Ray takes what it may
@@ -192,6 +199,13 @@ def _rdma_ports() -> tuple[Port, ...]:
         )
         for port in ports
     )
+
+
+def _gpu_direct() -> tuple[str, ...]:
+    """The host's kernel modules, which a container sees as well. Only open ones have dma-buf."""
+    peermem = Path("/sys/module/nvidia_peermem").exists()
+    is_open = "Open Kernel Module" in _text(Path("/proc/driver/nvidia/version"))
+    return ("nvidia_peermem",) * peermem + ("dma-buf",) * is_open
 
 
 def _memlock_bytes() -> int | None:

@@ -52,6 +52,15 @@ def refused(error: UserError) -> Finding:
     return failure(subject, what, REFUSED, remedy, error=error)
 
 
+def refuse(findings: Iterable[Finding]) -> None:
+    """Raise the errors among the findings as one: a line for each, with path and remedy."""
+    errors = [finding.error for finding in findings if finding.error is not None]
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise UserError("\n".join(map(str, errors)), errors[0].param)
+
+
 def shown(findings: Sequence[Finding], *, as_json: bool) -> str:
     """All of them, as text or JSON."""
     if as_json:

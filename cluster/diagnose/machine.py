@@ -9,11 +9,13 @@ from cluster.config import Config
 from cluster.diagnose.facts import MOONCAKE, Facts
 from cluster.diagnose.finding import Finding, failure, ok, warning
 from cluster.resolve import ROLES
-from worker.errors import MissingLibrary
+from worker.config import EngineConfig
+from worker.errors import MissingLibrary, UserError
 
 EXACT = ("ray",)  # of which we use the private interface
 FILES_BESIDE_CLIENTS = 1024
 INSTALL = {"cpu": "pip install 'kvlane[cpu]'", "cuda": "pip install 'kvlane[cuda]'"}
+NO_START = "workers that move KV with it cannot start"
 NO_KV = "decode workers cannot pull KV, and compute every prompt themselves"
 
 
@@ -22,14 +24,25 @@ def examine(config: Config, facts: Facts) -> Iterator[Finding]:
     name, kind = config.transport.name, config.transport.kind
     kind = name if name == "shm" else kind
     yield _gpus(facts, on_gpus=any(config.role(role).num_gpus for role in ROLES))
-    if len(facts.driver.gpus) > 1:
-        yield _peer_access(facts, kind)
-    yield _rdma(facts, kind)
-    yield _memlock(facts, kind, config.decode.engine.cpu_pool_bytes)
+    yield from of_transport(kind, config.decode.engine, facts)
     yield _mooncake(facts, name, kind)
     yield _shared_memory(facts, config.cluster.local_ray.object_store_bytes)
     yield _files(facts, config.router.max_inflight)
     yield from versions(facts)
+
+
+def of_transport(kind: str, engine: EngineConfig, facts: Facts) -> Iterator[Finding]:
+    """What `transport.kind` asks of a machine, on which an engine runs like this."""
+    if len(facts.driver.gpus) > 1:
+        yield _peer_access(facts, kind)
+    yield _rdma(facts, kind, on_gpu=engine.device != "cpu")
+    yield _memlock(facts, kind, engine)
+
+
+def _cannot(subject: str, kind: str, lack: str, remedy: str) -> Finding:
+    """Workers that shall move KV in this way would end at their start."""
+    error = UserError(f"transport.kind: {kind} cannot be used: {lack}; {remedy}", "transport.kind")
+    return failure(subject, lack, NO_START, remedy, error=error)
 
 
 def _gpus(facts: Facts, *, on_gpus: bool) -> Finding:
@@ -64,22 +77,21 @@ def _peer_access(facts: Facts, kind: str) -> Finding:
     if not apart:
         return ok("peers", f"each of {num_gpus} GPUs reads the memory of all others")
     pairs = ", ".join(f"{i} from {j}" for i, j in apart[:6]) + ("…" if len(apart) > 6 else "")
-    none = len(apart) == num_gpus * (num_gpus - 1)
-    make = failure if kind == "nvlink" and none else warning  # else workers may be where it works
-    return make(
-        "peers",
-        f"GPUs that cannot read each other's memory: {pairs} (nvidia-smi topo -p2p r)",
-        f"transport.kind=nvlink does not work between them: {NO_KV}",
+    lack = f"GPUs that cannot read each other's memory: {pairs} (nvidia-smi topo -p2p r)"
+    remedy = (
         "--set transport.kind=tcp; on bare metal switch IOMMU and ACS off, in a virtual machine "
-        "give it GPUs of one NVLink group",
+        "give it GPUs of one NVLink group"
     )
+    if kind == "nvlink" and len(apart) == num_gpus * (num_gpus - 1):
+        return _cannot("peers", kind, lack, remedy)
+    why = f"transport.kind=nvlink does not work between them: {NO_KV}"
+    return warning("peers", lack, why, remedy)  # workers may be where it works
 
 
-def _rdma(facts: Facts, kind: str) -> Finding:
+def _rdma(facts: Facts, kind: str, *, on_gpu: bool) -> Finding:
     ports = facts.rdma_ports
     active = any(port.state == "ACTIVE" for port in ports)
     said = ", ".join(f"{port.name} {port.state} at {port.rate}" for port in ports)
-    why = f"transport.kind=rdma cannot be used: {NO_KV}"
     if kind == "tcp" and active:
         return warning(
             "rdma",
@@ -90,34 +102,44 @@ def _rdma(facts: Facts, kind: str) -> Finding:
     if kind != "rdma":
         return ok("rdma", f"{said or 'no card'}; transport.kind={kind} needs none")
     if not active:
-        return failure(
+        return _cannot(
             "rdma",
+            kind,
             f"no port is active ({said})" if ports else "no card in /sys/class/infiniband",
-            why,
             "load the card's driver and bring a port up (ibstat), in Kubernetes ask for rdma/ib; "
             "or --set transport.kind=tcp",
         )
     if not facts.can_open_rdma:
         lack = f"{said}; and no file in /dev/infiniband can be opened"
         remedy = "give the container the devices (docker run --device /dev/infiniband, rdma/ib)"
-        return failure("rdma", lack, why, remedy)
-    return ok("rdma", said)
+        return _cannot("rdma", kind, lack, remedy)
+    if on_gpu and not facts.gpu_direct:
+        return warning(
+            "rdma",
+            f"{said}; neither nvidia_peermem nor the driver's open kernel modules are loaded",
+            "a card reads GPU memory by one of them; without, a worker cannot register its KV pool",
+            "modprobe nvidia_peermem on the host, or install the open kernel modules",
+        )
+    return ok("rdma", f"{said}; GPU memory by {' or '.join(facts.gpu_direct)}" if on_gpu else said)
 
 
-def _memlock(facts: Facts, kind: str, pool_bytes: int) -> Finding:
+def _memlock(facts: Facts, kind: str, engine: EngineConfig) -> Finding:
     limit = facts.memlock_bytes
     said = "no limit" if limit is None else f"at most {_bytes(limit)}"
     if kind != "rdma":
         return ok("memlock", f"{said}; transport.kind={kind} locks none")
-    if limit is None or limit >= pool_bytes:
+    if limit is None or limit >= engine.cpu_pool_bytes:
         return ok("memlock", said)
-    return failure(
-        "memlock",
-        said,
-        "an RDMA card needs the KV pool locked in memory; a worker cannot register it",
+    remedy = (
         "ulimit -l unlimited, systemd: LimitMEMLOCK=infinity, docker: --ulimit memlock=-1, "
-        "Kubernetes: IPC_LOCK",
+        "Kubernetes: IPC_LOCK"
     )
+    if engine.device == "cpu":
+        lack = f"{said} may be locked, and the KV pool has {_bytes(engine.cpu_pool_bytes)}"
+        return _cannot("memlock", kind, lack, remedy)
+    # How much a driver locks for GPU memory, we do not know.
+    why = "an RDMA card needs the KV pool locked in memory; a worker may not be able to register it"
+    return failure("memlock", said, why, remedy)
 
 
 def _mooncake(facts: Facts, name: str, kind: str) -> Finding:
@@ -128,8 +150,7 @@ def _mooncake(facts: Facts, name: str, kind: str) -> Finding:
     if facts.mooncake:
         lack, _, remedy = facts.mooncake.partition(": ")
         error = MissingLibrary(f"transport.name: {facts.mooncake}", "transport.name")
-        why = "workers that move KV with it cannot start"
-        return failure("mooncake", lack, why, remedy, error=error)
+        return failure("mooncake", lack, NO_START, remedy, error=error)
     if len(wheels) > 1:
         return failure(
             "mooncake",

@@ -17,6 +17,9 @@ from typing import Any, cast
 
 from cluster import logs
 from cluster.config import ClusterConfig, Config
+from cluster.diagnose.facts import read_facts
+from cluster.diagnose.finding import refuse
+from cluster.diagnose.machine import of_transport
 from cluster.diagnose.running import Examination, examined_here
 from cluster.sites.handles import CONTROLLER, Identity, call
 from cluster.sites.process import Membership, Report, Stage
@@ -134,7 +137,9 @@ class WorkerActor(ProcessActor):
             return self._member
 
     def _load(self, rendezvous: str) -> Member | None:
-        me = self._assignment
+        me, kind = self._assignment, self._config.transport.kind
+        if kind in ("rdma", "nvlink"):  # else it would be found out after the weights were read
+            refuse(of_transport(kind, self._config.engine, read_facts()))
         make: Callable[..., Any]
         with no_collections():  # torch: imported in this process only
             if me.rank:
@@ -144,7 +149,7 @@ class WorkerActor(ProcessActor):
             else:
                 from worker.worker import Place, Worker
 
-                make = partial(Worker, metrics_port=me.cluster.worker_metrics_port)
+                make = partial(Worker, metrics_ports=me.cluster.metrics_ports)
                 if self._kept is not None:
                     make = partial(make, kept=self._kept)
         place = Place(me.name, me.incarnation, me.host, rendezvous, self._progress)

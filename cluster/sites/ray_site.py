@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -13,13 +14,21 @@ from ray.util.scheduling_strategies import (
 )
 
 from cluster.config import Config
-from cluster.resolve import bundle_of, counts, with_collective, with_devices, with_transport
+from cluster.diagnose.facts import Driver, read_driver
+from cluster.resolve import (
+    ROLES,
+    bundle_of,
+    counts,
+    with_collective,
+    with_devices,
+    with_transport,
+)
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
 from cluster.sites.placement import SPANS, Ask, Group, Node, live_nodes, place
 from cluster.sites.process import Record, Site
-from cluster.sites.ray_private import RAY
+from cluster.sites.ray_private import RAY, reason_of
 from cluster.sites.shared_port import SharedPort
 from worker.api import Member, Role
 from worker.config import WorkerConfig
@@ -27,6 +36,7 @@ from worker.errors import WorldError
 
 log = logging.getLogger("kvlane.site")
 
+DRIVER_TIMEOUT_S = 60.0
 MAX_CONCURRENCY = 8  # run() and start() hold one thread of an actor each
 
 
@@ -68,7 +78,9 @@ class RaySite(Site):
             for name in list(self._holdings):
                 await self.release(name)
             raise WorldError("stopped before anything was started")
-        self.config = with_transport(self.config, self._worker_nodes())
+        nodes = self._worker_nodes()
+        peer_access = await peer_access_of(self.config, nodes, self._home)
+        self.config = with_transport(self.config, nodes, peer_access=peer_access)
         self._orders.tell("decide", self.given, self.config)
         return [holding.record for holding in self._holdings.values()]
 
@@ -238,6 +250,27 @@ class RaySite(Site):
         """Ids of the nodes that workers are on."""
         workers = [each for each in self._holdings.values() if each.record.role != "router"]
         return {node.node_id for each in workers if each.group for node in each.group.nodes}
+
+
+async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:
+    """As of `with_transport`; None where it does not matter, or the node does not tell.
+
+    config: with devices decided. nodes: ids of those that the workers were placed on.
+    """
+    on_gpus = any(config.role(role).num_gpus for role in ROLES)
+    if len(nodes) != 1 or not on_gpus or config.transport.kind != "auto":
+        return None
+    (node_id,) = nodes
+    if node_id == home.node_id:
+        return (await asyncio.to_thread(read_driver)).peer_access
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    ask = RAY.remote(read_driver).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+    try:
+        driver: Driver = await asyncio.wait_for(ask.remote(), DRIVER_TIMEOUT_S)
+    except (RayError, TimeoutError) as error:
+        log.warning("the node of the workers does not tell of its GPUs: %s", reason_of(error))
+        return None
+    return driver.peer_access
 
 
 async def _given_back(group: Group | None) -> None:

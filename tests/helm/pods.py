@@ -1,6 +1,7 @@
 """Runs the chart's pods as they are rendered, in namespaces of this machine instead of a cluster.
 
     python -m tests.helm.pods           # as root; about a minute on two idle cores
+    python -m tests.helm.pods --set=workers.layout=node    # with values
 
 Each pod has its own network, processes, /tmp and /dev/shm, a read-only root, no capabilities and
 the user id of the chart. Commands, environment, secrets and configuration are those of the render;
@@ -17,14 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.helm.charts import REPOSITORY, Render, documents, port_names
+from tests.helm.charts import REPOSITORY, Render, parsed, port_names, template
 from tests.support import namespaces
 from tests.support.namespaces import Started, answers, enter, join
+from tests.support.patience import HANG_S
 
 WORK = Path("/run/kvlane-pods")
 ADDRESSES = {
     name: f"10.79.0.{i}"
-    for i, name in enumerate(("head", "prefill", "decode", "serve", "test"), start=1)
+    for i, name in enumerate(("head", "prefill", "decode", "serve", "test", "node"), start=1)
 }
 PLACES = {"kvlane": "config", "kvlane-ray": "token"}
 KVLANE = '#!/bin/sh\nexec python -P -m cluster "$@"\n'  # of this checkout
@@ -121,6 +123,7 @@ def write_files(render: Render, directory: Path) -> None:
 def serve_and_end(render: Render, start: Start) -> None:
     """Start all pods, probe and test them, and end them in the order of an upgrade."""
     specs = render.components()
+    workers = [name for name in ("prefill", "decode", "node") if name in specs]
     running: dict[str, Started] = {}
 
     def begin(name: str) -> None:
@@ -143,31 +146,39 @@ def serve_and_end(render: Render, start: Start) -> None:
             raise
 
     begin("head")
-    wait("head is alive", lambda: probe("head", "livenessProbe"), 120)
-    for name in ("prefill", "decode", "serve"):
+    # Nodes that came before the head's own would end, to be started anew by a kubelet.
+    agent = f"http://{ADDRESSES['head']}:{port_names(specs['head'])['ray-agent']}"
+    wait("head is alive", lambda: probe("head", "livenessProbe"), HANG_S)
+    wait("head has a node", lambda: answers(f"{agent}/api/local_raylet_healthz"), HANG_S)
+    for name in (*workers, "serve"):
         begin(name)
-    wait("serve is ready", lambda: probe("serve", "readinessProbe"), 240)
+    wait("serve is ready", lambda: probe("serve", "readinessProbe"), HANG_S)
     for name in running:
         assert probe(name, "livenessProbe"), name
         assert probe(name, "readinessProbe"), name
-    port = port_names(specs["decode"])["metrics"]
-    urls = [f"http://{ADDRESSES[name]}:{port}/metrics" for name in ("prefill", "decode")]
-    wait("workers have metrics", lambda: all(map(answers, urls)), 120)
+    urls = [
+        f"http://{ADDRESSES[name]}:{port}/metrics"
+        for name in workers for title, port in port_names(specs[name]).items()
+        if title.startswith("metrics")
+    ]  # fmt: skip
+    wait(f"{len(urls)} workers have metrics", lambda: all(map(answers, urls)), HANG_S)
     begin("test")
     test = running.pop("test")
-    assert test.process.wait(300) == 0, test.output
+    assert test.process.wait(HANG_S) == 0, test.output
     print(test.output.splitlines()[-1])
-    for name in ("serve", "prefill", "decode"):
+    for name in ("serve", *workers):
         before = specs[name]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         running[name].run(*before)
-        code = running[name].end(120 if name == "serve" else 60)
+        code = running[name].end(HANG_S)
         assert name != "serve" or code == 0, running[name].output
     print("serve and its workers' pods ended")
 
 
 def main() -> None:
     enter("tests.helm.pods")
-    render = Render(documents("default"))
+    done = template(*sys.argv[1:])
+    assert done.returncode == 0, done.stderr
+    render = Render(parsed(done.stdout))
     (WORK / "bin").mkdir(parents=True)
     (WORK / "bin" / "kvlane").write_text(KVLANE)
     (WORK / "bin" / "kvlane").chmod(0o755)

@@ -28,7 +28,6 @@ from tests.helm.charts import (
 )
 
 KUBERNETES = [f"1.{minor}" for minor in range(29, 38)]
-OF_RAY = {"head", "prefill", "decode", "serve"}
 needs_definitions = pytest.mark.skipif(
     not custom.DEFINITIONS.exists(), reason=f"needs {custom.DEFINITIONS}"
 )
@@ -102,6 +101,7 @@ def test_generated_files_are_those_of_today() -> None:
         assert path.read_text() == expected, f"{path}: python -m helm.generate"
 
 
+NODE = "workers: {layout: node}"
 # A dot is a slash in some messages of Helm.
 REFUSED = (
     ("prefil: {replicas: 2}", "prefil"),
@@ -130,6 +130,24 @@ REFUSED = (
     ),
     ("{cluster: {kind: kuberay}, decode: {autoscaling: {kind: hpa}}}", "decode.autoscaling"),
     ("ingress: {enabled: true}", "ingress.hosts"),
+    ("pods: {hostNetwork: true}", "networkPolicy.enabled"),
+    ("config: {cluster: {worker_metrics_ports: 2}}", "config.cluster.worker_metrics_ports"),
+    ("workers: {node: {gpus: 8}}", "workers.node.gpus.*layout: node"),
+    ("workers: {node: {env: [{name: A}]}}", "workers.node.env.*layout: node"),
+    (f"{{{NODE}, decode: {{autoscaling: {{kind: hpa}}}}}}", "decode.autoscaling.*layout: role"),
+    (f"{{{NODE}, prefill: {{rdma: {{enabled: true}}}}}}", "prefill.rdma.*set workers.node.rdma"),
+    (
+        f"{{{NODE}, decode: {{tolerations: [{{}}]}}}}",
+        "decode.tolerations.*workers.node.tolerations",
+    ),
+    (f"{{{NODE}, decode: {{gpus: 2}}}}", "decode.gpus.*one pod"),
+    (f"{{{NODE}, decode: {{replicas: 3}}}}", "workers.node.cpus.*4 together.*1 pods have 2"),
+    ("workers: {layout: node, node: {pdb: {enabled: true}}}", "workers.node.pdb.maxUnavailable"),
+    ("workers: {layout: node, node: {rdma: {enabled: true}}}", "workers.node.rdma.enabled.*TCP"),
+    (
+        "{workers: {layout: node, node: {replicas: 2}}, config: {transport: {name: shm}}}",
+        "config.transport.*one pod for all workers",
+    ),
 )
 
 
@@ -154,7 +172,8 @@ def pods_of(name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_pods_are_probed_confined_and_of_a_fixed_version(name: str) -> None:
     components = pods_of(name)
-    assert components.keys() - {"test"} == OF_RAY
+    workers = {"node"} if "node" in name else {"prefill", "decode"}
+    assert components.keys() - {"test"} == {"head", "serve"} | workers
     for component, pod in components.items():
         for container in [*pod.get("initContainers", []), *pod["containers"]]:
             assert not container["image"].endswith(":latest")
@@ -196,7 +215,7 @@ def test_a_pod_of_several_gpus_holds_all_ranks_of_its_worker() -> None:
     assert "--num-cpus=8 --num-gpus=4" in node
     resource = re.search(r"decode-[0-9a-f]{8}", node)
     assert resource
-    assert f'{{"{resource[0]}": 4}}' in node
+    assert f'{{"{resource[0]}":4}}' in node
     serve = pods["serve"]["args"][0]
     assert "--set=decode.tp=4 \\\n  --set=decode.num_cpus=2 --set=decode.num_gpus=1" in serve
     assert f'decode.resources={{"{resource[0]}": 1}}' in serve
@@ -213,9 +232,24 @@ def test_a_disruption_budget_is_below_the_replicas(name: str) -> None:
         assert budget["spec"]["maxUnavailable"] < replicas
 
 
+def test_pods_of_a_node_hold_workers_of_both_roles() -> None:
+    """The same number each where the numbers divide: here 1 of 4 ranks and 2 of 2; else any."""
+    for name, prefill, decode, ports in (("node", 4, 4, 3), ("node-rdma", 4, 4, 4)):
+        pods = pods_of(name)
+        words = pods["node"]["containers"][0]["args"][0]
+        (offers,) = re.findall(r"--resources='(.+)'", words)
+        of_role = {key.partition("-")[0]: ranks for key, ranks in json.loads(offers).items()}
+        assert of_role == {"prefill": prefill, "decode": decode}
+        assert len(pods["node"]["containers"][0]["ports"]) == ports + 1
+        asked = pods["serve"]["containers"][0]["args"][0]
+        assert all(f'"{resource}": 1' in asked for resource in json.loads(offers))
+    assert pods["node"]["dnsPolicy"] == "ClusterFirstWithHostNet"
+    assert "hostNetwork" not in pods["serve"]
+
+
 def test_both_kinds_of_cluster_run_the_same_pods() -> None:
     plain, kuberay = pods_of("default"), pods_of("kuberay")
-    for component in OF_RAY:
+    for component in ("head", "prefill", "decode", "serve"):
         one, other = (pods[component]["containers"][0] for pods in (plain, kuberay))
         assert one["command"] == other["command"]
         assert one["livenessProbe"] == other["livenessProbe"]
@@ -231,6 +265,9 @@ def test_the_resource_of_a_pool_changes_with_its_pods_only() -> None:
         return match[1]
 
     assert resource() == resource("decode.replicas=3", "config.lease.renew_s=1")
+    node = ("workers.layout=node", "workers.node.cpus=8")
+    assert resource(*node) == resource(*node, "config.lease.renew_s=1")
+    assert resource(*node) != resource(*node, "decode.replicas=2"), "another port, so other pods"
     assert resource() != resource("image.tag=0.1.1")
     assert resource() != resource("decode.nodeSelector.gpu=h200")
 

@@ -83,6 +83,11 @@ MUTATIONS = {
     "file of the certificate": ("edge", "Deployment llm-serve", "-tls/tls.crt", "-cert/tls.crt"),
     "TLS of a probe": ("edge", "Deployment llm-serve", "scheme: HTTPS", "scheme: HTTP"),
     "key of the certificate": ("edge", "Secret llm-tls", "tls.key", "key"),
+    "ports of several workers": ("node", WORKERS, "port: metrics-2", "port: metrics-3"),
+    "number of these ports": (
+        "node", SERVE, "worker_metrics_ports=3", "worker_metrics_ports=2",
+    ),
+    "Ray's resource of a node": ("node", "Deployment demo-kvlane-node", '"decode-', '"dec-'),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
     "backend of an Ingress": ("edge", "Ingress llm", "name: http", "name: https"),
     "backend of an HTTPRoute": ("edge", "HTTPRoute llm", "port: 80", "port: 8000"),
@@ -267,8 +272,9 @@ def misconfigured(render: Render, path: Path) -> Iterator[str]:
     if port_names(spec).get("http") != config.cluster.port:
         yield f"serve: port http is not {config.cluster.port}"
     for other, _, pod in render.pods:
-        if port_names(pod).get("metrics", 0) not in (0, config.cluster.worker_metrics_port):
-            yield f"{other}: workers' metrics are at {config.cluster.worker_metrics_port}"
+        own = [port for name, port in port_names(pod).items() if name.startswith("metrics")]
+        if own not in ([], [*config.cluster.metrics_ports]):
+            yield f"{other}: workers' metrics are at {config.cluster.metrics_ports}"
 
 
 def containers(pod: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from tests.helm.test_integrity import containers, matches
 UNNAMED = 15_500  # as mooncake, Ray and ZeroMQ choose theirs
 # The port that a door has a name by; all others have none, and are for the cluster.
 NAMED = {"http": "api", "metrics": "metrics"}
+NO_POLICY = ("minimal", "node-rdma")
 LABEL = "kubernetes.io/metadata.name"
 
 Peer = tuple[str, dict[str, str]]  # namespace and labels of a pod
@@ -52,7 +53,7 @@ def of_release(render: Render) -> dict[str, str]:
     return dict(shared)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "minimal"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_POLICY])
 def test_strangers_reach_the_api_alone_and_monitoring_the_metrics(name: str) -> None:
     render = Render(documents(name))
     assert {DOORS[kind].reach for kind in NAMED.values()} == {Reach.CLIENTS, Reach.MONITORING}
@@ -72,10 +73,11 @@ def test_strangers_reach_the_api_alone_and_monitoring_the_metrics(name: str) -> 
                 assert component == "serve"
                 assert lets_in(render, labels, pod, port, ("apps", {}))
                 continue
-            assert from_monitoring == (port_name == "metrics" and scraped)
+            is_metrics = port_name.startswith("metrics")
+            assert from_monitoring == (is_metrics and scraped)
             through = [peer for peer in strangers if lets_in(render, labels, pod, port, peer)]
             # Values that name no namespace open metrics, and nothing else, to all.
-            assert not through or (port_name == "metrics" and name != "monitoring"), component
+            assert not through or (is_metrics and name != "monitoring"), component
 
 
 def test_the_api_is_for_whom_values_say() -> None:

@@ -1,6 +1,6 @@
 """The pods' own commands, run as they are rendered: downloads against a hub of our own, and all.
 
-The latter needs four Ray nodes: with --whole only.
+The latter needs three or four Ray nodes: with --whole only.
 """
 
 import os
@@ -46,7 +46,15 @@ def test_workers_fetch_all_and_serve_what_it_tokenizes_with(tmp_path: Path) -> N
 
 
 @pytest.mark.whole
-def test_the_pods_of_the_chart_start_serve_and_end() -> None:
+@pytest.mark.parametrize(
+    "sets",
+    [
+        pytest.param((), id="role"),
+        # Both workers in a pod: nothing else would find the other's memory.
+        pytest.param(("workers.layout=node", "config.transport.name=shm"), id="node"),
+    ],
+)
+def test_the_pods_of_the_chart_start_serve_and_end(sets: tuple[str, ...]) -> None:
     rendered("default")  # skips without Helm
     if os.geteuid() != 0 or not shutil.which("ip"):
         pytest.skip("needs root, unshare and iproute2 for namespaces")
@@ -55,7 +63,7 @@ def test_the_pods_of_the_chart_start_serve_and_end() -> None:
     if Path(sys.prefix).is_relative_to("/tmp"):
         pytest.skip("the pods have a /tmp of their own, so Python must not lie there")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helm.pods"],
+        [sys.executable, "-m", "tests.helm.pods", *(f"--set={each}" for each in sets)],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

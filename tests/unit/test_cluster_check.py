@@ -15,8 +15,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from cluster.config import Config, load
-from cluster.diagnose.checks import check_model, check_port, of_start, refuse
+from cluster.diagnose.checks import check_model, check_port, of_start
 from cluster.diagnose.facts import count_gpus, read_facts
+from cluster.diagnose.finding import refuse
 from tests.support.commands import REPOSITORY
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError

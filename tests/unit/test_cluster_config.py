@@ -171,26 +171,34 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "has_gpus", "nodes", "transport"),
+    ("sets", "has_gpus", "nodes", "peer_access", "transport"),
     [
-        ("", False, "n1 n1", ("shm", "auto")),  # which has one kind
-        ("", False, "n1 n2", ("mixed", "shm")),
-        ("transport.kind=tcp", False, "n1", ("sockets", "tcp")),
-        ("transport.kind=tcp", False, "n1 n2", ("sockets", "tcp")),
-        ("transport.name=mixed", True, "n1 n2", ("mixed", "nvlink")),
-        ("transport.name=mooncake", False, "n1", ("mooncake", "tcp")),
-        ("", True, "n1 n1", ("mooncake", "nvlink")),
-        ("", True, "n1 n2", ("mooncake", "tcp")),
-        ("transport.kind=tcp", True, "n1 n1", ("mooncake", "tcp")),
-        ("prefill.engine.device=cpu", True, "n1 n1", ("mooncake", "tcp")),
+        ("", False, "n1 n1", None, ("shm", "auto")),  # which has one kind
+        ("", False, "n1 n2", None, ("mixed", "shm")),
+        ("transport.kind=tcp", False, "n1", None, ("sockets", "tcp")),
+        ("transport.kind=tcp", False, "n1 n2", None, ("sockets", "tcp")),
+        ("transport.name=mixed", True, "n1 n2", None, ("mixed", "nvlink")),
+        ("transport.name=mooncake", False, "n1", None, ("mooncake", "tcp")),
+        ("", True, "n1 n1", None, ("mooncake", "nvlink")),
+        ("", True, "n1 n1", True, ("mooncake", "nvlink")),
+        ("", True, "n1 n1", False, ("mooncake", "tcp")),
+        ("transport.kind=nvlink", True, "n1 n1", False, ("mooncake", "nvlink")),
+        ("", True, "n1 n2", None, ("mooncake", "tcp")),
+        ("transport.kind=tcp", True, "n1 n1", None, ("mooncake", "tcp")),
+        ("prefill.engine.device=cpu", True, "n1 n1", None, ("mooncake", "tcp")),
     ],
 )
 def test_shm_and_nvlink_are_chosen_only_where_they_reach_everybody(
-    sets, has_gpus, nodes, transport
+    sets, has_gpus, nodes, peer_access, transport
 ) -> None:
     config = with_devices(load(None, sets.split()), has_gpus=has_gpus)
-    chosen = with_transport(config, nodes.split()).transport
+    notes: list[str] = []
+    chosen = with_transport(
+        config, nodes.split(), peer_access=peer_access, note=lambda *note: notes.append(note[2])
+    ).transport
     assert (chosen.name, chosen.kind) == transport
+    told = [text for text in notes if "cannot read each other's memory" in text]
+    assert len(told) == (peer_access is False and not sets)
 
 
 def test_every_rank_counts() -> None:

@@ -19,10 +19,10 @@ import pytest
 
 from cluster.config import load
 from cluster.diagnose import running
-from cluster.diagnose.checks import Settings, of_start, refuse
+from cluster.diagnose.checks import Settings, of_start
 from cluster.diagnose.facts import MOONCAKE, Driver, Facts, Port, read_facts, requirements
-from cluster.diagnose.finding import Finding, Level, has_failure
-from cluster.diagnose.machine import examine
+from cluster.diagnose.finding import Finding, Level, has_failure, refuse
+from cluster.diagnose.machine import examine, of_transport
 from cluster.diagnose.running import ClusterExamination, Examination, WorkerAnswer
 from tests.support.commands import REPOSITORY, run
 from tests.support.patience import HANG_S
@@ -58,6 +58,7 @@ def gpu_host(facts: Facts) -> Facts:
         torch_cuda="13.0",
         rdma_ports=(CARD,),
         can_open_rdma=True,
+        gpu_direct=("nvidia_peermem",),
         mooncake="",
         versions=versions | {f"{MOONCAKE}-cuda13": "0.3.14"},
         extra="cuda",
@@ -95,7 +96,7 @@ def failed(subject: str, *arguments: str, **more: Any) -> tuple[str, str]:
 
 def judged(facts: Facts, *sets: str) -> list[Finding]:
     num_gpus = len(facts.driver.gpus)
-    found = list(examine(Settings.here(load(None, sets), num_gpus).decided, facts))
+    found = list(examine(Settings.here(load(None, sets), num_gpus, facts).decided, facts))
     for each in found:
         assert each.what
         assert (each.level is Level.OK) == (not each.why) == (not each.remedy), each
@@ -131,7 +132,7 @@ def test_memory_that_cannot_be_locked_is_a_failure_for_rdma() -> None:
     sets = [word for text in RDMA for word in ("--set", text)]
     code, rows = doctor("--port", "0", *sets, preexec_fn=may_lock, env=os.environ)
     assert code == 1
-    assert bad(rows)["memlock"]["what"] == "at most 1 MiB"
+    assert bad(rows)["memlock"]["what"].startswith("at most 1 MiB may be locked, and ")
     assert "ulimit -l unlimited" in bad(rows)["memlock"]["remedy"]
     assert "rdma" in bad(rows) or Path("/sys/class/infiniband").exists()
 
@@ -170,6 +171,33 @@ def test_serve_refuses_a_transport_whose_library_is_missing(facts: Facts) -> Non
     with pytest.raises(UserError, match=r"^transport\.name: mooncake needs x: apt-get install x$"):
         refuse(of_start(load(None, ["cluster.port=0", "transport.name=mooncake"]), 0, lacking))
     refuse(of_start(load(None, ["cluster.port=0"]), 0, lacking))
+
+
+@pytest.mark.parametrize(
+    ("sets", "change", "what"),
+    [
+        (RDMA, {"rdma_ports": ()}, "rdma .*no card in /sys/class/infiniband.*rdma/ib"),
+        (RDMA, {"can_open_rdma": False}, "rdma .*no file in /dev/infiniband.*--device"),
+        (NVLINK, {"driver": APART}, "nvlink .*0 from 1, 1 from 0.*--set transport.kind=tcp"),
+    ],
+)
+def test_serve_and_each_worker_refuse_a_kind_that_the_machine_does_not_have(
+    gpu_host: Facts, sets: Sequence[str], change: dict[str, Any], what: str
+) -> None:
+    """Before Ray, or, on the node of another, before the weights are read."""
+    lacking, config = replace(gpu_host, **change), load(None, ["cluster.port=0", *sets])
+    with pytest.raises(UserError, match=rf"^transport\.kind: {what}") as refused:
+        refuse(examine(Settings.here(config, 2, lacking).decided, lacking))
+    assert refused.value.param == "transport.kind"
+    with pytest.raises(UserError, match=rf"^transport\.kind: {what}"):
+        refuse(of_transport(config.transport.kind, config.decode.engine, lacking))
+
+
+def test_memory_that_cannot_be_locked_is_refused_where_it_is_the_pool(gpu_host: Facts) -> None:
+    lacking = replace(gpu_host, memlock_bytes=8 << 20)
+    on_cpu = load(None, ["engine.device=cpu"]).decode.engine
+    with pytest.raises(UserError, match=r"^transport\.kind: .*8 MiB.*ulimit -l unlimited"):
+        refuse(of_transport("rdma", on_cpu, lacking))
 
 
 @pytest.mark.parametrize(("name", "version"), [("ray", "2.59.0"), ("msgspec", "0.18.6")])
@@ -217,7 +245,7 @@ def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
 
 
 def test_gpus_without_peer_access_are_named_with_a_remedy(gpu_host: Facts) -> None:
-    found = only(judged(replace(gpu_host, driver=APART)))
+    found = only(judged(replace(gpu_host, driver=APART), *NVLINK))
     assert "0 from 1, 1 from 0" in found.what
     assert "transport.kind=tcp" in found.remedy
 
@@ -241,7 +269,8 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
     ("change", "sets", "subject", "level"),
     [
         ({"driver": Driver(), "num_pci_gpus": 8}, (), "gpus", Level.WARNING),
-        ({"driver": APART}, (), "peers", Level.FAILURE),  # `auto` is nvlink within a machine
+        ({"driver": APART}, NVLINK, "peers", Level.FAILURE),
+        ({"driver": APART, "rdma_ports": ()}, (), "peers", Level.WARNING),  # `auto` takes TCP
         ({"driver": APART, "rdma_ports": ()}, TCP, "peers", Level.WARNING),
         ({"driver": SOME_APART}, NVLINK, "peers", Level.WARNING),
         ({"torch_cuda": "14.1"}, (), "gpus", Level.FAILURE),
@@ -249,6 +278,7 @@ def test_a_gpu_host_in_order_is_healthy(gpu_host: Facts) -> None:
         ({"rdma_ports": ()}, RDMA, "rdma", Level.FAILURE),
         ({"rdma_ports": (replace(CARD, state="DOWN"),)}, RDMA, "rdma", Level.FAILURE),
         ({"can_open_rdma": False}, RDMA, "rdma", Level.FAILURE),
+        ({"gpu_direct": ()}, RDMA, "rdma", Level.WARNING),
         ({}, ("transport.name=mooncake", *TCP), "rdma", Level.WARNING),
         ({"memlock_bytes": 8 << 20}, RDMA, "memlock", Level.FAILURE),
         ({"versions": {f"{MOONCAKE}-non-cuda": "0.3.13"}}, NVLINK, "mooncake", Level.FAILURE),
@@ -346,7 +376,7 @@ def test_a_path_over_which_nothing_comes_is_a_failure(facts: Facts) -> None:
 
 def test_nvlink_that_carries_no_more_than_tcp_is_a_warning(gpu_host: Facts) -> None:
     slow = PullPath("prefill-0/ab", "mooncake/nvlink", 2e9, 64 << 20, 4, 60e-6)
-    config = Settings.here(load(None, NVLINK), 2).decided
+    config = Settings.here(load(None, NVLINK), 2, gpu_host).decided
 
     def levels(**changes: int) -> set[tuple[str, Level]]:
         path = msgspec.structs.replace(slow, **changes)

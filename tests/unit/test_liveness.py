@@ -38,7 +38,7 @@ class Engine:
     def __init__(self, turn: Callable[[EngineThread], float], ping: PingConfig = PING) -> None:
         self.thread = EngineThread("decode-0/1", ping)
         self.metrics = WorkerMetrics(model="tiny", role="decode", worker="decode-0")
-        self.url = f"http://{self.metrics.serve('127.0.0.1', 0, self.thread.stalled)}/live"
+        self.url = f"http://{self.metrics.serve('127.0.0.1', stalled=self.thread.stalled)}/live"
         address = self.thread.start("127.0.0.1", lambda _: turn(self.thread))
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         patient = ping.model_copy(update={"stall_s": 3600.0})

@@ -135,13 +135,17 @@ def test_a_port_that_is_named_is_served_and_one_that_is_taken_is_named() -> None
         port = free.getsockname()[1]
     first, second = WorkerMetrics(**BOUND), WorkerMetrics(**BOUND | {"worker": "decode-1"})
     try:
-        assert first.serve("127.0.0.1", port) == f"127.0.0.1:{port}"
+        only = range(port, port + 1)
+        assert first.serve("127.0.0.1", only) == f"127.0.0.1:{port}"
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response:
             assert b"kvlane_requests_waiting" in response.read()
         with pytest.raises(UserError, match=rf"cluster\.worker_metrics_port: 127.0.0.1:{port}: "):
-            second.serve("127.0.0.1", port)
+            second.serve("127.0.0.1", only)
+        served = second.serve("127.0.0.1", range(port, port + 50))
+        assert port < int(served.partition(":")[2]) < port + 50, "the next that is free"
     finally:
         first.close()
+        second.close()
 
 
 NUM, MAX_TOKENS = 6, 12

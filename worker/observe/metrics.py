@@ -242,16 +242,25 @@ class WorkerMetrics(Families):
         if role == "decode":
             self.count_from_zero(placed=PLACES, requests=OUTCOMES, fetch_retries=RETRY_CAUSES)
 
-    def serve(self, host: str, port: int = 0, stalled: Callable[[], str] = lambda: "") -> str:
-        """Serve /metrics and /live on `port` of `host`, 0 is any free one; returns host:port.
+    def serve(
+        self, host: str, ports: range = range(1), stalled: Callable[[], str] = lambda: ""
+    ) -> str:
+        """Serve /metrics and /live on the first of `ports` of `host` that is free; its host:port.
 
-        stalled: why the worker is not live, "" if it is. Raises UserError if the port is taken.
+        ports: not empty; 0 is any free one. stalled: why the worker is not live, "" if it is.
+
+        Raises UserError if all ports are taken.
         """
-        try:
-            self._page = Page(host, port, self.registry, stalled)
-        except OSError as error:
-            path = "cluster.worker_metrics_port"
-            raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
+        for port in ports:
+            try:
+                self._page = Page(host, port, self.registry, stalled)
+            except OSError as error:
+                if port == ports[-1]:
+                    path = "cluster.worker_metrics_port"
+                    raise UserError(f"{path}: {host}:{port}: {error.strerror}", path) from error
+            else:
+                break
+        assert self._page is not None
         return f"{host}:{self._page.port}"
 
     def close(self) -> None:

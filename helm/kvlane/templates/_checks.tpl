@@ -2,7 +2,10 @@
 {{- define "kvlane.checks" -}}
 {{- $root := . -}}
 {{- $config := .Values.config -}}
-{{- $ours := dict "cluster.host" "" "cluster.port" "" "cluster.local_ray" "" "router.api_key_file" "serve.apiKeys" "router.tls_cert_file" "serve.tls" "router.tls_key_file" "serve.tls" -}}
+{{- $is_node := eq .Values.workers.layout "node" -}}
+{{- $node := .Values.workers.node -}}
+{{- $pools := splitList " " (include "kvlane.pools" .) -}}
+{{- $ours := dict "cluster.host" "" "cluster.port" "" "cluster.local_ray" "" "cluster.worker_metrics_ports" "" "router.api_key_file" "serve.apiKeys" "router.tls_cert_file" "serve.tls" "router.tls_key_file" "serve.tls" -}}
 {{- range $pool := list "prefill" "decode" -}}
 {{- $_ := set $ours (printf "%s.replicas" $pool) (printf "%s.replicas" $pool) -}}
 {{- $_ := set $ours (printf "%s.num_cpus" $pool) (printf "%s.cpus" $pool) -}}
@@ -24,21 +27,58 @@
 {{- end -}}
 {{- $cluster := $config.cluster -}}
 {{- $needed := addf (mulf 2 (addf (default 5 (get $cluster "drain_timeout_s")) (default 5 (get $cluster "stop_timeout_s")))) 30 | ceil | int -}}
-{{- range $component := list "prefill" "decode" "serve" -}}
-{{- if lt (index $root.Values $component "terminationGracePeriodSeconds" | int) $needed -}}
+{{- range $component := append $pools "serve" -}}
+{{- $values := ternary $node (index $root.Values $component) (eq $component "node") -}}
+{{- $component = ternary "workers.node" $component (eq $component "node") -}}
+{{- if lt (int $values.terminationGracePeriodSeconds) $needed -}}
 {{- fail (printf "%s.terminationGracePeriodSeconds: config.cluster.drain_timeout_s needs %d" $component $needed) -}}
 {{- end -}}
 {{- end -}}
-{{- $kind := dig "transport" "kind" "auto" $config -}}
-{{- if or (has $kind (list "shm" "nvlink")) (eq (dig "transport" "name" "auto" $config) "shm") -}}
-{{- fail "config.transport: shm and nvlink do not reach from pod to pod; leave it out (TCP) or set {name: mooncake, kind: rdma}" -}}
+{{- range $component := concat $pools (list "head" "serve") -}}
+{{- $values := ternary $node (index $root.Values $component) (eq $component "node") -}}
+{{- if and $root.Values.networkPolicy.enabled (ternary (get $values "hostNetwork") $root.Values.pods.hostNetwork (hasKey $values "hostNetwork")) -}}
+{{- fail "networkPolicy.enabled: it does not guard pods with hostNetwork, and shuts them out; set it to false, and close the ports of the nodes to others (deploy/NETWORKS.md)" -}}
 {{- end -}}
-{{- range $pool := list "prefill" "decode" -}}
-{{- $values := index $root.Values $pool -}}
+{{- end -}}
+{{- $kind := dig "transport" "kind" "auto" $config -}}
+{{- $near := or (has $kind (list "shm" "nvlink")) (eq (dig "transport" "name" "auto" $config) "shm") -}}
+{{- if and $near (not (and $is_node (eq (int $node.replicas) 1))) -}}
+{{- fail "config.transport: shm and nvlink do not reach from pod to pod; leave it out, set {name: mooncake, kind: rdma}, or have one pod for all workers (workers.layout: node)" -}}
+{{- end -}}
+{{- $cpus := 0 -}}
+{{- $gpus := 0 -}}
+{{- range $role := ternary (list "prefill" "decode") list $is_node -}}
+{{- $values := index $root.Values $role -}}
+{{- range $key, $_ := $values -}}
+{{- if not (has $key (list "replicas" "cpus" "gpus")) -}}
+{{- include "kvlane.unread" (dict "path" $role "values" $values "key" $key "why" (printf "is for the pods of workers.layout: role; set workers.node.%s" $key)) -}}
+{{- end -}}
+{{- end -}}
+{{- $ofOne := mul $values.cpus (max 1 (int $values.gpus)) -}}
+{{- if and (int $values.replicas) (gt (int $values.gpus) (int $node.gpus)) -}}
+{{- fail (printf "%s.gpus: a worker stays in one pod, and workers.node.gpus is %d" $role (int $node.gpus)) -}}
+{{- end -}}
+{{- $cpus = add $cpus (mul $values.replicas $ofOne) -}}
+{{- $gpus = add $gpus (mul $values.replicas $values.gpus) -}}
+{{- end -}}
+{{- range $key, $asked := ternary (dict "gpus" $gpus "cpus" $cpus) dict $is_node -}}
+{{- $given := mul $node.replicas (index $node $key) -}}
+{{- if gt (int $asked) (int $given) -}}
+{{- fail (printf "workers.node.%s: workers ask for %d together, and %d pods have %d" $key (int $asked) (int $node.replicas) (int $given)) -}}
+{{- end -}}
+{{- end -}}
+{{- if not $is_node -}}
+{{- range $key, $_ := $node -}}
+{{- include "kvlane.unread" (dict "path" "workers.node" "values" $node "key" $key "why" "is for workers.layout: node") -}}
+{{- end -}}
+{{- end -}}
+{{- range $pool := $pools -}}
+{{- $values := ternary $node (index $root.Values $pool) (eq $pool "node") -}}
+{{- $pool = ternary "workers.node" $pool (eq $pool "node") -}}
 {{- if and $values.rdma.enabled (ne $kind "rdma") -}}
 {{- fail (printf "%s.rdma.enabled: config.transport.kind is %s, so KV would go over TCP; set config.transport {name: mooncake, kind: rdma}" $pool $kind) -}}
 {{- end -}}
-{{- if ne $values.autoscaling.kind "none" -}}
+{{- if ne (dig "autoscaling" "kind" "none" $values) "none" -}}
 {{- if eq $root.Values.cluster.kind "kuberay" -}}
 {{- fail (printf "%s.autoscaling: the pods of cluster.kind kuberay are KubeRay's; set kind: none" $pool) -}}
 {{- end -}}
@@ -81,5 +121,23 @@
 {{- end -}}
 {{- if and .Values.ingress.enabled (not .Values.ingress.hosts) -}}
 {{- fail "ingress.hosts: which names?" -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Refuses a value (dict path, values, key, why) that is not read and not as in values.yaml. */ -}}
+{{- define "kvlane.unread" -}}
+{{- $usual := fromYaml `
+replicas: 1
+cpus: 2
+gpus: 0
+gpuResource: nvidia.com/gpu
+rdma: {enabled: false, resource: rdma/ib, count: 1}
+resources: {requests: {cpu: "1", memory: 3Gi}, limits: {memory: 6Gi}}
+terminationGracePeriodSeconds: 180
+pdb: {enabled: false, maxUnavailable: 1}
+autoscaling: {kind: none, maxReplicas: 4, waitingPerReplica: 8, keda: {serverAddress: "", pollingInterval: 15, cooldownPeriod: 300}}
+` -}}
+{{- if ne (index .values .key | toJson) (index $usual .key | toJson) -}}
+{{- fail (printf "%s.%s: %s" .path .key .why) -}}
 {{- end -}}
 {{- end -}}

@@ -1,9 +1,9 @@
-{{- /* The pod template of a component: dict root, component (head, prefill, decode, serve), resource
-(of a pool's nodes) and mark (of the head). */ -}}
+{{- /* The pod template of a component: dict root, component (head, prefill, decode, node, serve), hash
+(of a pool's pods) and mark (of the head). */ -}}
 {{- define "kvlane.podTemplate" -}}
 {{- $root := .root -}}
 {{- $component := .component -}}
-{{- $values := index $root.Values $component -}}
+{{- $values := ternary $root.Values.workers.node (index $root.Values $component) (eq $component "node") -}}
 {{- $pod := mergeOverwrite (deepCopy $root.Values.pods) $values -}}
 {{- $selector := include "kvlane.selector" $root | fromYaml -}}
 {{- $_ := set $selector "app.kubernetes.io/component" $component -}}
@@ -26,6 +26,10 @@ metadata:
 spec:
   serviceAccountName: {{ include "kvlane.serviceAccount" $root }}
   automountServiceAccountToken: false
+  {{- if $pod.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
   {{- with $root.Values.image.pullSecrets }}
   imagePullSecrets:
     {{- toYaml . | nindent 4 }}
@@ -56,7 +60,7 @@ spec:
     - name: {{ $component }}
       image: {{ include "kvlane.image" $root }}
       imagePullPolicy: {{ $root.Values.image.pullPolicy }}
-      {{- include (printf "kvlane.run.%s" (ternary "worker" $component (has $component (list "prefill" "decode")))) . | nindent 6 }}
+      {{- include (printf "kvlane.run.%s" (ternary "worker" $component (has $component (list "prefill" "decode" "node")))) . | nindent 6 }}
       env:
         {{- include "kvlane.env" $root | nindent 8 }}
         {{- if and (eq $component "head") $root.Values.ray.gcsFaultTolerance.enabled }}
@@ -165,6 +169,7 @@ lifecycle:
       command: [sleep, "{{ addf 10 (default 5 (get . "drain_timeout_s")) (default 5 (get . "stop_timeout_s")) | ceil | int }}"]
 {{- end }}
 ports:
+  - {name: ray-agent, containerPort: 52365}
   - {name: gcs, containerPort: 6379}
   - {name: dashboard, containerPort: 8265}
 startupProbe:
@@ -180,15 +185,16 @@ livenessProbe:
 {{- end -}}
 
 {{- define "kvlane.run.worker" -}}
-{{- $pool := index .root.Values .component -}}
-{{- $ranks := max 1 (int $pool.gpus) -}}
+{{- $is_node := eq .component "node" -}}
+{{- $pool := ternary .root.Values.workers.node (index .root.Values .component) $is_node -}}
+{{- $first := get .root.Values.config.cluster "worker_metrics_port" | int -}}
 command: [sh, -ec]
 args:
   - |
     mkdir -p "$HOME"
     exec ray start --block --address={{ include "kvlane.headAddress" .root }} \
-      --num-cpus={{ mul $pool.cpus $ranks }} --num-gpus={{ int $pool.gpus }} \
-      --resources='{"{{ .resource }}": {{ $ranks }}}' \
+      --num-cpus={{ ternary $pool.cpus (mul $pool.cpus (max 1 (int $pool.gpus))) $is_node | int }} --num-gpus={{ int $pool.gpus }} \
+      --resources='{{ include "kvlane.offers" . }}' \
       {{ include "kvlane.rayOptions" .root }}
 # serve drains before it ends its workers; a node that went first would cut their requests off.
 lifecycle:
@@ -196,8 +202,10 @@ lifecycle:
     exec:
       command: [sh, -c, "while grep -qszE '^ray::(Worker|Rank)Actor' /proc/[0-9]*/cmdline; do sleep 1; done"]
 ports:
-  {{- with get .root.Values.config.cluster "worker_metrics_port" | int }}
-  - {name: metrics, containerPort: {{ . }}}
+  {{- if $first }}
+  {{- range $i, $name := splitList " " (include "kvlane.metricsPorts" .root) }}
+  - {name: {{ $name }}, containerPort: {{ add $first $i }}}
+  {{- end }}
   {{- end }}
   - {name: ray-agent, containerPort: 52365}
 startupProbe:
@@ -226,6 +234,7 @@ lifecycle:
     exec:
       command: [sleep, "5"]
 ports:
+  - {name: ray-agent, containerPort: 52365}
   - {name: http, containerPort: 8000}
 startupProbe:
   httpGet: {path: /ready, port: http, scheme: {{ $scheme }}}
@@ -261,10 +270,15 @@ exec kvlane serve --address={{ include "kvlane.headAddress" . }} --config=/etc/k
 {{- if .Values.serve.tls.existingSecret }} \
   --set=router.tls_cert_file=/etc/kvlane-tls/tls.crt --set=router.tls_key_file=/etc/kvlane-tls/tls.key
 {{- end }}
+{{- $is_node := eq .Values.workers.layout "node" }}
+{{- if $is_node }} \
+  --set=cluster.worker_metrics_ports={{ include "kvlane.workersOfAPod" . }}
+{{- end }}
 {{- range $pool := list "prefill" "decode" }}
-{{- $values := index $root.Values $pool }} \
+{{- $values := index $root.Values $pool }}
+{{- $hash := include "kvlane.hash" (dict "root" $root "component" (ternary "node" $pool $is_node)) }} \
   --{{ $pool }}={{ int $values.replicas }} --set={{ $pool }}.tp={{ max 1 (int $values.gpus) }} \
   --set={{ $pool }}.num_cpus={{ int $values.cpus }} --set={{ $pool }}.num_gpus={{ min 1 (int $values.gpus) }} \
-  --set='{{ $pool }}.resources={"{{ include "kvlane.resource" (dict "root" $root "pool" $pool) }}": 1}'
+  --set='{{ $pool }}.resources={"{{ $pool }}-{{ $hash }}": 1}'
 {{- end }}
 {{- end -}}
