@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from worker.attention.backends import ATTENTION
+from worker.cache.layout import KVRegion
 from worker.config import (
     EngineConfig,
     ModelConfig,
@@ -42,6 +43,13 @@ def model_limits(directory: Path) -> tuple[int, str]:
     """Positions of a model, and its stored dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
     return shape.max_position_embeddings, shape.dtype
+
+
+def kv_token_bytes(directory: Path, page_size: int, dtype: str) -> int:
+    """Bytes that a token of the model's KV takes in `dtype`; raises as read_model_shape."""
+    shape = read_model_shape(directory)
+    sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
+    return KVRegion("target", *sizes, dtype).page_bytes // page_size
 
 
 def check_kv(dtype: str, model_dtype: str, shape: ModelShape) -> None:
