@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("Qwen2_5_VLForConditionalGeneration", {}, "images.*a model of text alone"),
     ("BertForMaskedLM", {}, "another task.*ForCausalLM"),
     ("NobodysForCausalLM", {}, "take a model of an architecture that is: Cohere2ForCausalLM"),
-    ("Qwen3ForCausalLM", {"quantization_config": FP8}, f"FP8 weights; {READ}: take"),
+    ("Qwen3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "block_size.*; or take"),
     ("LlamaForCausalLM", {"quantization_config": {"quant_method": "awq"}}, f"AWQ.*{READ}"),
     ("LlamaForCausalLM", {"quantization_config": {"quant_method": "gptq"}}, f"GPTQ.*{READ}"),
     ("LlamaForCausalLM", {"quantization_config": {"load_in_4bit": True}}, f"quantized.*{READ}"),

@@ -14,6 +14,7 @@ from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
 from worker.model.layers import Placement
+from worker.model.quantized import Scales
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard, tensor_of
 from worker.observe.metrics import Progress, no_progress
@@ -66,23 +67,31 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     Raises UserError if a file is missing or broken, or if tensors are missing, unexpected or of
     another shape (all of them are named, up to eight).
     """
-    shards = model.shards()
-    missing, unexpected = set(shards), list[str]()
-    for file in weight_files(path):
-        for name, tensor in _tensors(file, shards):
+    shards, files = model.shards(), weight_files(path)
+    scales, others = Scales(files), list[str]()
+    missing = set(shards)
+    for file in files:
+        for name, tensor in _tensors(file, shards, scales):
             if tensor is not None:
                 shards[name].fill(tensor)
                 missing.discard(name)
                 progress("load", len(shards) - len(missing), len(shards))
-            elif not model.ignores(name):
-                unexpected.append(name)
+            else:
+                others.append(name)
+    unexpected = [
+        name
+        for name in others
+        if not (scales.is_one(name) or model.ignores(name) or model.ignores(scales.weight_of(name)))
+    ]
     kinds = ("missing", sorted(set(map(tensor_of, missing)))), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.shape.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 
 
-def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor | None]]:
+def _tensors(
+    file: Path, shards: dict[str, Shard], scales: Scales
+) -> Iterator[tuple[str, Tensor | None]]:
     """(shard's key, its part) of each tensor in `file`; (name, None) if no shard asks for it."""
     keys = defaultdict[str, list[str]](list)
     for key in shards:
@@ -93,7 +102,7 @@ def _tensors(file: Path, shards: dict[str, Shard]) -> Iterator[tuple[str, Tensor
                 if name not in keys:
                     yield name, None
                     continue
-                stored = reader.get_slice(name)
+                stored = scales.scaled(name, reader.get_slice(name))
                 shape = tuple(stored.get_shape())
                 for key in keys[name]:
                     wanted = shards[key].stored_shape

@@ -88,11 +88,11 @@ def quantized(fields: Fields) -> Unsupported:
     method = config.get("quant_method") if isinstance(config, dict) else None
     kind = str(method or "quantized")
     kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind
-    text = f"{kind} weights; {READ}: take {_unquantized(fields.path)}"
+    text = f"{kind} weights; {READ}: take {unquantized(fields.path)}"
     return fields.unsupported("quantization_config", text)
 
 
-def _unquantized(path: Path) -> str:
+def unquantized(path: Path) -> str:
     """The model of which a quantized one in such a directory was made, if its name says so."""
     for part in reversed(path.parts):
         if found := _SUFFIX.match(part):
@@ -107,7 +107,7 @@ def check_path(path: Path) -> None:
     is_empty = not (path / "config.json").exists()
     if is_file or (is_empty and (any(path.glob("*.gguf")) or "-gguf" in str(path).lower())):
         text = f"{path} is a GGUF {'file' if is_file else 'model'}; {READ}"
-        raise Unsupported(f"{text}: take {_unquantized(path)}")
+        raise Unsupported(f"{text}: take {unquantized(path)}")
 
 
 def no_safetensors(path: Path) -> str:

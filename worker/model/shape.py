@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
-from worker.model.refusals import DENSE, quantized, unknown_architecture
+from worker.model.quantized import check_quantization
+from worker.model.refusals import DENSE, unknown_architecture
 from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
 from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
 from worker.ops.experts.shape import ExpertShape
@@ -226,8 +227,7 @@ def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> N
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
     if fields.flag("use_bidirectional_attention"):
         raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
-    if fields.get("quantization_config") is not None:
-        raise quantized(fields)
+    check_quantization(fields)
 
 
 def _read_delta(fields: Fields) -> dict[str, Any]:

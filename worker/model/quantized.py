@@ -1,0 +1,146 @@
+"""Weights in eight bits as they are published: which forms are read, and how they are scaled.
+
+They become the model's dtype while they are loaded, so products and memory are those of 16 bits.
+Free of torch until a file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from worker.errors import Unsupported, UserError
+from worker.model.fields import Fields
+from worker.model.files import tensor_names
+from worker.model.refusals import quantized, unquantized
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+BLOCK = 128  # rows and columns that share a scale, in files that have blocks
+# Of DeepSeek's and Qwen's files, and of compressed-tensors; both are multiplied with.
+WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
+# Of activations and of KV in eight bits: neither is quantised here, or not by a fixed scale.
+OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
+
+
+def check_quantization(fields: Fields) -> None:
+    """Refuse a `quantization_config` that is none of the forms that are read, by field and value.
+
+    Read: `fp8` with blocks of 128 × 128, and compressed-tensors' `float-quantized` with a scale a
+    tensor, channel or block.
+    """
+    if fields.get("quantization_config") is None:
+        return
+    held = fields.inner("quantization_config")
+    method = held.get("quant_method")
+    if method == "fp8":
+        held.choice("fmt", ("e4m3",))
+        held.choice("activation_scheme", ("dynamic",))
+        if (size := held.get("weight_block_size")) != [BLOCK, BLOCK]:
+            raise _refused(held, "weight_block_size", f"{size!r}; read: {[BLOCK, BLOCK]}")
+    elif method == "compressed-tensors":
+        held.choice("format", ("float-quantized",))
+        if held.get("format") is None:
+            raise _refused(held, "format", "absent; read: float-quantized")
+        for name in held.get("config_groups") or {}:
+            _check_group(held.inner("config_groups").inner(name).inner("weights"))
+    else:
+        raise quantized(fields)
+
+
+def _check_group(weights: Fields) -> None:
+    weights.choice("type", ("float",))
+    weights.choice("num_bits", (8,))
+    weights.choice("strategy", ("tensor", "channel", "block"))
+    if (size := weights.get("block_structure")) not in (None, [BLOCK, BLOCK]):
+        raise _refused(weights, "block_structure", f"{size!r}; read: {[BLOCK, BLOCK]}")
+
+
+def _refused(fields: Fields, field: str, problem: str) -> Unsupported:
+    return fields.unsupported(field, f"{problem}; or take {unquantized(fields.path)}")
+
+
+class Scales:
+    """The scales of a model's weight files; they may lie in another file than their weights."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._used = set[str]()
+
+    @cached_property
+    def _where(self) -> Mapping[str, Path]:
+        """The file of each scale of weights."""
+        names = {file: tensor_names(file.parent, [file]) for file in self._files}
+        return {
+            name: file
+            for file, held in names.items()
+            for name in held
+            if name.endswith(WEIGHT_SCALES)
+        }
+
+    def scaled(self, name: str, stored: Any) -> Any:
+        """What slices the tensor `name`: `stored` itself, or what multiplies it as it is sliced.
+
+        stored: a slice of safetensors. Raises UserError if eight bits have no scale, or one of a
+        shape that fits no form.
+        """
+        if stored.get_dtype() != "F8_E4M3":
+            return stored
+        stem = name.removesuffix("weight")
+        found = next((stem + end for end in WEIGHT_SCALES if stem + end in self._where), None)
+        if found is None:
+            raise UserError(f"{name} is in eight bits, and there is no {stem}{WEIGHT_SCALES[0]}")
+        self._used.add(found)
+        with safe_open(self._where[found], framework="pt", device="cpu") as reader:
+            return _Scaled(name, stored, reader.get_tensor(found).float())
+
+    def is_one(self, name: str) -> bool:
+        """Whether the tensor `name` is a scale that was used, or one that is not needed."""
+        return name in self._used or name.endswith(OTHER_SCALES)
+
+    @staticmethod
+    def weight_of(name: str) -> str:
+        """The tensor that a scale belongs to; another tensor's own name."""
+        stem = next((name.removesuffix(end) for end in WEIGHT_SCALES if name.endswith(end)), None)
+        return name if stem is None else f"{stem}weight"
+
+
+class _Scaled:
+    """A tensor [N, K] in eight bits that is multiplied by its scales as it is sliced."""
+
+    def __init__(self, name: str, stored: Any, scales: Tensor) -> None:
+        self._stored, self._name = stored, name
+        rows, columns = self.get_shape()
+        blocks = [-(-size // BLOCK) for size in (rows, columns)]
+        if scales.numel() == 1:
+            self._scales, self._grain = scales.view(1, 1), (rows, columns)
+        elif scales.numel() == rows and len(scales) == rows:
+            self._scales, self._grain = scales.view(rows, 1), (1, columns)
+        elif list(scales.shape) == blocks:
+            self._scales, self._grain = scales, (BLOCK, BLOCK)
+        else:
+            shape = tuple(scales.shape)
+            raise UserError(f"{name} of shape {(rows, columns)} has scales of shape {shape}")
+
+    def get_shape(self) -> list[int]:
+        """As safetensors' slices have it."""
+        return self._stored.get_shape()
+
+    def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
+        """[rows, columns] f32."""
+        part: torch.Tensor = self._stored[index].float()
+        for dim, (held, size) in enumerate(zip(index, self.get_shape(), strict=True)):
+            start, stop, _ = held.indices(size)
+            each = [at // self._grain[dim] for at in range(start, stop)]
+            assert part.shape[dim] == len(each)
+            if dim == 0:
+                of_rows = self._scales[each]
+            else:
+                part *= of_rows[:, each]
+        return part
