@@ -15,7 +15,7 @@ FEW = 256  # open requests, with which a full collection takes some 20 ms
 # Collections of what is younger since the last full one; each comes with some 8,000 objects more.
 # An object is 100 bytes or so: what waits is below 80 MB, and below 300 MB while many are open.
 MIN_YOUNG, MAX_YOUNG = 100, 400
-IDLE_LOOKS = 5  # without an open request
+IDLE_LOOKS = 5, 30  # without an open request; connections may close later
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
 
@@ -39,7 +39,7 @@ class Collector:
     def look(self, num_open: int) -> None:
         """To be called once a second, with how many requests are open."""
         self._num_idle = 0 if num_open else self._num_idle + 1
-        if self._num_idle == IDLE_LOOKS or is_due(gc.get_count()[2], num_open):
+        if self._num_idle in IDLE_LOOKS or is_due(gc.get_count()[2], num_open):
             gc.collect()
             if num_open <= FEW and _trim is not None:
                 _trim(0)  # glibc keeps 25 MB of what 10,000 connections had, in pieces

@@ -170,10 +170,10 @@ def test_an_idle_router_collects_once_what_is_old() -> None:
     gc.collect()  # it is old from now on
     del ring
     looks = []
-    for num_open in (0, 1, *[0] * (IDLE_LOOKS + 1)):
+    for num_open in (0, 1, *[0] * (IDLE_LOOKS[0] + 1)):
         collector.look(num_open)
         looks.append(gone() is None)
-    assert looks == [False] * (IDLE_LOOKS + 1) + [True, True]
+    assert looks == [False] * (IDLE_LOOKS[0] + 1) + [True, True]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])
