@@ -159,13 +159,17 @@ def check_same(x: Tensor, y: Tensor) -> None:
 # Widths of three steps, one after the other, so that every change of width occurs.
 WIDTHS = [(2, 1, 4), (4, 3, 1), (1, 2, 2)]
 PROMPTS = [0, 70, 1, 3, 64]
-CASES = [(SHAPES[1], 70), *pairwise.more(*product(SHAPES, PROMPTS))]
+# The fewest rows have the long prompt, which costs most.
+SOME = [(SHAPES[0], 1, WIDTHS[:1]), (SHAPES[1], 3, WIDTHS[1:2]), (SHAPES[1], 70, WIDTHS[2:])]
+CASES = [*SOME, *pairwise.more(*product(SHAPES, PROMPTS, [WIDTHS]))]
 
 
-@pytest.mark.parametrize(("shape", "prompt"), CASES, ids=str)
-def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, prompt: int):
+@pytest.mark.parametrize(("shape", "prompt", "all_widths"), CASES, ids=str)
+def test_every_width_and_acceptance_equals_the_recurrence(
+    shape: DeltaShape, prompt: int, all_widths: list[tuple[int, ...]]
+):
     """Rows differ in how many drafts are accepted. All have the same text; plain decode's bits."""
-    for widths in WIDTHS:
+    for widths in all_widths:
         ways = list(product(*(range(1, width + 1) for width in widths)))
         rows = range(1, len(ways) + 2)  # and one that decodes plainly
         net = Net(shape, len(rows))
@@ -195,7 +199,7 @@ def test_every_width_and_acceptance_equals_the_recurrence(shape: DeltaShape, pro
                 at[i] += num
 
 
-@pytest.mark.parametrize("shape", [*SHAPES[:2], *pairwise.more(SHAPES[2])], ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[1], *pairwise.more(SHAPES[0], SHAPES[2])], ids=str)
 def test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape: DeltaShape):
     net = Net(shape, 4)
     text, other = net.tokens(240), net.tokens(130)
