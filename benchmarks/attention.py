@@ -25,6 +25,7 @@ from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
+from worker.cache.eight_bits import fill_noise
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported
@@ -70,9 +71,9 @@ class Scene:
 
     def kv_bytes(self) -> int:
         """Keys and values that one pass has to read."""
-        per_token = self.shape.kv_heads * self.shape.head_dim * self.q.element_size() * 2
+        per_token = self.pool.layout.page_bytes / self.pool.layout.page_size
         seen = min(self.context, (self.window or self.context) + self.batch.max_query_len - 1)
-        return self.batch.num_reqs * seen * per_token * self.shape.layers
+        return int(self.batch.num_reqs * seen * per_token)
 
     def flops(self) -> float:
         """Floating-point operations of one pass: two products over all keys that a row may see."""
@@ -95,14 +96,13 @@ def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: in
     shape = replace(shape, layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
     pages = -(-context // options.page_size)
-    region = KVRegion(
-        "target", shape.layers, shape.kv_heads, shape.head_dim, 1, options.page_size, options.dtype
-    )
+    kv_dtype = options.kv_dtype or options.dtype
+    sizes = shape.layers, shape.kv_heads, shape.head_dim, 1, options.page_size
+    region = KVRegion("target", *sizes, kv_dtype)
     pool = KVPool(KVLayout((region,)), num_reqs * pages + 1, device)
     torch.manual_seed(0)
-    for layer_id in range(shape.layers):
-        for cache in pool.layer(layer_id):
-            cache.normal_()
+    for cache in pool.caches():
+        fill_noise(cache)
     order = (torch.randperm(num_reqs * pages) + 1).int().view(num_reqs, pages).to(device)
     num_tokens = num_reqs * width
     starts = torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * width
@@ -140,6 +140,7 @@ def backend_pass(scene: Scene, name: str) -> Pass:
             KeyMask(window=scene.window or None),
             cap=scene.cap,
             sinks=bool(scene.sinks),
+            dtype=str(scene.q.dtype).removeprefix("torch."),
         ),
         scene.sinks,
     )
@@ -192,6 +193,7 @@ def parsed() -> argparse.Namespace:
     add("--bound", type=int, default=0, help="max_seq_len_ub, if higher")
     add("--page-size", type=int, default=64)
     add("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    add("--kv-dtype", default="", help="float8_e4m3fn; default: that of --dtype")
     add("--backends", default="triton,flashinfer", help="by commas")
     add("--device", default=DEVICE)
     add("--replays", type=int, default=30)

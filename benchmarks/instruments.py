@@ -52,6 +52,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, default=128)
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
+    add("--kv-dtype", default="auto", help="as kv.dtype")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
@@ -99,8 +100,8 @@ def build(
             "num_pages": -(-num_tokens // page_size) + 2, "collective": options.collective,
         }  # fmt: skip
         config = {
-            "role": "decode", "model": model, "kv": {"page_size": page_size}, "engine": engine,
-            "spec": spec, "tp": options.tp,
+            "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
+            "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
         return led_engine(WorkerConfig.model_validate(config))
 

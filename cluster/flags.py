@@ -30,6 +30,7 @@ ALIASES: tuple[tuple[str, str, type], ...] = (
     ("--gpu-memory-utilization",
      "prefill.engine.memory_fraction decode.engine.memory_fraction", float),
     ("--served-model-name", "model.served_name", str),
+    ("--kv-cache-dtype", "kv.dtype", str),
 )  # fmt: skip
 API_KEY = "--api-key"
 NO_KEY = (

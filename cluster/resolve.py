@@ -11,10 +11,11 @@ from operator import attrgetter
 from cluster.config import Config, WorkerRole, fields, put
 from worker.api import Role
 from worker.config import MEMORY_FRACTION, Choice, Machine, Note, WorkerConfig, log_choice
-from worker.start.check import model_limits
+from worker.start.check import kv_token_bytes, model_limits
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
+EIGHT_BITS = "float8_e4m3fn"
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 Chosen = dict[str, Choice]  # by the path of a leaf
@@ -129,7 +130,11 @@ def with_transport(
     why = f"KV of {' and '.join(sorted(devices))}, on {where}"
     name, chosen = config.transport.name, Chosen()
     if name == "auto":
-        name = "shm" if devices == {"cpu"} and one_node else "mooncake"
+        on_cpus, kind = devices == {"cpu"}, config.transport.kind
+        if kind == "auto":
+            name = ("shm" if one_node else "mixed") if on_cpus else "mooncake"
+        else:
+            name = {"shm": "shm", "tcp": "sockets" if on_cpus else "mooncake"}.get(kind, "mooncake")
         chosen["transport.name"] = name, why
     if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"
@@ -138,6 +143,9 @@ def with_transport(
         chosen["transport.kind"] = kind, why
     if name == "sockets" and config.transport.kind == "auto":
         chosen["transport.kind"] = "tcp", "it has no other"
+    if name == "mixed" and config.transport.kind == "auto":
+        kind = "shm" if "cpu" in devices else "nvlink"
+        chosen["transport.kind"] = kind, f"within a host; {why}"
     return _with(config, chosen, note)
 
 
@@ -227,5 +235,9 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
         num_cpus, device = max(1, int(part.num_cpus)), "cuda" if part.num_gpus else "cpu"
         machine = Machine(device, num_cpus)
         worker = config.worker(role)
-        worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
+        made = worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
+        directory, size = config.model.directory, int(made.kv.page_size)
+        own, eight = (kv_token_bytes(directory, size, d) for d in (made.model.dtype, EIGHT_BITS))
+        why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,}"
+        choices["kv.dtype"] = made.model.dtype, why
     return choices

@@ -24,7 +24,7 @@ from httpx._config import DEFAULT_TIMEOUT_CONFIG
 
 from tests.e2e.harness import APART, part_processes
 from tests.e2e.shared import LENT, clusters, serve
-from tests.support import pairwise
+from tests.support import pairwise, places
 from tests.support.patience import HANG_S
 
 __all__ = ["clusters", "serve"]
@@ -186,6 +186,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(700, 10, 50)
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    places.remove()
 
 
 @pytest.fixture(scope="module")

@@ -332,7 +332,7 @@ class _Links:
         self._keyring.answer()
         for peer_id, peer in list(self._peers.items()):
             if peer.dealer is None and not self._keyring.admits(peer_id):
-                self.lose(peer_id, "it is no member any more")
+                self.lose(peer_id, "it is no member any more", logging.DEBUG)  # most went in peace
 
     def close(self) -> None:
         """Close every link and socket."""

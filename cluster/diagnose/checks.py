@@ -33,6 +33,7 @@ from worker.config import SpecConfig, check_collective
 from worker.errors import UserError
 from worker.observe.tracing import check_tracing
 from worker.start.check import Ranks, check_directories, names_of
+from worker.transfer.host import addresses_in
 
 PORTS = ("cluster.host", "cluster.port")
 EXTRAS = "pip install 'kvlane[cpu]', or 'kvlane[cuda]' on a machine with NVIDIA GPUs"
@@ -277,6 +278,17 @@ def _attention(settings: Settings) -> Iterator[UserError]:
                 yield UserError(f"{path}: {name} needs {package}, {remedy}", path)
 
 
+def _networks(settings: Settings) -> Iterator[UserError]:
+    transport, path = settings.decided.transport, "transport.networks"
+    if len(transport.networks) > 1 and transport.name not in ("sockets", "mixed"):
+        lack = f"{path}: {transport.name} moves KV on one network"
+        yield UserError(f"{lack}; several need --set transport.name=sockets, or mixed", path)
+    try:
+        addresses_in(transport.networks)
+    except ValueError as e:
+        yield UserError(f"{path}: {e}", path)
+
+
 def _tracing(settings: Settings) -> Iterator[UserError]:
     try:
         check_tracing(settings.config.tracing)
@@ -294,6 +306,7 @@ CHECKS = (
     _collective,
     _torch,
     _attention,
+    _networks,
     _tracing,
 )
 
@@ -305,7 +318,8 @@ def check_model(config: Config, *, with_weights: bool = True) -> None:
         for role in ROLES
         if (part := config.role(role)).replicas
     }
-    check_directories(config.model, config.spec, ranks, with_weights=with_weights)
+    model, spec, kv_dtype = config.model, config.spec, config.kv.dtype
+    check_directories(model, spec, ranks, with_weights=with_weights, kv_dtype=kv_dtype)
     _check_tokenizer(config.model.directory / "tokenizer.json")
     if config.router.generation_config == "auto":
         defaults_of(config.model.directory)

@@ -96,7 +96,7 @@ DOORS = {
         "workers and their ranks",
         "KV over sockets",
         Asks.SECRET,
-        "transport.name is sockets",
+        "transport.name is sockets or mixed",
         Reach.CLUSTER,
         "read all KV: others' prompts and answers; write nothing",
     ),

@@ -73,6 +73,8 @@ def of_cluster(wanted: TransportConfig, cluster: ClusterExamination) -> Iterator
     written = cluster.written.transport
     name = written.name if wanted.name == "auto" else wanted.name
     kind = written.kind if wanted.kind == "auto" else wanted.kind
+    if name == "mixed":  # the road depends on the pair
+        name = kind = "auto"
     yield from _paths({"name": name, "kind": kind}, workers)
 
 
@@ -156,7 +158,8 @@ def _path(asked: dict[str, str], path: PullPath) -> Finding:
     said = (
         f"{path.transport}, {path.bytes_per_s / 1e9:.3g} GB/s in ranges of "
         f"{path.num_bytes / max(1, path.num_ranges) / 1024:.0f} KiB, "
-        f"{path.small_pull_s * 1e6:.0f} us for a small pull"
+        f"{path.small_pull_s * 1e6:.0f} us for a small pull, "
+        f"{path.pages_per_s * path.page_size:,.0f} tokens/s of this model"
     )
     for value, (leaf, wanted) in zip(path.transport.split("/"), asked.items(), strict=True):
         if wanted not in ("auto", value):

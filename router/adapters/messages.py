@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, ValidationError, WithJsonSchema
 from router.errors import THREAD, ApiError, invalid, unsupported
 from router.openai.chat import rendered
 from router.openai.defaults import Temperature, TopK, TopP
+from router.openai.fields import foreign
 from router.openai.reading import Many, RequestModel, mapping, read, refused
 from router.openai.reply import Model
 from router.openai.schema import MAX_STOP_STRINGS, MAX_TOOLS, ChatBody, checked
@@ -27,6 +28,12 @@ NOT_HERE = (
     "return_resumes", "prompt_logprobs", "max_completion_tokens", "include_usage",
 )  # fmt: skip
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+KNOWN = {  # keys of fields
+    "tools": ("type", "name", "description", "input_schema", "strict", "cache_control"),
+    "tool_choice": ("type", "name", "disable_parallel_tool_use"),
+    "thinking": ("type", "display"),
+    "output_config": ("effort", "format"),
+}
 SWITCH = "enable_thinking"  # of templates
 
 Blocks = Many[dict[str, Any]]
@@ -94,6 +101,8 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
     fields |= _choice(body.tool_choice)
     fields |= _thinking(body, template, mapping(extra.get("chat_template_kwargs")))
     fields |= _form(body)
+    for name, known in KNOWN.items():
+        fields |= dict.fromkeys(foreign(name, getattr(body, name), known), True)
     if body.messages[-1].role == "assistant":
         fields["continue_final_message"] = True
     return valid(fields)
@@ -251,11 +260,10 @@ def _thinking(body: CountBody, template: str, given: Mapping[str, Any]) -> dict[
         name = "thinking.type"
         raise invalid(f"{name}: must be enabled, adaptive or disabled", name)
     shown = {"include_reasoning": False} if thinking.get("display") == "omitted" else {}
-    told = {f"thinking.{name}": thinking[name] for name in thinking if name == "budget_tokens"}
     switch = {SWITCH: kind != "disabled"} if SWITCH in template else {}
     effort = mapping(body.output_config).get("effort")
     efforts = {"reasoning_effort": effort} if isinstance(effort, str) else {}
-    return {"chat_template_kwargs": {**switch, **given}, **efforts, **shown, **told}
+    return {"chat_template_kwargs": {**switch, **given}, **efforts, **shown}
 
 
 def _form(body: CountBody) -> dict[str, Any]:

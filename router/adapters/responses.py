@@ -10,12 +10,14 @@ from router.adapters.messages import refuse_foreign, valid, word
 from router.adapters.store import Item, ResponseStore
 from router.errors import invalid, unsupported
 from router.openai.defaults import Temperature, TopP
+from router.openai.fields import foreign
 from router.openai.reading import Many, RequestModel, mapping
 from router.openai.schema import MAX_TOOLS, ChatBody
 from router.openai.served import Served
 from worker.api import MAX_LOGPROBS
 
 NOT_KEPT = ("conversation", "prompt")  # name what is kept at OpenAI's
+TOOL_KEYS = ("type", "name", "description", "parameters", "strict", "format")
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
@@ -81,9 +83,11 @@ def chat_of_response(body: ResponseBody, conversation: Sequence[Item]) -> ChatBo
         fields["truncate_prompt_tokens"] = -1
     if body.top_logprobs or LOGPROBS in body.include:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    fields |= {f"text.{name}": body.text[name] for name in body.text if name != "format"}
-    fields |= {f"reasoning.{name}": body.reasoning[name] for name in body.reasoning}
-    fields["reasoning_effort"] = fields.pop("reasoning.effort", None)
+    told = [*foreign("tools", body.tools, TOOL_KEYS), *foreign("text", body.text, ("format",))]
+    told += foreign("reasoning", body.reasoning, ("effort",))
+    told += [f"include.{name}" for name in body.include if name != LOGPROBS]
+    fields |= dict.fromkeys(told, True)
+    fields["reasoning_effort"] = body.reasoning.get("effort")
     form = mapping(body.text.get("format"))
     if form:
         described = {name: value for name, value in form.items() if name != "type"}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec.json import decode as from_json
 from msgspec.json import encode as to_json
 
 from router.errors import ApiError
@@ -34,14 +35,15 @@ class Kept:
 class ResponseStore:
     """Those of one router. Only the loop changes it; other threads may `get`.
 
-    A conversation counts as often as it is kept, although its parts are shared.
+    They are kept as JSON: as objects they took five times the memory, and every full collection of
+    garbage would walk through them while all streams wait.
     """
 
     def __init__(
         self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._max_bytes, self._ttl_s, self._clock = max_bytes, ttl_s, clock
-        self._kept: dict[str, tuple[Kept, int, float]] = {}  # also its bytes, and until when
+        self._kept: dict[str, tuple[str, bytes, float]] = {}  # owner, JSON, until when
         self._num_bytes = 0
         self._cancels: dict[str, Callable[[], None]] = {}  # of those that are being made
 
@@ -49,17 +51,17 @@ class ResponseStore:
         """Keep a response; one of the same id is replaced. One beyond the bound is not kept."""
         name = kept.response["id"]
         self._drop(name)
-        size = len(to_json([kept.response, kept.conversation]))
-        if size > self._max_bytes:
+        raw = to_json([kept.response, kept.inputs, kept.conversation])
+        if len(raw) > self._max_bytes:
             return
         now = self._clock()
-        oldest = list(self._kept.items())
-        for other, (_, _, until) in oldest:
-            if until > now and self._num_bytes + size <= self._max_bytes:
+        while self._kept:
+            oldest, (_, _, until) = next(iter(self._kept.items()))
+            if until > now and self._num_bytes + len(raw) <= self._max_bytes:
                 break
-            self._drop(other)
-        self._kept[name] = kept, size, now + self._ttl_s
-        self._num_bytes += size
+            self._drop(oldest)
+        self._kept[name] = kept.owner, raw, now + self._ttl_s
+        self._num_bytes += len(raw)
 
     def get(self, name: str, owner: str, param: str | None = None) -> Kept:
         """Raises a MissingResponse that names `param`, if this owner has none of this id."""
@@ -70,10 +72,10 @@ class ResponseStore:
 
     def of_anybody(self, name: str, param: str | None = None) -> Kept:
         """As `get`, whoever the owner is."""
-        kept, _, until = self._kept.get(name, (None, 0, 0.0))
-        if kept is None or until <= self._clock():
+        owner, raw, until = self._kept.get(name, ("", b"", 0.0))
+        if not raw or until <= self._clock():
             raise MissingResponse(name, param)
-        return kept
+        return Kept(owner, *from_json(raw))
 
     def delete(self, name: str, owner: str) -> None:
         """Raises as `get` does; one that is being made is cancelled."""
@@ -105,5 +107,5 @@ class ResponseStore:
         return kept
 
     def _drop(self, name: str) -> None:
-        _, size, _ = self._kept.pop(name, (None, 0, 0.0))
-        self._num_bytes -= size
+        _, raw, _ = self._kept.pop(name, ("", b"", 0.0))
+        self._num_bytes -= len(raw)

@@ -21,6 +21,7 @@ log = logging.getLogger("kvlane.router")
 REREAD_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
 WORD_S = 300.0  # for which a sibling's word holds: nodes' clocks differ
+MAX_DIGITS = 20  # of when it was said
 
 
 @dataclass(slots=True)
@@ -82,7 +83,9 @@ class Keys:
     def is_sibling_word(self, word: str, path: str) -> bool:
         """Whether a router has said it, within the last minutes."""
         said_at, _, _ = word.partition(".")
-        if not said_at.isdecimal() or abs(time.time() - float(said_at[:20])) > WORD_S:
+        if not (said_at.isdecimal() and len(said_at) <= MAX_DIGITS):  # int() raises for thousands
+            return False
+        if abs(time.time() - int(said_at)) > WORD_S:
             return False
         return hmac.compare_digest(word.encode(), self._word(path, int(said_at)).encode())
 

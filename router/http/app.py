@@ -187,6 +187,7 @@ class RouterServer:
         self._tracer = tracer
         self._members = Members()
         self._keyring = keyring(settings.authentication)
+        self._collector = garbage.Collector()
         config, model = settings.router, settings.model
         self._policy = policy(config.policy)
         self._certificate = certificate(config.tls_cert_file, config.tls_key_file)
@@ -360,7 +361,7 @@ class RouterServer:
     def _beat(self, loop: asyncio.AbstractEventLoop, wire: Wire) -> None:
         wire.beat()
         if self.front is not None:
-            garbage.collect(self.front.num_open)
+            self._collector.look(self.front.num_open)
         if self._certificate is not None:
             self._certificate.look()
         loop.call_later(BEAT_S, self._beat, loop, wire)

@@ -16,6 +16,8 @@ from pydantic.json_schema import models_json_schema
 from router.adapters.messages import CountBody, MessagesBody
 from router.adapters.responses import ResponseBody
 from router.errors import ANTHROPIC
+from router.http.access import ORDERS
+from router.http.orders import DrainOrder, RoleOrder
 from router.openai import reply
 from router.openai.reply import Completion
 from router.openai.schema import ChatBody, CompletionBody
@@ -92,7 +94,7 @@ class Content(NamedTuple):
 
 
 class Operation(NamedTuple):
-    """One method of a path; POST if it has a body."""
+    """One method of a path; POST if it has a body or gives an order."""
 
     path: str
     summary: str
@@ -104,13 +106,21 @@ class Operation(NamedTuple):
         """Under which of GROUPS it stands."""
         return next(group for group, paths in GROUPS.items() if self.path.startswith(paths))
 
+    @property
+    def method(self) -> str:
+        """As the document writes it."""
+        return "post" if self.body or self.group == "Orders" else "get"
+
 
 GROUPS = {  # with what the paths of each begin with
     "Generate": ("/v1/chat", "/v1/completions", "/v1/messages", "/v1/responses"),
     "Models and tokens": ("/v1/", "/tokenize", "/detokenize"),
     "Probes": ("/health", "/ping", "/version", "/live", "/ready"),
+    "Orders": (ORDERS, "/reset_prefix_cache"),
     "Operators": ("/",),
 }
+OPENED = "Where there are API keys: takes one that says admin=yes, or any if none says so."
+ORDERED = "Takes an API key that says admin=yes. Where there are no keys nobody gives orders: 403."
 USAGE = {
     "prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15,
     "prompt_tokens_details": {"cached_tokens": 0},
@@ -222,19 +232,34 @@ OPERATIONS = (
          None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),
     _get("/config", "The resolved configuration and the members of the cluster",
          None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),
+    Operation(
+        f"{ORDERS}drain", "Drain a worker or router and remove it, as `kvlane drain`",
+        (Content(JSON, None, {"name": "decode-1", "finished": True}),),
+        Content(JSON, DrainOrder, {"name": "decode-1", "timeout_s": 600}),
+    ),
+    Operation(
+        f"{ORDERS}role", "Make a worker one of the other role, as `kvlane role`",
+        (Content(JSON, None, {"name": "decode-1", "role": "prefill"}),),
+        Content(JSON, RoleOrder, {"name": "decode-1", "role": "prefill"}),
+    ),
+    Operation("/reset_prefix_cache", "Empty all workers' prefix trees of what no request uses", ()),
 )  # fmt: skip
 
 
 def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, Any]:
     """The document; paths that begin with one of `guarded` need a key."""
-    bodies = [op.body.schema for op in OPERATIONS if op.body is not None]
+    taken = [op.body.schema for op in OPERATIONS if op.body is not None and op.body.schema]
+    bodies = [body for body in taken if issubclass(body, BaseModel)]
+    orders = [body for body in taken if issubclass(body, Struct)]
     _, schemas = models_json_schema(
         [(body, "validation") for body in bodies],  # type: ignore[arg-type,misc]
         ref_template=REF + "{model}",
     )
     replies = {body.schema for op in OPERATIONS for body in op.replies if body.schema}
     _, more = msgspec.json.schema_components(
-        sorted([*replies, ErrorReply, MessageErrorReply], key=lambda schema: schema.__name__),
+        sorted(
+            [*replies, *orders, ErrorReply, MessageErrorReply], key=lambda schema: schema.__name__
+        ),
         ref_template=REF + "{name}",
     )
     components: dict[str, Any] = {"schemas": schemas["$defs"] | more}
@@ -245,7 +270,7 @@ def document(version: str, model: str, *, guarded: Sequence[str]) -> dict[str, A
         shown = _operation(op, model)
         if op.path.startswith(tuple(guarded)):
             shown["security"] = [{"key": []}]
-        paths[op.path] = {"post" if op.body else "get": shown}
+        paths[op.path] = {op.method: shown}
     return {
         "openapi": "3.1.0",
         "info": {
@@ -279,6 +304,8 @@ def _operation(op: Operation, model: str) -> dict[str, Any]:
         "operationId": op.path.strip("/").replace("/", "_").replace("{name}", "name"),
         "responses": responses,
     }
+    if op.group in ("Orders", "Operators"):
+        shown["description"] = ORDERED if op.path.startswith(ORDERS) else OPENED
     if op.body is not None:
         shown["requestBody"] = {"required": True, "content": op.body.shown(model)}
     if "{name}" in op.path:

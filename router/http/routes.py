@@ -22,7 +22,7 @@ from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_
 from router.dispatch.claims import give_keys
 from router.dispatch.queue import counted
 from router.errors import ApiError, invalid
-from router.http.access import GUARDED, PAGES, ROUTERS_OWN, ApiKeys, with_cors
+from router.http.access import GUARDED, ORDERS, PAGES, ROUTERS_OWN, ApiKeys, with_cors
 from router.http.allowance import Keys
 from router.http.answer import Answer
 from router.http.exchange import CLIENT_GONE, Exchange, Exchanges
@@ -248,14 +248,14 @@ def application(
     status = StatusRoutes(front, guarded=keys is not None and pages_too)
     # It brings Swagger UI along, so that /docs works where there is no internet.
     app = FastAPIOffline(None, None, title="kvlane", redirect_slashes=False)
-    guarded = () if keys is None else GUARDED + PAGES * pages_too
+    guarded = () if keys is None else (*GUARDED, ORDERS, *PAGES * pages_too)
     shown = document(version(), front.served.model, guarded=guarded)
     app.openapi = lambda: shown
     _add_apis(app, routes)
     post = partial(app.add_route, methods=["POST"])
     orders = OrderRoutes(operator, front.served.config, keys=keys is not None)
-    post("/admin/drain", orders.drain)
-    post("/admin/role", orders.role)
+    post(f"{ORDERS}drain", orders.drain)
+    post(f"{ORDERS}role", orders.role)
     for path, endpoint in (
         ("/ping", status.health), ("/reset_prefix_cache", status.reset_prefix_cache),
     ):  # fmt: skip

@@ -140,7 +140,7 @@ class RouterMetrics(Families):
         for stage, seconds in by_stage(spent).items():
             self.stages(stage).observe(seconds, trace_id)
         if spent.pull_s:
-            self.pulls.observe(spent.pull_s)
+            self.pulls.observe(spent.pull_s, trace_id)
             self.pulled_bytes.inc(spent.pulled_bytes)
         if self._vllm is not None:
             self._vllm.spent(spent, num_tokens)

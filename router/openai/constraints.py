@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, cast
 from router.errors import invalid, unsupported
 from router.openai.reading import mapping
 from router.openai.schema import GenerationBody
-from router.text.bounded import Bounds, wants_unique
+from router.text.bounded import Bounds
 from router.text.grammar import Part, ebnf_part, quoted, regex_part, schema_part
 
 FIELDS = ("json", "regex", "choice", "grammar")
@@ -51,10 +51,7 @@ def _response_format(value: dict[str, Any], bounds: Bounds) -> Constraint | None
     if not isinstance(schema, dict):
         raise invalid(f"{param}.json_schema.schema: must be an object", f"{param}.json_schema")
     lenient = fields.get("strict") is not True
-    part = schema_part(schema, param, bounds, lenient=lenient)
-    if lenient and wants_unique(schema):
-        raise invalid(f"{param}: uniqueItems is not supported", param)
-    return Constraint(part, param)
+    return Constraint(schema_part(schema, param, bounds, lenient=lenient), param)
 
 
 def constraint_of(body: GenerationBody, bounds: Bounds) -> Constraint | None:

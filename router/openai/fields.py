@@ -4,8 +4,8 @@ No field that changes an answer is ignored in silence.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, cast
 
 from router.errors import unsupported
 
@@ -15,34 +15,48 @@ NOT_BUILT = (
     # OpenAI's
     "audio", "functions", "modalities", "suffix", "web_search_options",
     # vLLM's
-    "allowed_token_ids", "bad_words", "chat_template", "echo",
-    "guided_whitespace_pattern", "logits_processors", "max_repetition_pattern_size",
-    "min_repetition_pattern_size", "mm_processor_kwargs", "prompt_embeds",
-    "repetition_detection", "repetition_min_count", "return_tokens_as_token_ids", "structural_tag",
-    "thinking_token_budget", "use_beam_search", "vllm_xargs",
+    "allowed_token_ids", "bad_words", "chat_template", "echo", "enable_response_messages",
+    "guided_whitespace_pattern", "logits_processors", "logprob_token_ids",
+    "max_repetition_pattern_size", "media_io_kwargs", "min_repetition_pattern_size",
+    "mm_processor_kwargs", "previous_input_messages", "previous_response", "prompt_embeds",
+    "repetition_detection", "repetition_min_count", "return_prompt_text",
+    "return_tokens_as_token_ids", "structural_tag", "thinking_token_budget", "truncation_side",
+    "use_beam_search", "vllm_xargs", "watermarking",
     # SGLang's
-    "custom_logit_processor", "custom_params", "lora_path", "no_stop_trim",
-    "return_hidden_states", "separate_reasoning", "stop_regex", "stream_reasoning",
+    "custom_logit_processor", "custom_params", "extra_key", "images_config", "input_ids",
+    "lora_path", "max_dynamic_patch", "min_dynamic_patch", "no_stop_trim",
+    "return_cached_tokens_details", "return_hidden_states", "return_meta_info",
+    "return_prompt_token_ids", "return_routed_experts", "separate_reasoning", "session_params",
+    "stop_regex", "stream_reasoning", "task", "use_audio_in_video",
 )  # fmt: skip
 HARMLESS: dict[str, Callable[[Any, Mapping[str, Any]], bool]] = {
     "modalities": lambda value, fields: value == ["text"],
     "functions": lambda value, fields: not value or fields.get("function_call") == "none",
     "separate_reasoning": lambda value, fields: value is True,
     "stream_reasoning": lambda value, fields: value is True,
+    "thinking_token_budget": lambda value, fields: value == -1,
+    "truncation_side": lambda value, fields: value == "left",
 }
 # Fields that change no answer: names and places of their own, and what has no part in sampling.
 NO_PART = frozenset({
-    "function_call", "guided_decoding_backend", "length_penalty", "metadata", "prediction",
-    "prompt_cache_key", "prompt_cache_retention", "request_id", "rid", "safety_identifier",
-    "service_tier", "spaces_between_special_tokens", "store", "user",
+    "cache_control", "custom_labels", "function_call", "guided_decoding_backend",
+    "length_penalty", "metadata", "ngram_corpus_id", "prediction",
+    "prompt_cache_key", "prompt_cache_retention", "request_id", "return_mm_kwargs",
+    "return_token_offsets", "rid", "routed_experts_prompt_start", "routed_experts_start_len",
+    "safety_identifier", "service_tier", "session_id", "spaces_between_special_tokens", "store",
+    "user",
     "stream_options.include_obfuscation", "structured_outputs.disable_additional_properties",
     "structured_outputs.disable_any_whitespace", "structured_outputs.disable_fallback",
 })  # fmt: skip
 
-# Keys that are known inside a field which is a mapping.
-INSIDE = frozenset({
-    "type", "json_schema", "json", "regex", "choice", "grammar", "json_object", "structural_tag",
-})  # fmt: skip
+# Keys that are known inside fields which are mappings, or lists of mappings.
+INSIDE: dict[str, tuple[str, ...]] = {
+    "stream_options": ("include_usage", "continuous_usage_stats"),
+    "structured_outputs": ("json", "regex", "choice", "grammar", "json_object", "structural_tag"),
+    "response_format": ("type", "json_schema"),
+    "response_format.json_schema": ("name", "description", "schema", "strict"),
+    "tools": ("type", "function", "custom"),
+}
 
 UNFIT = re.compile(r"[^A-Za-z0-9_.-]")  # for a header
 MAX_NAMES, MAX_NAME_CHARS = 16, 64
@@ -59,6 +73,15 @@ def check_built(fields: Mapping[str, Any]) -> None:
 def unheeded(names: Iterable[str]) -> tuple[str, ...]:
     """Of unknown names those that may have been meant to change an answer."""
     return tuple(name for name in names if name not in NO_PART and name not in NOT_BUILT)
+
+
+def foreign(path: str, value: Any, known: Iterable[str] = ()) -> Iterator[str]:
+    """Paths of keys of a mapping, or of a list of mappings, that are neither null nor known."""
+    for part in cast("list[Any]", value) if isinstance(value, list) else [value]:
+        fields = cast("dict[str, Any]", part) if isinstance(part, dict) else {}
+        for key, given in fields.items():
+            if given is not None and key not in (known or INSIDE[path]):
+                yield f"{path}.{key}"
 
 
 def listed(names: Iterable[str]) -> str:

@@ -1,6 +1,6 @@
 """From an HTTP body to a `Prepared` request: checks, template, tokenizer, grammar. Any thread."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -19,7 +19,7 @@ from router.openai.schema import ChatBody, CompletionBody, GenerationBody, parse
 from router.openai.served import Served
 from router.openai.tools import MARKS, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
-from router.text.grammar import Validator, composed, quoted, think_rules
+from router.text.grammar import Validator, composed, quoted, think_rules, unkept
 from router.text.parsers import FirstCallOnly, Parser, Plain
 from router.text.reasoning import MARKS as THINKS
 from router.text.reasoning import Reasoning
@@ -50,6 +50,7 @@ class _Job:
     unheeded: Sequence[str]  # fields that have no effect
     grammar: str = ""
     grammar_param: str = ""  # the field that asks for the grammar
+    unkept: Sequence[str] = ()  # parts of schemas that have no effect
     markers: Sequence[str] = ()  # written out although they may be special tokens
     over: Callable[[], Callable[[str], bool] | None] = lambda: None  # see `OutputText`
     salt: str = ""  # `Req.salt`
@@ -134,7 +135,10 @@ class Preparer:
 
     def _unheeded(self, body: GenerationBody) -> tuple[str, ...]:
         """Fields that have no effect; raises an ApiError, 400, for them if they are refused."""
-        names = unheeded(body.unknown(self._served.text.template_source))
+        return self._told(unheeded(body.unknown(self._served.text.template_source)))
+
+    def _told(self, names: Iterable[str]) -> tuple[str, ...]:
+        names = tuple(names)
         if names and self._served.config.unknown_fields == "refuse":
             raise unsupported(f"of no effect here, and refused: {listed(names)}", names[0])
         return names
@@ -176,11 +180,17 @@ class Preparer:
             return quoted(mark)
         return mark if mark.startswith("<") else f"<[{self._served.text.token_of(mark)}]>"
 
-    def _grammar(self, body: GenerationBody, tools: Tools, think: Think) -> tuple[str, str]:
-        """The grammar of the output and the field that asks for it; both empty without any."""
+    def _grammar(
+        self, body: GenerationBody, tools: Tools, think: Think
+    ) -> tuple[str, str, tuple[str, ...]]:
+        """The grammar of the output, the field that asks for it, and what it does not keep to.
+
+        Without any, both are empty, and no call is kept to its schema.
+        """
         constraint = constraint_of(body, self._bounds)
         if constraint is None and not tools.demanded:
-            return "", ""
+            strict = any(function.strict for function in tools.functions)
+            return "", "", self._told(("tools.strict",) if strict else ())
         may_call = tools.demanded or (tools.functions and self._format not in ("none", "harmony"))
         param = "tools" if constraint is None or tools.demanded else constraint.param
         self._validator.require(param)
@@ -188,9 +198,11 @@ class Preparer:
         if may_call:
             parts, rules = call_rules(self._format, tools, self._symbol, self._bounds)
         alternatives = ["calls"] if may_call else []
+        of_tools = tuple[str, ...]()
         if constraint is not None and not tools.demanded:
             if may_call:  # checked alone first, so that an error names the right field
-                self._validator.check(composed(parts, [*rules, "body: calls"]), "tools")
+                calls = composed(parts, [*rules, "body: calls"])
+                of_tools = self._validator.check(calls, "tools")
             parts = [*parts, ("form", constraint.part)]
             alternatives = ["@form", *alternatives]
         first = ""
@@ -200,8 +212,12 @@ class Preparer:
             marks = tuple(map(self._symbol, self._marks)) if tokens else self._marks
             first = think_rules(*marks, opened=opened, as_tokens=tokens)
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)
-        self._validator.check(grammar, param)
-        return grammar, param
+        own = [each for each in self._validator.check(grammar, param) if each not in of_tools]
+        if param == "response_format" and "uniqueItems" in unkept(own):
+            raise invalid(f"{param}: uniqueItems is not supported", param)
+        names = [f"tools.{name}" for name in unkept(of_tools)]
+        names += [f"{param}.{name}" for name in unkept(own)]
+        return grammar, param, self._told(dict.fromkeys(names))
 
     def _prepared(
         self, body: GenerationBody, prompts: Sequence[tuple[int, ...]], job: _Job
@@ -245,7 +261,7 @@ class Preparer:
             prompt_logprobs=None
             if body.prompt_logprobs is None
             else partial(of_prompt, bytes_of=text.token_bytes, num_top=body.prompt_logprobs),
-            unheeded=job.unheeded,
+            unheeded=(*job.unheeded, *job.unkept),
             priority=body.priority,
             is_seeded=body.seed is not None,
             grammar_param=job.grammar_param,

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from router.errors import invalid
 from router.openai.defaults import Defaults, MinP, RepetitionPenalty, Temperature, TopK, TopP, given
-from router.openai.fields import INSIDE, check_built
+from router.openai.fields import check_built, foreign
 from router.openai.reading import Many, RequestModel, contradiction, read
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Sampling
 
@@ -146,13 +146,11 @@ class GenerationBody(Salted):
     def unknown(self, template: str) -> Iterator[str]:
         """The paths of fields that have no effect here; `template`: source of the chat template."""
         yield from self.model_extra or {}
-        options = self.stream_options
-        for name, fields in (
-            ("stream_options", options.model_extra if options is not None else None),
-            ("structured_outputs", self.structured_outputs),
-            ("response_format", self.response_format),
-        ):
-            yield from (f"{name}.{key}" for key in given(fields or {}) if key not in INSIDE)
+        options, form = self.stream_options, self.response_format or {}
+        yield from foreign("stream_options", options and options.model_extra)
+        yield from foreign("structured_outputs", self.structured_outputs)
+        yield from foreign("response_format", form)
+        yield from foreign("response_format.json_schema", form.get("json_schema"))
 
     @property
     def asked_max_tokens(self) -> tuple[int | None, str]:
@@ -273,6 +271,7 @@ class ChatBody(OfTemplate, GenerationBody):
 
     def unknown(self, template: str) -> Iterator[str]:
         yield from super().unknown(template)
+        yield from dict.fromkeys(foreign("tools", self.tools))
         named = self.of_template
         for name in named:
             from_kwargs = name in self.chat_template_kwargs

@@ -60,20 +60,6 @@ def bounded(schema: Schema, bounds: Bounds) -> Schema:
     return copy
 
 
-def wants_unique(schema: Any) -> bool:
-    """Whether some array must have no item twice, of which a grammar knows nothing."""
-    if isinstance(schema, list):
-        return any(map(wants_unique, cast("list[Any]", schema)))
-    if not isinstance(schema, dict):
-        return False
-    given = cast("Schema", schema)
-    below = [given.get(key) for key in (*SINGLE, *GROUPS, *CONDITIONS)]
-    for key in NAMED:
-        if isinstance(given.get(key), dict):
-            below += cast("Schema", given[key]).values()
-    return given.get("uniqueItems") is True or wants_unique(below)
-
-
 class _Copy:
     """Copies parts of one schema.
 
@@ -95,6 +81,8 @@ class _Copy:
             return schema
         given = cast("Schema", schema)
         copy = dict(given)
+        if given.get("uniqueItems") is False:  # which is no constraint
+            del copy["uniqueItems"]
         for key in NAMED:
             if isinstance(given.get(key), dict):
                 copy[key] = {name: self.copy(item) for name, item in given[key].items()}

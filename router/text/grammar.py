@@ -6,7 +6,7 @@ meet is the client's error (400) and never a worker's.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from worker.errors import contained
 MAX_GRAMMAR_CHARS = 1 << 18
 MAX_EBNF_CHARS, MAX_EBNF_RULES = 1 << 14, 256
 THOUGHT = r"(?s:.*)"
+UNKEPT = re.compile(r"Unimplemented keys: (\[.*?\])")
 
 Part = dict[str, Any]  # an entry of llguidance's list of grammars
 
@@ -68,6 +69,16 @@ def ebnf_part(text: str, param: str) -> Part:
         return {"lark_grammar": gbnf_to_lark(text)}
     except Exception as error:  # the rewriter raises nothing narrower
         raise invalid(f"{param}: {str(error)[:1000]}", param) from None
+
+
+def unkept(warnings: Iterable[str]) -> Iterator[str]:
+    """The keywords of schemas that llguidance's warnings are about."""
+    for words in warnings:
+        listed = UNKEPT.match(words)
+        if listed:
+            yield from json.loads(listed[1])
+        else:
+            yield "format" if words.startswith("Unknown format") else words.partition(" ")[0]
 
 
 def quoted(text: str) -> str:
@@ -119,14 +130,18 @@ class Validator:
         except (OSError, ValueError) as error:
             raise unsupported(f"{param}: no grammars for this model: {error}", param) from error
 
-    def check(self, grammar: str, param: str) -> None:
-        """Raise an ApiError, 400, for a grammar that is malformed or that no output satisfies."""
+    def check(self, grammar: str, param: str) -> tuple[str, ...]:
+        """llguidance's warnings of what it does not keep to.
+
+        Raises an ApiError, 400, for a grammar that is malformed or that no output satisfies.
+        """
         if len(grammar) > MAX_GRAMMAR_CHARS:
             raise invalid(f"{param}: longer than {MAX_GRAMMAR_CHARS} characters", param)
         with contained("llguidance"):
-            error = self._trials.error(grammar)
+            error, warnings = self._trials.verdict(grammar)
         if error:
             raise invalid(f"{param}: {error[:1000]}", param)
+        return warnings
 
     def is_special(self, token: int) -> bool:
         """Whether a grammar has to name a token, because no text of a grammar matches it."""

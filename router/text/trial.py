@@ -16,7 +16,7 @@ import weakref
 from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import llguidance.numpy as bitmask
 from llguidance import LLMatcher, LLTokenizer
@@ -35,6 +35,13 @@ TOO_MUCH = "it takes too much time or memory to compile"
 MAIN = "import sys; sys.path[:] = {path!r}; from router.text.trial import main; main()"
 
 
+class Verdict(NamedTuple):
+    """What llguidance says of a grammar."""
+
+    error: str  # why no model can follow it, or ""
+    warnings: tuple[str, ...] = ()  # what of its schemas is not kept to
+
+
 class Trials:
     """Says whether a model can follow a grammar. Its processes start as they are needed."""
 
@@ -45,11 +52,11 @@ class Trials:
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(NUM_PROCESSES):
             self._free.put(None)
-        self._known: dict[bytes, str] = {}  # answers by the digests of grammars
+        self._known: dict[bytes, Verdict] = {}  # answers by the digests of grammars
         self._lock = threading.Lock()
 
-    def error(self, grammar: str) -> str:
-        """Why no model can follow `grammar`, or ""; RuntimeError if llguidance failed over it."""
+    def verdict(self, grammar: str) -> Verdict:
+        """Whether a model can follow `grammar`; RuntimeError if llguidance failed over it."""
         key = blake2b(grammar.encode()).digest()
         if (known := self._known.get(key)) is not None:
             return known
@@ -69,10 +76,10 @@ class Trials:
         if "failed" in answer:
             raise RuntimeError(answer["failed"])
         with self._lock:
-            self._known[key] = answer["error"]
+            known = self._known[key] = Verdict(answer["error"], tuple(answer.get("warnings", ())))
             if len(self._known) > MAX_KNOWN:
                 del self._known[next(iter(self._known))]
-        return answer["error"]
+        return known
 
 
 class _Process:
@@ -138,7 +145,7 @@ def main() -> None:
             _limit(resource.RLIMIT_DATA, used + memory_bytes)
         _limit(resource.RLIMIT_CPU, math.ceil(time.process_time()) + cpu_s)
         try:
-            answer = {"error": _error(json.loads(line), tokenizer)}
+            answer: dict[str, Any] = _verdict(json.loads(line), tokenizer)._asdict()
         except BaseException as error:  # a panic of a library in Rust is no `Exception`
             answer = {"error": REFUSED} if CUT in str(error) else {"failed": repr(error)}
         _tell(answer | {"is_worn": _data_bytes() > used + memory_bytes // 2})
@@ -163,11 +170,15 @@ def _data_bytes() -> int:
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData"))
 
 
-def _error(grammar: str, tokenizer: LLTokenizer) -> str:
-    if error := LLMatcher.validate_grammar(grammar, tokenizer, limits=GRAMMAR_LIMITS):
-        return error
+def _verdict(grammar: str, tokenizer: LLTokenizer) -> Verdict:
+    failed, words = LLMatcher.validate_grammar_with_warnings(
+        grammar, tokenizer, limits=GRAMMAR_LIMITS
+    )
+    if failed:
+        return Verdict(words[0])
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=GRAMMAR_LIMITS)
     if not matcher.is_error():
         first = bitmask.allocate_token_bitmask(1, tokenizer.vocab_size)
         bitmask.fill_next_token_bitmask(matcher, first)
-    return matcher.get_error().partition("\n<state>")[0] if matcher.is_error() else ""
+    error = matcher.get_error().partition("\n<state>")[0] if matcher.is_error() else ""
+    return Verdict(error, tuple(words))

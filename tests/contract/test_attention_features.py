@@ -175,15 +175,19 @@ def test_a_window_costs_what_a_text_of_its_length_costs() -> None:
 if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
-    @pytest.mark.parametrize(("head_dim", "num_reqs", "width"), [(96, 8, 1), (256, 4, 512)])
-    def test_the_kernel_with_all_of_it_compiles_for_an_h200(head_dim, num_reqs, width):
+    @pytest.mark.parametrize(
+        ("head_dim", "num_reqs", "width", "kv"),
+        [(96, 8, 1, "*bf16"), (256, 4, 512, "*bf16"), (128, 32, 1, "*fp8e4nv")],
+    )
+    def test_the_kernel_with_all_of_it_compiles_for_an_h200(head_dim, num_reqs, width, kv):
         from worker.attention import paged_triton as paged
         from worker.attention.paged_tiles import choose
         from worker.ops.launch import power_of_two
 
         wide = power_of_two(head_dim)
         tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), wide, 2, 132)
-        types = dict.fromkeys(("q", "out", "k_cache", "v_cache", "sinks"), "*bf16")
+        types = dict.fromkeys(("q", "out", "sinks"), "*bf16")
+        types |= dict.fromkeys(("k_cache", "v_cache"), kv)
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")

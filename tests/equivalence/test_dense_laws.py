@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import in_whole
+from tests.support.places import place
 from tests.support.recorded import RecordedMemory, replay
 from worker.api import Sampling
 from worker.config import WorkerConfig
@@ -62,7 +62,7 @@ def prompts() -> list[tuple[int, ...]]:
 @cache
 def saved(case: str) -> tuple[Path, list[list[int]]]:
     """(directory of the model, greedy ids of transformers for each prompt)."""
-    path = Path(mkdtemp(prefix="kvlane-dense-")) / case
+    path = place("dense") / case
     return path, greedy(models.save_random(path, *MODELS[case]))
 
 

@@ -129,11 +129,16 @@ def expect(
 class Engine:
     """The least that can drive a model: fixed pages per request, chosen apart and out of order."""
 
-    def __init__(self, model: Decoder, device: torch.device = CPU, dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        device: torch.device = CPU,
+        dtype: str = "float32",
+        kv_dtype: str = "",
+    ) -> None:
         self.model, spec, heads = model, model.shape, model.heads
-        region = KVRegion(
-            "target", spec.num_kv_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE, dtype
-        )
+        sizes = spec.num_kv_layers, heads.num_kv_heads, spec.head_dim, 1, PAGE_SIZE
+        region = KVRegion("target", *sizes, kv_dtype or dtype)
         num_pages, state = 1 + 2 * 12, None
         if spec.delta is not None:
             shape = rank_delta(spec.delta, model.collective.rank, model.collective.size)
@@ -145,7 +150,7 @@ class Engine:
             for states in self.pool.states:
                 states[0].fill_(float("nan"))
         names = {"prefill": "reference", "decode": "reference"}
-        self.attention = attentions_of(model, names, self.pool).decode
+        self.attention = attentions_of(model, names, self.pool, dtype).decode
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self.pages = [order[:12].tolist(), order[12:].tolist()]
 

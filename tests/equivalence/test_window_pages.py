@@ -3,7 +3,6 @@
 import random
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from tests.equivalence.test_hybrid_mutants import mutate
 from tests.support.books import check_book
 from tests.support.dense_families import WINDOWED
 from tests.support.lockstep import Ask, Lockstep
+from tests.support.places import place
 from worker.api import Sampling
 from worker.cache.book import PageBook
 from worker.model.shape import read_model_shape
@@ -53,7 +53,7 @@ def test_a_trimmed_hold_keeps_the_book_whole() -> None:
 
 @cache
 def saved(case: str) -> tuple[Path, torch.nn.Module]:
-    path = Path(mkdtemp(prefix="kvlane-windows-")) / case
+    path = place("windows") / case
     family, changes = WINDOWED[case]
     return path, models.save_random(path, family, changes | {"max_position_embeddings": 1024})
 

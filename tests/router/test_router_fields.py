@@ -77,6 +77,66 @@ def test_the_header_is_bounded_and_of_harmless_characters(
     assert found.endswith(f", +{1000 - MAX_NAMES}")
 
 
+SET = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+KIND = {"oneOf": [{"type": "integer"}, {"type": "number"}]}
+UNKEPT = {  # keyword -> a schema with it
+    "uniqueItems": SET, "contains": {"type": "array", "contains": {"type": "null"}},
+    "not": {"not": {"type": "null"}}, "propertyNames": {"propertyNames": {"minLength": 2}},
+    "format": {"type": "string", "format": "phone"}, "oneOf": KIND,
+    "dependentRequired": {"dependentRequired": {"a": ["b"]}},
+}  # fmt: skip
+SHORT: dict[str, Any] = {"truncate_prompt_tokens": 9}  # schemas make prompts long
+
+
+def form(schema: dict[str, Any], *, strict: bool | None = None) -> dict[str, Any]:
+    given = {"name": "a", "schema": {"type": "object", "properties": {"a": schema}}}
+    return {"type": "json_schema", "json_schema": given | {"strict": strict}}
+
+
+def tool(schema: dict[str, Any], *, strict: bool = False) -> dict[str, Any]:
+    given = form(schema)["json_schema"]
+    return {
+        "type": "function",
+        "function": {"name": "f", "parameters": given["schema"], "strict": strict},
+    }
+
+
+@pytest.mark.parametrize("keyword", UNKEPT)
+def test_what_no_grammar_keeps_to_is_told_without_strict_and_refused_with_it(
+    served: Served, double: DecodeDouble, keyword: str
+) -> None:
+    double.script = KEEP
+    schema = UNKEPT[keyword]
+    needed: dict[str, Any] = SHORT | {"tool_choice": "required"}
+    assert told(served, **needed, tools=[tool(schema)]) == f"tools.{keyword}"
+    body = FULL[CHAT] | needed | {"tools": [tool(schema, strict=True)]}
+    assert served.refusal(CHAT, **body)["param"] == "tools"
+    for path in (CHAT, TEXT):
+        full, loose = FULL[path] | SHORT, {"response_format": form(schema)}
+        of_strict = {"response_format": form(schema, strict=True)}
+        assert served.refusal(path, **full | of_strict)["param"] == "response_format"
+        if keyword == "uniqueItems":
+            assert served.refusal(path, **full | loose)["param"] == "response_format"
+        else:
+            assert told(served, path, **SHORT | loose) == f"response_format.{keyword}"
+
+
+def test_a_call_that_nothing_demands_is_kept_to_no_schema(
+    served: Served, double: DecodeDouble
+) -> None:
+    double.script = KEEP
+    assert told(served, **SHORT, tools=[tool(SET)]) is None  # nobody has promised to
+    assert told(served, **SHORT, tools=[tool(SET), tool(SET, strict=True)]) == "tools.strict"
+    assert told(served, **SHORT, tools=[tool(SET, strict=True)], tool_choice="none") is None
+    both = {"tools": [tool(SET)], "response_format": form(KIND)}
+    assert told(served, **SHORT, **both) == "tools.uniqueItems, response_format.oneOf"
+    same = {"tools": [tool(KIND)], "response_format": form(KIND)}
+    assert told(served, **SHORT, **same) == "tools.oneOf, response_format.oneOf"
+    free = SET | {"uniqueItems": False}
+    assert told(served, **SHORT, tool_choice="required", tools=[tool(free)]) is None
+    assert told(served, TEXT, **SHORT, guided_json=free) is None
+
+
 def test_they_can_be_refused(serve: Serve, text: Text) -> None:
     _, url, _ = serve(DecodeDouble(script=KEEP), unknown_fields="refuse", directory=text.directory)
     body = {"messages": HELLO, "verbosity": "low", "b\n": 1}

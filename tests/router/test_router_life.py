@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections import Counter
 from contextlib import ExitStack
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from router.http.connection import LimitedProtocol
 from router.http.exchange import GENERATING
-from router.http.garbage import FEW, MAX_YOUNG, MIN_YOUNG, USUAL, is_due
+from router.http.garbage import FEW, IDLE_LOOKS, MAX_YOUNG, MIN_YOUNG, USUAL, Collector, is_due
 from router.http.room import Room
 from router.http.turn import MAX_TURN_EVENTS
 from router.openai.body import Prepared
@@ -157,6 +158,22 @@ def test_full_collections_wait_until_they_hold_few_up(serve: Serve) -> None:
     assert [is_due(MIN_YOUNG, num_open) for num_open in (0, FEW, FEW + 1)] == [True, True, False]
     assert is_due(MAX_YOUNG, 4096)
     assert not is_due(MIN_YOUNG - 1, 0)
+
+
+def test_an_idle_router_collects_once_what_is_old() -> None:
+    class Ring:
+        def __init__(self) -> None:
+            self.own = self
+
+    collector, ring = Collector(), Ring()
+    gone = weakref.ref(ring)
+    gc.collect()  # it is old from now on
+    del ring
+    looks = []
+    for num_open in (0, 1, *[0] * (IDLE_LOOKS + 1)):
+        collector.look(num_open)
+        looks.append(gone() is None)
+    assert looks == [False] * (IDLE_LOOKS + 1) + [True, True]
 
 
 @pytest.mark.parametrize("phase", ["waiting", "sent", "started"])

@@ -1,6 +1,8 @@
 """OpenAI's responses: what a chat is asked, what answers look like, and what is kept of them."""
 
+import gc
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -387,3 +389,17 @@ def test_the_store_is_bounded_in_bytes_and_in_time() -> None:
     assert not is_there(store, "8")
     store.put(kept("9", 900))
     assert is_there(store, "9")
+
+
+def test_collections_of_garbage_do_not_walk_through_what_is_kept() -> None:
+    store = ResponseStore(1 << 20, 10.0)
+    store.put(Kept("", {"id": "nan"}, [{"x": math.nan}], ()))  # as it is sent, JSON has no NaN
+    assert store.get("nan", "").inputs == [{"x": None}]
+    gc.collect()
+    before = len(gc.get_objects())
+    for i in range(100):
+        item = {"type": "message", "content": [{"type": "text", "text": str(i)}]}
+        store.put(Kept("", {"id": str(i), "output": [item]}, [item], [item] * 20))
+    assert store.get("7", "").conversation[19]["content"] == [{"type": "text", "text": "7"}]
+    gc.collect()
+    assert len(gc.get_objects()) - before < 200

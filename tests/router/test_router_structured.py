@@ -101,6 +101,6 @@ def test_parse_of_the_client_plain_and_streamed(
 def test_a_client_that_finds_too_many_grammars_is_told_when_to_come_back(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trials, "error", mock.Mock(side_effect=Busy("too many grammars", 5.0)))
+    monkeypatch.setattr(Trials, "verdict", mock.Mock(side_effect=Busy("too many grammars", 5.0)))
     response = served.post("completions", prompt="a", guided_regex="ab")
     assert (response.status_code, response.headers["retry-after"]) == (429, "5")

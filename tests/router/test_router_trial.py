@@ -47,11 +47,12 @@ def trials() -> Callable[..., Trials]:
 def test_good_and_bad_grammars_are_told_apart_by_one_process(trials, asked: list[str]) -> None:
     tried = trials()
     for _ in range(2):
-        assert tried.error(grammar(GOOD)) == ""
-        assert "nothing" in tried.error(
-            json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})
+        assert tried.verdict(grammar(GOOD)).error == ""
+        assert (
+            "nothing"
+            in tried.verdict(json.dumps({"grammars": [{"lark_grammar": "start: nothing"}]})).error
         )
-        assert tried.error(grammar({"type": "integer", "minimum": 5, "maximum": 3})) != ""
+        assert tried.verdict(grammar({"type": "integer", "minimum": 5, "maximum": 3})).error != ""
     assert len(asked) == 3
     assert sum(each is not None for each in tried._free.queue) == 1
 
@@ -62,21 +63,21 @@ def test_a_process_that_passes_a_limit_is_replaced_and_its_grammar_kept_refused(
 ) -> None:
     tried = trials(**({"cpu_s": 60, "memory_bytes": 2 << 30} | limits))
     for _ in range(3):
-        assert tried.error(grammar(SLOW)) == TOO_MUCH
-        assert tried.error(grammar(GOOD)) == ""
+        assert tried.verdict(grammar(SLOW)).error == TOO_MUCH
+        assert tried.verdict(grammar(GOOD)).error == ""
     assert len(asked) == 2
 
 
 def test_a_grammar_whose_first_step_fails_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     text = grammar({"anyOf": [{"type": "boolean"}, {"type": "object"}]})
-    assert trial._error(text, ll_tokenizer()) == ""
+    assert trial._verdict(text, ll_tokenizer()).error == ""
     monkeypatch.setattr(trial, "GRAMMAR_LIMITS", LLParserLimits(step_max_items=1))
     assert not LLMatcher(ll_tokenizer(), text, limits=trial.GRAMMAR_LIMITS).is_error()
-    assert "many items" in trial._error(text, ll_tokenizer())
+    assert "many items" in trial._verdict(text, ll_tokenizer()).error
 
 
 def test_an_intersection_of_patterns_is_refused(trials) -> None:
-    assert trials().error(grammar(MANY)) != ""
+    assert trials().verdict(grammar(MANY)).error != ""
 
 
 @pytest.mark.parametrize("keyword", ["required", "properties", "prefixItems"])
@@ -84,26 +85,26 @@ def test_a_refusal_that_llguidance_cannot_put_into_words_is_one(trials, keyword:
     """It panics where it cuts what it quotes within a character: a 500 for the client's mistake."""
     schema = {"type": "object", keyword: "\N{GRINNING FACE}" * 40}
     tried = trials()
-    assert tried.error(grammar(schema)) != ""
-    assert tried.error(grammar(schema)) != "", "it is kept"
+    assert tried.verdict(grammar(schema)).error != ""
+    assert tried.verdict(grammar(schema)).error != "", "it is kept"
 
 
 def test_a_dead_process_is_replaced_and_a_failure_is_not_kept(
     trials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = trials()
-    assert tried.error(grammar(GOOD)) == ""
+    assert tried.verdict(grammar(GOOD)).error == ""
     process = tried._free.queue[-1]
     assert process is not None
     process._process.kill()
     process._process.wait()
-    assert tried.error(grammar({"type": "null"})) == ""
+    assert tried.verdict(grammar({"type": "null"})).error == ""
     with monkeypatch.context() as patched:
         failed = {"failed": "Panic()", "is_worn": False}
         patched.setattr(_Process, "ask", lambda self, text: failed)
         with pytest.raises(RuntimeError, match="Panic"):
-            tried.error(grammar({"type": "boolean"}))
-    assert tried.error(grammar({"type": "boolean"})) == ""
+            tried.verdict(grammar({"type": "boolean"}))
+    assert tried.verdict(grammar({"type": "boolean"})).error == ""
 
 
 def test_when_all_processes_are_busy_a_client_is_told_to_come_back(
@@ -112,4 +113,4 @@ def test_when_all_processes_are_busy_a_client_is_told_to_come_back(
     monkeypatch.setattr(trial, "WAIT_S", 0.01)
     monkeypatch.setattr(trial, "NUM_PROCESSES", 0)
     with pytest.raises(Busy):
-        trials().error(grammar(GOOD))
+        trials().verdict(grammar(GOOD))

@@ -70,7 +70,8 @@ class Client:
     def __init__(self, members: Sequence[Member], peer: str = "client/1") -> None:
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._name = peer
-        self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put, keyring=Keyring())
+        own = Keyring() if any(member.wire_key for member in members) else None
+        self._wire = Wire(peer, PingConfig(**PATIENT), self._events.put, keyring=own)
         self._wire.start()
         name, incarnation = peer.split("/")
         introduce(Member(name, "router", incarnation, "", wire_key=self._wire.key))
@@ -221,6 +222,7 @@ def running(
     prefill_tp: int = 1,
     decode_tp: int = 1,
     decode_sections: Sections | None = None,
+    client: str = "client/1",
 ) -> Iterator[Running]:
     """Serve with workers of this process, and threads of it for the other ranks of each; all peers
     are connected when the block begins, and nothing is held for a request when it ends."""
@@ -236,7 +238,7 @@ def running(
             workers[name] = worker
             members.append(member)
             ranks += others
-    client = Client(members)
+    asking = Client(members, client)
     for worker in workers.values():
         worker.update_members([*members, *MET.values()])
     try:
@@ -245,11 +247,11 @@ def running(
             lambda: all(worker.loop.peers.num_connected == num_prefill for worker in decodes),
             "no link",
         )
-        made = Running(workers, members, client)
+        made = Running(workers, members, asking)
         yield made
         made.wait_idle()
     finally:
-        client.close()
+        asking.close()
         # Who connected goes first: a goodbye to somebody who is gone waits for half a second.
         # Engines of mooncake take one to end, so all workers of a role end at once.
         for role in ("decode", "prefill"):

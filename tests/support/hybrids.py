@@ -3,9 +3,9 @@
 import json
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+from tests.support.places import place
 from worker.plan import Plan
 from worker.run.engine import Engine
 
@@ -27,7 +27,7 @@ SHAPE = {
 @cache
 def hybrid() -> Path:
     """Its directory: a configuration alone, so it is served with `load_format: dummy`."""
-    path = Path(mkdtemp(prefix="kvlane-hybrid-"))
+    path = place("hybrid")
     (path / "config.json").write_text(json.dumps(SHAPE))
     return path
 

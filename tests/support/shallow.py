@@ -5,16 +5,15 @@ Its answers are no sense. They differ from prompt to prompt and end after differ
 tokens, as the end of text has taken the place of a token that it draws now and then.
 """
 
-import atexit
 import json
 import shutil
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from tests.support.places import place
 from tests.support.prompts import TINY
 
 LAYERS = {2: ("0", "5"), 4: ("0", "1", "4", "5")}
@@ -26,8 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def shallow(num_layers: int = 2) -> Path:
     """Its directory, for as long as this process lives."""
     layers = LAYERS[num_layers]
-    directory = Path(tempfile.mkdtemp(prefix="kvlane-shallow-"))
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = place("shallow")
     shutil.copytree(TINY, directory, dirs_exist_ok=True)
     config = json.loads((TINY / "config.json").read_text())
     config["num_hidden_layers"] = num_layers

@@ -121,7 +121,7 @@ def test_what_is_right_passes() -> None:
             "router.policy=fair",
             "router.policy: 'fair' is none of: least_loaded, prefix_aware, round_robin",
         ),
-        ("transport.name=nixl", "transport.name: 'nixl' is none of: mooncake, shm"),
+        ("transport.name=nixl", "transport.name: 'nixl' is none of: mixed, mooncake"),
         ("transport.name=shm transport.kind=rdma", "transport.kind: 'rdma' is none of: shm"),
         ("decode.engine.attention.decode=fa9", "decode.engine.attention.decode: 'fa9' is none of"),
         ("router.api_key_file=/no/keys", "router.api_key_file: /no/keys: No such file"),

@@ -174,7 +174,10 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
     ("sets", "has_gpus", "nodes", "peer_access", "transport"),
     [
         ("", False, "n1 n1", None, ("shm", "auto")),  # which has one kind
-        ("", False, "n1 n2", None, ("mooncake", "tcp")),
+        ("", False, "n1 n2", None, ("mixed", "shm")),
+        ("transport.kind=tcp", False, "n1", None, ("sockets", "tcp")),
+        ("transport.kind=tcp", False, "n1 n2", None, ("sockets", "tcp")),
+        ("transport.name=mixed", True, "n1 n2", None, ("mixed", "nvlink")),
         ("transport.name=mooncake", False, "n1", None, ("mooncake", "tcp")),
         ("", True, "n1 n1", None, ("mooncake", "nvlink")),
         ("", True, "n1 n1", True, ("mooncake", "nvlink")),

@@ -57,7 +57,7 @@ def leaves(tree: BaseModel, path: str = "") -> dict[str, Any]:
         ("lease", "decode_window_s", 11.0),
         ("lease", "renew_s", 4.5),
         ("disaggregation", "mode", "sometimes"),
-        ("disaggregation", "pull_bytes_per_s", 0),
+        ("disaggregation", "pull_overhead_s", -1),
         ("tracing", "endpoint", "ftp://host"),
         ("tracing", "endpoint", "http://["),
         ("tracing", "endpoint", "http://:4318"),

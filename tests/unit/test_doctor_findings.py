@@ -314,7 +314,7 @@ def test_serve_is_told_what_costs_and_not_what_is_fine() -> None:
 
 # What the workers of a cluster tell.
 
-GOOD = PullPath("prefill-0/ab", "mooncake/tcp", 0.9e9, 64 << 20, 64, 60e-6)
+GOOD = PullPath("prefill-0/ab", "mooncake/tcp", 0.9e9, 64 << 20, 64, 60e-6, 96.0, 64)
 
 
 def plain(facts: Facts) -> Facts:
@@ -347,7 +347,10 @@ def test_a_cluster_in_order_is_healthy(facts: Facts) -> None:
     assert {finding.level for finding in found} == {Level.OK}
     (path,) = [finding for finding in found if finding.subject == "path"]
     assert path.where == "prefill-0 -> decode-0"
-    assert path.what == "mooncake/tcp, 0.9 GB/s in ranges of 1024 KiB, 60 us for a small pull"
+    assert (
+        path.what == "mooncake/tcp, 0.9 GB/s in ranges of 1024 KiB, 60 us for a small pull, "
+        "6,144 tokens/s of this model"
+    )
     assert path.figures == {"bytes_per_s": 0.9e9, "small_pull_s": 60e-6}
     memlock = [finding.where for finding in found if finding.subject == "memlock"]
     assert memlock == ["prefill-0, decode-0"], "the same is said once"

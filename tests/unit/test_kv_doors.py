@@ -1,5 +1,6 @@
 """Who may read KV over sockets, and by which way memory comes to them."""
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -14,12 +15,15 @@ from cluster.diagnose import greet
 from tests.support.patience import HANG_S
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
+from worker.transfer import doors
 from worker.transfer.base import Endpoint, Run, describe
 from worker.transfer.doors import (
     COUNT,
     GREETING,
+    MAC_BYTES,
     MAX_PIECES,
     MAX_STRANGERS,
+    NONCE_BYTES,
     PIECE,
     Door,
     proof,
@@ -50,7 +54,7 @@ def endpoint(memory: ctypes.Array) -> Iterator[Endpoint]:
 
 
 def dialed(endpoint: Endpoint, seconds: float = HANG_S) -> socket.socket:
-    return dial(endpoint, time.monotonic() + seconds)
+    return dial(endpoint.name, endpoint.secret, time.monotonic() + seconds)
 
 
 def strangers(endpoint: Endpoint) -> socket.socket:
@@ -116,6 +120,62 @@ def test_who_does_not_know_the_secret_serves_nobody(endpoint: Endpoint) -> None:
         with pytest.raises(Unreachable, match="another process answers there"):
             dialed(other)
         thread.join()
+
+
+def test_a_slow_stranger_is_cut_in_time(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one who sends a byte now and then."""
+    monkeypatch.setattr(doors, "GREETING_S", 0.2)
+    with strangers(endpoint) as connection:
+        greeted(connection)
+        connection.settimeout(0.05)
+        for _ in range(NONCE_BYTES + MAC_BYTES - 1):
+            with contextlib.suppress(TimeoutError):
+                connection.sendall(b"n")
+                assert is_over(connection)
+                break
+        else:
+            pytest.fail("it was listened to for as long as it sent")
+
+
+def test_a_slow_impostor_holds_nobody_up(endpoint: Endpoint) -> None:
+    with socket.create_server((HOST, 0)) as impostor:
+        over = threading.Event()
+
+        def serve() -> None:
+            connection = impostor.accept()[0]
+            with connection, contextlib.suppress(OSError):
+                for byte in GREETING + b"c" * NONCE_BYTES:
+                    connection.sendall(bytes([byte]))
+                    over.wait(0.05)
+                received(connection, 1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        name = f"{HOST}:{impostor.getsockname()[1]}"
+        other = describe("sockets", "tcp", name, endpoint.regions, SECRET)
+        with pytest.raises(Unreachable, match="did not answer in time"):
+            dialed(other, 0.3)
+        over.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["no port", "host:70000", f"{'h' * 70}.x:1"])
+def test_a_name_that_is_no_address_is_unreachable(name: str, endpoint: Endpoint) -> None:
+    with pytest.raises(Unreachable):
+        dialed(describe("sockets", "tcp", name, endpoint.regions, SECRET))
+
+
+def test_strangers_do_not_fill_the_log(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(12):
+        with strangers(endpoint) as connection:
+            greeted(connection)
+            connection.sendall(b"n" * (NONCE_BYTES + MAC_BYTES))
+            assert is_over(connection)
+    assert len([each for each in caplog.records if "without the secret" in each.message]) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,27 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from tests.support.pulls import ScriptedSource
 from worker.api import Candidate
 from worker.config import DisaggregationConfig
-from worker.requests.admission import PlacementInputs, prefills_locally
+from worker.requests.admission import PlacementInputs, to_ask
+from worker.transfer.sources import FORGET_S, Link
 
-AUTO = DisaggregationConfig(pull_overhead_s=0.01, pull_bytes_per_s=1e9)
+AUTO = DisaggregationConfig(pull_overhead_s=0.01)
 COST = PlacementInputs(
     num_uncached_tokens=100,
     num_running=0,
     s_per_token=0.001,
     kv_bytes_per_token=1_000,
-    pull_bytes_per_s=1e8,
+    pull_bytes_per_s=dict.fromkeys(("p/1", "q/1"), 1e8),
 )
 IDLE = Candidate("p/1", prefill_s_per_token=0.001)
+
+
+def prefills_locally(
+    inputs: PlacementInputs, candidates: list[Candidate], config: DisaggregationConfig
+) -> bool:
+    return not to_ask(inputs, candidates, config)
 
 
 @pytest.mark.parametrize("mode", ["auto", "always", "never"])
@@ -82,7 +90,7 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
     for _ in range(5_000):
         cost = PlacementInputs(
             rnd.randint(1, 2_000), rnd.randint(0, 64), rnd.choice((1e-5, 1e-4, 1e-3)),
-            rnd.randint(100, 100_000), rnd.choice((1e7, 1e9)),
+            rnd.randint(100, 100_000), {"p/1": rnd.choice((1e7, 1e9))}, rnd.randint(0, 99),
         )  # fmt: skip
         candidate = Candidate(
             "p/1", rnd.randint(0, 5_000), rnd.choice((0.0, 1e-5, 1e-4)), rnd.randint(0, 2_500)
@@ -93,9 +101,43 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
             queue = candidate.num_queued_tokens + rnd.randint(0, 1_000)
             busier = msgspec.structs.replace(candidate, num_queued_tokens=queue)
             assert prefills_locally(cost, [busier], AUTO)
-            assert prefills_locally(replace(cost, pull_bytes_per_s=1e6), [candidate], AUTO)
+            assert prefills_locally(replace(cost, pull_bytes_per_s={"p/1": 1e6}), [candidate], AUTO)
         else:
-            busier_here = replace(cost, num_running=cost.num_running + rnd.randint(0, 9))
+            busier_here = replace(
+                cost,
+                num_running=cost.num_running + rnd.randint(0, 9),
+                num_queued_tokens=cost.num_queued_tokens + rnd.randint(0, 9),
+            )
             assert not prefills_locally(busier_here, [candidate], AUTO)
             assert not prefills_locally(cost, [candidate, IDLE], AUTO)
     assert seen == {True, False}
+
+
+def test_prompts_that_wait_here_count() -> None:
+    """100 tokens: local 0.1 s; remote 0.111 s."""
+    assert prefills_locally(replace(COST, num_queued_tokens=10), [IDLE], AUTO)
+    assert not prefills_locally(replace(COST, num_queued_tokens=12), [IDLE], AUTO)
+
+
+def test_whoever_is_at_a_much_slower_road_is_asked_last() -> None:
+    """With rows to stall both are cheaper than we: 0.111 s over the fast road, and
+    0.139 s are a quarter more."""
+    far = msgspec.structs.replace(IDLE, peer="q/1")
+    for slow, order in ((4e6, [far, IDLE]), (3e6, [IDLE, far])):  # 0.135 s, 0.143 s
+        rates = {"p/1": 1e8, "q/1": slow}
+        busy = replace(COST, num_running=9, pull_bytes_per_s=rates)
+        assert to_ask(busy, [far, IDLE], AUTO) == order
+        assert to_ask(busy, [far, IDLE], DisaggregationConfig(mode="always")) == [far, IDLE]
+
+
+def test_the_rate_of_a_link_is_of_its_last_pulls_by_their_bytes() -> None:
+    link = Link("p/1", ScriptedSource(), 7.0)
+    assert link.bytes_per_s_at(100.0) == 7.0
+    for _ in range(9):
+        link.rate.landed(1, 0.1, 100.0)
+    link.rate.landed(1_000_000, 0.1, 100.0)
+    assert link.bytes_per_s_at(100.0) == pytest.approx(1e6, rel=1e-3)
+    for at in (101.0, 102.0, 109.0):
+        link.rate.landed(1_000, 1.0, at)
+    assert 1_000 < link.bytes_per_s_at(109.0) < 200_000
+    assert link.bytes_per_s_at(109.0 + FORGET_S) == 7.0

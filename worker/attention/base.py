@@ -32,6 +32,7 @@ class AttentionShape:
     region: str = "target"
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
     sinks: bool = False  # each head has a logit of its own that takes weight, but has no value
+    dtype: str = ""  # of queries, where the region's is eight bits
 
     @property
     def features(self) -> frozenset[str]:
@@ -129,7 +130,7 @@ class PoolAttention:
         assert bool(sinks) == shape.sinks
         self.sinks = sinks or [None] * self.region.num_layers
         self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
-        self.dtype: torch.dtype = getattr(torch, self.region.dtype)
+        self.dtype: torch.dtype = getattr(torch, shape.dtype or self.region.dtype)
         self._layers = pool.layers(shape.region)
 
     def kv(self, layer_id: int) -> tuple[Tensor, ...]:

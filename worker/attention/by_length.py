@@ -39,7 +39,8 @@ class ByLengthAttention:
     def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
         short, long = (resolve("attention backend", x, self.TABLE) for x in (self.SHORT, self.LONG))
         self._short = self._long = short(pool, shape, sinks)
-        if not long.caps.lacks(shape):
+        known = long.caps.dtypes is None or pool.region(shape.region).dtype in long.caps.dtypes
+        if known and not long.caps.lacks(shape):
             self._long = long(pool, shape)
 
     def plan(self, batch: Batch) -> ByLengthPlan:

@@ -236,9 +236,16 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def scales_of(head, at, seen):
+    """What keys or values in eight bits are worth, f32; at: bytes from `head` to exponents."""
+    exponents = tl.load(head.to(tl.pointer_type(tl.uint8)) + at, mask=seen, other=127)
+    return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _blocks(
     acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
-    limit, scale, MASKED: tl.constexpr,
+    limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
@@ -247,6 +254,7 @@ def _blocks(
     Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
     the block after the last is returned. Keys from `end` on have no page.
     """
+    EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     dims = tl.arange(0, BLOCK_D)
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
@@ -270,11 +278,18 @@ def _blocks(
         else:
             k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
             v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
+        if EIGHT:  # powers of two: scores and weights take them with the same bits as keys would
+            at = page * stride_page + PAGE * HEAD_DIM + keys % PAGE
+            k_scales = scales_of(k_head, at, keys < end)
+            v_scales = scales_of(v_head, at, keys < end)
+            k_tile, v_tile = k_tile.to(DTYPE), v_tile.to(DTYPE)
         page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
-        dtype = v_tile.dtype
         if INTERPRETED:
             k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * scale
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if EIGHT:
+            scores *= k_scales[None, :]
+        scores *= scale
         if CAP > 0:
             scores = capped(scores, CAP)
         if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
@@ -291,7 +306,9 @@ def _blocks(
         shrink = tl.exp2(top - base)
         p = tl.exp2(scores - base[:, None])
         weight = weight * shrink + tl.sum(p, 1)
-        p = p.to(dtype)
+        p = p.to(DTYPE)
+        if EIGHT:
+            p *= v_scales.to(DTYPE)[None, :]
         if INTERPRETED:
             p = p.to(tl.float32)
         acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
@@ -302,9 +319,9 @@ def _blocks(
 @triton.jit
 def _online(
     q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, limit, scale,
-    top, weight, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr, FIRST_KEY: tl.constexpr,
-    WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    top, weight, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
+    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
@@ -323,13 +340,13 @@ def _online(
         masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
         acc, weight, top, page = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
-            tl.minimum(masked, end), end, position, limit, scale, False, BLOCK_N, HEAD_DIM, BLOCK_D,
-            PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
+            tl.minimum(masked, end), end, position, limit, scale, DTYPE, False, BLOCK_N, HEAD_DIM,
+            BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
     acc, weight, top, page = _blocks(  # type: ignore[misc]
         acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
-        position, limit, scale, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP,
-        INTERPRETED,
+        position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW,
+        CAP, INTERPRETED,
     )  # fmt: skip
     return acc, weight, top
 
@@ -349,8 +366,8 @@ def _attend_kernel(
     MANY: requests may have several tiles. Later tiles see more keys, so the last ones go first.
 
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
-    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous. scale: for exp2, or
-    with CAP for tanh. sinks: [heads] or None.
+    k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous, of q's dtype or in eight
+    bits. scale: for exp2, or with CAP for tanh. sinks: [heads] or None.
     items, counts: what _plan_kernel wrote. arrivals: i32, 0 for each (item, kv head).
     partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
@@ -401,8 +418,8 @@ def _attend_kernel(
             weight = tl.where(split == 0, 1.0, weight)
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
-            stride_page, begin, end, position, limit, scale, top, weight, BLOCK_M, BLOCK_N,
-            HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, INTERPRETED,
+            stride_page, begin, end, position, limit, scale, top, weight, q.dtype.element_ty,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
 
         stride_out = KV_HEADS * GROUP * HEAD_DIM

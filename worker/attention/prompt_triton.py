@@ -26,6 +26,7 @@ from worker.attention.paged_triton import (
     item_at,
     plan_items,
     scale_of,
+    scales_of,
     sink_of,
     zero_padding,
 )
@@ -74,8 +75,15 @@ def _gather_kernel(
         row = tl.load(first_rows + req).to(tl.int64) + first
         dest = head.to(tl.int64) * stride_head + row * BLOCK_D
         dest += slot[:, None] * BLOCK_D + dims[None, :]
-        tl.store(keys + dest, tl.load(k_cache + source, mask=inside, other=0.0))
-        tl.store(values + dest, tl.load(v_cache + source, mask=inside, other=0.0))
+        key = tl.load(k_cache + source, mask=inside, other=0.0)
+        value = tl.load(v_cache + source, mask=inside, other=0.0)
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            of_page = at.to(tl.int64) * stride_page + head * stride_cache_head + PAGE * HEAD_DIM
+            there = first + slot < num_keys
+            key = key.to(tl.float32) * scales_of(k_cache, of_page + slot, there)[:, None]
+            value = value.to(tl.float32) * scales_of(v_cache, of_page + slot, there)[:, None]
+        tl.store(keys + dest, key.to(keys.dtype.element_ty))
+        tl.store(values + dest, value.to(values.dtype.element_ty))
 
 
 @triton.jit
@@ -198,10 +206,13 @@ class PromptPlan:
     max_seq_len: int  # host bound
 
 
-def serves(k_cache: Tensor) -> bool:
-    """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view."""
+def serves(k_cache: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernel runs for a layer's [num_pages, kv_heads, page_size, head_dim] view.
+
+    dtype: of the queries, and of the keys once they are gathered.
+    """
     _, _, page_size, head_dim = k_cache.shape
-    known = k_cache.dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
+    known = dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
     return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from worker.cache.eight_bits import E4M3, exponents_of, quantized
 from worker.ops.norms import rms_norm_ref
 from worker.ops.op import op
 
@@ -30,7 +31,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
     """k_cache[page, :, offset] = k[i] for slot_mapping[i] = page · page_size + offset; v alike.
 
-    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype.
+    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or of any that is stored in
+    eight bits.
     caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
     slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
     matter which of them wins.
@@ -39,6 +41,10 @@ def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping:
     pages = slot_mapping // page_size
     offsets = slot_mapping - pages * page_size
     for cache, rows in zip(caches, (k, v), strict=True):
+        if cache.dtype == E4M3:
+            values, exponents = quantized(rows)
+            exponents_of(cache).transpose(1, 2)[pages, offsets] = exponents
+            cache, rows = cache.view(torch.uint8), values.view(torch.uint8)
         cache.transpose(1, 2)[pages, offsets] = rows
 
 
@@ -66,7 +72,7 @@ def qk_rope_store_ref(
 ) -> Tensor:
     """Rotated queries [num_tokens, num_heads, head_dim]; rotated keys and values go to their slots.
 
-    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] of the caches' dtype, each row
+    qkv: [num_tokens, (num_heads + 2 · num_kv_heads) · head_dim] as in store_kv_ref, each row
     contiguous: the heads of q, then of k, then of v. num_heads may be 0. caches, slot_mapping: see
     store_kv_ref; the caches have equal strides.
     """

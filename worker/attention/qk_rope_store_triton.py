@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.cache.eight_bits import E4M3
+from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
@@ -22,12 +23,41 @@ def _normed(x, scale, weight, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _store_eight_bits(
+    to, cache, exponent_at, a, b, both, HALF: tl.constexpr, INTERPRETED: tl.constexpr
+):
+    """As eight_bits.quantized; a, b: [HEADS, BLOCK], two halves of rows. exponent_at: [HEADS]."""
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    amax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    exponent = tl.maximum(exponent, 1)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    tl.store(to, _eight_bits(a * inverse, INTERPRETED), mask=both)
+    tl.store(to + HALF, _eight_bits(b * inverse, INTERPRETED), mask=both)
+    at = cache.to(tl.pointer_type(tl.uint8)) + exponent_at
+    tl.store(at, exponent.to(tl.uint8))
+
+
+@triton.jit
+def _eight_bits(x, INTERPRETED: tl.constexpr):
+    """To nearest, ties to even, as the hardware does; the interpreter loses a carry, so it gets
+    what needs no rounding."""
+    if INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = (x + 24576.0) - 24576.0  # its last place is that of e4m3 below 2^-6
+        x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
 def _qk_rope_store_kernel(
     qkv, positions, table, k_cache, v_cache, slot_mapping, q_weight, k_weight, q_out,
     stride_qkv, stride_layer, stride_page, stride_head, stride_token, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    LAYERS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    LAYERS: tl.constexpr, NORM: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, heads / HEADS), or with LAYERS (tokens, heads / HEADS, layers).
 
@@ -86,22 +116,31 @@ def _qk_rope_store_kernel(
             b = y.to(DTYPE)
 
     if first < NUM_HEADS:
-        to = q_out + token * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + lanes[None, :]
-        tl.store(to, a, mask=both)
-        tl.store(to + HALF, b, mask=both)
+        q_at = q_out + token * (NUM_HEADS * HEAD_DIM) + heads[:, None] * HEAD_DIM + lanes[None, :]
+        tl.store(q_at, a, mask=both)
+        tl.store(q_at + HALF, b, mask=both)
     else:
         slot = tl.load(slot_mapping + token)
         page = slot // PAGE_SIZE
         start = page * stride_page + (slot - page * PAGE_SIZE) * stride_token
+        EIGHT: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
+        exponents = page * stride_page + PAGE_SIZE * HEAD_DIM + (slot - page * PAGE_SIZE)
         if first < NUM_HEADS + NUM_KV_HEADS:
-            to = k_cache + start + (heads - NUM_HEADS)[:, None] * stride_head + lanes[None, :]
-            tl.store(to, a, mask=both)
-            tl.store(to + HALF, b, mask=both)
+            of_head = (heads - NUM_HEADS) * stride_head
+            to = k_cache + start + of_head[:, None] + lanes[None, :]
+            if EIGHT:
+                _store_eight_bits(to, k_cache, exponents + of_head, a, b, both, HALF, INTERPRETED)
+            else:
+                tl.store(to, a, mask=both)
+                tl.store(to + HALF, b, mask=both)
         else:
-            kv_heads = heads - NUM_HEADS - NUM_KV_HEADS
-            to = v_cache + start + kv_heads[:, None] * stride_head + lanes[None, :]
-            tl.store(to, a, mask=both)
-            tl.store(to + HALF, b, mask=both)
+            of_head = (heads - NUM_HEADS - NUM_KV_HEADS) * stride_head
+            to = v_cache + start + of_head[:, None] + lanes[None, :]
+            if EIGHT:
+                _store_eight_bits(to, v_cache, exponents + of_head, a, b, both, HALF, INTERPRETED)
+            else:
+                tl.store(to, a, mask=both)
+                tl.store(to + HALF, b, mask=both)
 
 
 def qk_rope_store_triton(
@@ -117,7 +156,7 @@ def qk_rope_store_triton(
     (table, positions), (k_cache, v_cache) = rotation, caches
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     num_heads = qkv.shape[1] // num_layers // head_dim - 2 * num_kv_heads
-    assert qkv.dtype == k_cache.dtype
+    assert k_cache.dtype in (qkv.dtype, E4M3)
     assert qkv.stride(1) == k_cache.stride(3) == 1
     assert k_cache.stride() == v_cache.stride()
     rotary_dim = table.shape[1]
@@ -134,6 +173,7 @@ def qk_rope_store_triton(
             qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             ROTARY_DIM=rotary_dim, PAGE_SIZE=page_size, HEADS=per_program,
             BLOCK=power_of_two(head_dim // 2), LAYERS=num_layers > 1, NORM=norms is not None,
+            INTERPRETED=INTERPRETED,
             num_warps=max(1, per_program // 2),
             enable_fp_fusion=False,  # rope rounds each product, as torch does
         ),

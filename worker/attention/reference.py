@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.cache.eight_bits import E4M3, dequantized
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch
 from worker.forward.context import current
@@ -44,7 +45,7 @@ class ReferenceAttention(PoolAttention):
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
-        dtypes=frozenset({"float32", "bfloat16", "float16"})
+        dtypes=frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn"})
     )
     static_plan: ClassVar[bool] = True
 
@@ -53,7 +54,14 @@ class ReferenceAttention(PoolAttention):
         self.num_heads, self.num_kv_heads = self.heads
         self.head_dim, self.mask = shape.head_dim, shape.mask
         self._is_plain = shape.features == shape.mask.unlike_causal  # no cap and no sinks
-        self._rows = [(_as_rows(keys), _as_rows(values)) for keys, values in self._layers]
+        self._is_eight = self.region.dtype == "float8_e4m3fn"
+        item_bytes = self._layers[0][0].element_size()
+        # With exponents, if there are any.
+        self._rows_per_part = self.region.part_bytes // (self.head_dim * item_bytes)
+        self._rows = [
+            (_as_rows(keys, self._rows_per_part), _as_rows(values, self._rows_per_part))
+            for keys, values in self._layers
+        ]
         page_stride, head_stride, token_stride, _ = self._layers[0][0].stride()
         assert token_stride == self.head_dim, "a head's tokens of a page are contiguous"
         self._rows_per_page = page_stride // self.head_dim
@@ -105,9 +113,12 @@ class ReferenceAttention(PoolAttention):
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
         plan = current().attn_plan
         assert isinstance(plan, ReferencePlan), "the plan must be this backend's own"
-        key_rows, value_rows = self._rows[layer_id]
-        torch.index_select(key_rows, 0, plan.key_rows, out=plan.keys.view(-1, self.head_dim))
-        torch.index_select(value_rows, 0, plan.key_rows, out=plan.values.view(-1, self.head_dim))
+        for rows, to in zip(self._rows[layer_id], (plan.keys, plan.values), strict=True):
+            to = to.view(-1, self.head_dim)
+            if self._is_eight:
+                to.copy_(self._decoded(rows, plan.key_rows))
+            else:
+                torch.index_select(rows, 0, plan.key_rows, out=to)
 
         # Fold the query heads of one kv head into the query rows: no copy of K and V per head.
         group = self.num_heads // self.num_kv_heads
@@ -124,6 +135,14 @@ class ReferenceAttention(PoolAttention):
         found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
         found = found.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
         return found if out is None else out.copy_(found)
+
+    def _decoded(self, rows: Tensor, wanted: Tensor) -> Tensor:
+        """[num rows, head_dim] of `dtype`: rows in eight bits, whose exponents follow each page."""
+        size, raw = self.region.page_size, rows.view(torch.uint8)
+        part = wanted // self._rows_per_part * self._rows_per_part  # first row of page and head
+        exponents = (part + size) * self.head_dim + wanted - part
+        values = raw.index_select(0, wanted).view(E4M3)
+        return dequantized(values, raw.view(-1)[exponents], self.dtype)
 
     def _weights(self, queries: Tensor, plan: ReferencePlan, sinks: Tensor | None) -> Tensor:
         """What softmax gives each key, [num_reqs, num_kv_heads, group * width, num_keys].
@@ -160,11 +179,12 @@ class ReferenceAttention(PoolAttention):
         return (rows[:, None, :] + self._head_rows).flatten()
 
 
-def _as_rows(cache: Tensor) -> Tensor:
+def _as_rows(cache: Tensor, num_rows: int) -> Tensor:
     """The memory from a layer's first key (or value) on, as rows of head_dim.
 
     Row page·(page stride) + head·(head stride) + token, in units of head_dim, is that token's.
+    num_rows: of the last page's last head, what is behind its tokens included.
     """
-    num_pages, num_heads, page_size, head_dim = cache.shape
+    num_pages, num_heads, _, head_dim = cache.shape
     last = (num_pages - 1) * cache.stride(0) + (num_heads - 1) * cache.stride(1)
-    return cache.as_strided((last // head_dim + page_size, head_dim), (head_dim, 1))
+    return cache.as_strided((last // head_dim + num_rows, head_dim), (head_dim, 1))

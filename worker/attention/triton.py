@@ -43,7 +43,7 @@ class TritonAttention(PoolAttention):
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(
         devices=frozenset({"cuda", "cpu"} if INTERPRETED else {"cuda"}),
-        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        dtypes=frozenset({"float32", "bfloat16", "float16", "float8_e4m3fn"}),
         head_dims=frozenset({32, 64, 96, 128, 256}),
         page_sizes=frozenset(1 << i for i in range(13)),
     )
@@ -58,7 +58,7 @@ class TritonAttention(PoolAttention):
             raise Unsupported("attention backend: triton is not installed")
         super().__init__(pool, shape, sinks)
         is_plain = replace(shape.mask, window=None) == CAUSAL
-        self._has_prompts = is_plain and serves(self._layers[0][0])
+        self._has_prompts = is_plain and serves(self._layers[0][0], self.dtype)
         self._gathered: Tensor | None = None  # keys and values of a batch of long chunks
         self._max_gathered = self.MAX_GATHERED  # less once there was no memory for more
         self._num_sms = 132

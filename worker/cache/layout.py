@@ -12,6 +12,7 @@ final, and travel, with the last of them.
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -20,7 +21,7 @@ import msgspec
 from worker.errors import UserError
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-LAYOUT_VERSION = 5  # of pages, and of how they are announced
+LAYOUT_VERSION = 6  # of pages, and of how they are announced
 STATE = "state"  # name of the region of slots
 
 
@@ -73,8 +74,19 @@ class KVRegion:
     @property
     def head_bytes(self) -> int:
         """One kv head within one group of one page."""
-        row_bytes = self.head_dim * ITEM_BYTES[self.dtype]
-        return self.layers_per_group * self.parts * self.rows_per_page * row_bytes
+        return self.layers_per_group * self.parts * self.part_bytes
+
+    @property
+    def part_bytes(self) -> int:
+        """Keys or values of one head in one layer of a page; in eight bits with their exponents.
+
+        Then it is a multiple of 128 and of head_dim, so that rows begin at multiples of a row.
+        """
+        num_bytes = self.rows_per_page * self.head_dim * ITEM_BYTES[self.dtype]
+        if ITEM_BYTES[self.dtype] > 1:
+            return num_bytes
+        grain = math.lcm(self.head_dim, 128)
+        return -(-(num_bytes + self.rows_per_page) // grain) * grain
 
     @property
     def group_bytes(self) -> int:

@@ -6,6 +6,7 @@ import os
 import torch
 from torch import Tensor
 
+from worker.cache.eight_bits import E4M3, exponents_of
 from worker.cache.layout import (
     ITEM_BYTES,
     STATE,
@@ -63,7 +64,8 @@ class KVPool:
     def layers(self, region: str = "target") -> list[tuple[Tensor, ...]]:
         """Each layer's parts, as keys and values: views [num_pages, num_kv_heads, rows, head_dim].
 
-        They are strided; head_dim is contiguous, and each head's rows of a page are too.
+        They are strided; head_dim is contiguous, and each head's rows of a page are too. In eight
+        bits see `eight_bits.exponents_of`.
         """
         return self._layers[region]
 
@@ -77,9 +79,12 @@ class KVPool:
         return rows[:, 0, 0]
 
     def caches(self, region: str | None = None) -> list[Tensor]:
-        """All views of a region, or of all regions."""
+        """All views of a region, or of all regions; behind a view in eight bits its exponents."""
         names = self._layers if region is None else (region,)
-        return [part for name in names for parts in self._layers[name] for part in parts]
+        found = list[Tensor]()
+        for part in (part for name in names for parts in self._layers[name] for part in parts):
+            found += (part, exponents_of(part)) if part.dtype == E4M3 else (part,)
+        return found
 
     def memory(self) -> tuple[MemoryRegion, ...]:
         """The allocations, in the layout's order, then the state's; valid until `close`."""
@@ -109,15 +114,11 @@ def _shared_memory(name: str, num_bytes: int) -> tuple[Tensor, int]:
 
 def _layer_views(raw: Tensor, region: KVRegion, num_pages: int) -> list[tuple[Tensor, ...]]:
     groups = raw.view(getattr(torch, region.dtype)).view(
-        region.num_groups,
-        num_pages,
-        region.num_kv_heads,
-        region.layers_per_group,
-        region.parts,
-        region.rows_per_page,
-        region.head_dim,
+        region.num_groups, num_pages, region.num_kv_heads, region.layers_per_group, region.parts, -1
     )
-    # A layer is [num_pages, num_kv_heads, parts, rows, head_dim].
+    # A layer is [num_pages, num_kv_heads, parts, rows, head_dim]; exponents lie behind the rows.
+    shape = region.rows_per_page, region.head_dim
+    groups = groups[..., : shape[0] * shape[1]].unflatten(-1, shape)
     return [layer.unbind(2) for group in groups for layer in group.unbind(2)]
 
 

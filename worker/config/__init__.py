@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, field_validator, model_validator
 
 from worker.config.engine import PLANNED_ON_HOST, Auto, EngineConfig, Section
 from worker.config.engine import AttentionConfig as AttentionConfig
@@ -48,6 +48,7 @@ def log_choice(path: str, value: object, why: str) -> None:
 
 
 TINY = "tiny"  # a model that comes with kvlane; its drafters are "tiny-chain", "tiny-dflash"
+KV_DTYPES = dict.fromkeys(("fp8", "fp8_e4m3"), "float8_e4m3fn")  # what others call it
 BUNDLED = (TINY, "tiny-hybrid", "tiny-moe")  # the second has a drafter, an MTP layer, in its files
 
 
@@ -95,6 +96,12 @@ class KVConfig(Section):
 
     page_size: Auto | PositiveInt = "auto"
     """Tokens of a KV page; auto: 16 on CPU, 64 on CUDA."""
+    dtype: Annotated[
+        Auto | Literal["float8_e4m3fn"], BeforeValidator(lambda name: KV_DTYPES.get(name, name))
+    ] = "auto"
+    """Of the model's keys and values; auto: that of the model. float8_e4m3fn: eight bits, with a
+    scale for each token and head: half the memory and half the bytes of a pull. A drafter's keep
+    the model's."""
     num_groups: Auto | PositiveInt = "auto"
     """Layer groups of the KV. A number: every step announces them one by one. auto: 1 on CPU; on
     CUDA the largest number up to 4 that divides the layers, and steps announce them one by one
@@ -105,10 +112,15 @@ class TransportConfig(Section):
     """How KV pages move, and who may speak to whom."""
 
     name: Auto | str = "auto"
-    """auto: shm while all workers run on CPUs of one host, else mooncake. sockets is our own over
-    TCP: faster than mooncake's, and it asks for a secret; not chosen by itself yet."""
+    """auto: on CPUs shm on one node and mixed on several, else mooncake. sockets is our own over
+    TCP: faster than mooncake's, and it asks for a secret. mixed: the memory that both ends share
+    within a host, sockets beyond; with GPUs it has to be asked for."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
-    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp."""
+    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp; for
+    mixed, within a host, nvlink between GPUs, else shm."""
+    networks: tuple[str, ...] = ()
+    """On which KV moves by sockets or mixed: names of interfaces (eth1) or ranges (10.1.0.0/16),
+    the same for every node; connections are made on each. Empty: that of the node's address."""
     connect_timeout_s: float = Field(default=2.0, gt=0)
     """For the probe and warm-up of a new peer."""
     pull_timeout_s: float = Field(default=8.0, gt=0)
@@ -161,8 +173,6 @@ class DisaggregationConfig(Section):
     for the KV. `decode`: always the decode worker."""
     pull_overhead_s: float = Field(default=0.003, ge=0)
     """Fixed cost of asking, in that estimate."""
-    pull_bytes_per_s: float = Field(default=1.0e9, gt=0)
-    """First guess of the link's speed in that estimate; measured from then on."""
 
 
 class TracingConfig(Section):
@@ -252,7 +262,7 @@ class WorkerConfig(Section):
                 note(path, value, reason)
         if tree["transport"]["kind"] == "auto":
             name = tree["transport"]["name"]
-            tree["transport"]["kind"] = kind = "shm" if name == "shm" else "tcp"
+            tree["transport"]["kind"] = kind = "shm" if name in ("shm", "mixed") else "tcp"
             note("transport.kind", kind, f"transport.name is {name}")
         check_length(tree["model"]["max_model_len"], model_max_len)
         check_collective(tree["engine"]["collective"], cpu=cpu)

@@ -15,4 +15,6 @@ class PullPath(Message, frozen=True):
     num_bytes: int = 0
     num_ranges: int = 0
     small_pull_s: float = 0.0  # one pull of a few bytes
+    pages_per_s: float = 0.0  # of the model's KV, in the same pull
+    page_size: int = 0  # tokens
     error: str = ""  # why nothing can be pulled

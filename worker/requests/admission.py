@@ -1,7 +1,10 @@
 """Admission of requests on a decode worker, and the choice of where a prompt is prefilled."""
 
+from __future__ import annotations
+
+import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
@@ -15,9 +18,12 @@ from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.transfer.inbound import Inbound
 
+log = logging.getLogger("kvlane.admission")
+
 # The worker ends a request this long after its deadline, in case its router has not.
 DEADLINE_GRACE_S = 5.0
 BUSY_RETRY_S = 0.2
+DEARER = 1.25  # times the cheapest estimate: a candidate that costs more is asked after the others
 
 
 class Admission:
@@ -99,21 +105,27 @@ class Admission:
         if req.is_to_score:
             self.place_locally(req, "local")
             return
-        candidates = self._inbound.peers.eligible(req.candidates)
-        config = self._engine.config.disaggregation
+        now, peers = time.monotonic(), self._inbound.peers
+        candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
             num_running=len(self._scheduler.running),
+            num_queued_tokens=sum(
+                len(other.tokens) - 1 - other.num_planned_tokens for other in self._scheduler.local
+            ),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
-            pull_bytes_per_s=self._inbound.context.bytes_per_s or config.pull_bytes_per_s,
+            pull_bytes_per_s={each.peer: peers.bytes_per_s(each.peer, now) for each in candidates},
         )
+        asked = to_ask(inputs, candidates, self._engine.config.disaggregation)
         # A sibling has matched the first choice's whole pages, and less than a page is missing.
-        is_short = req.is_sibling and num_uncached < self._engine.book.page_size
-        if is_short or prefills_locally(inputs, candidates, config):
+        if req.is_sibling and num_uncached < self._engine.book.page_size:
+            asked = []
+        if not asked:
+            self._tell_of_slow_roads(inputs, candidates)
             self.place_locally(req, "local" if candidates else "alone")
-        elif self._inbound.start(req, candidates, time.monotonic()):
+        elif self._inbound.start(req, asked, now):
             self._engine.metrics.placed("remote").inc()
         else:
             self.place_locally(req, "alone")
@@ -124,6 +136,22 @@ class Admission:
         cached = req.num_computed_tokens
         req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
         self._scheduler.prefill_locally(req)
+
+    def _tell_of_slow_roads(self, inputs: PlacementInputs, candidates: list[Candidate]) -> None:
+        """Warn where a prefill worker computes KV faster than the road from it moves KV."""
+        for each in candidates:
+            rate = inputs.pull_bytes_per_s[each.peer]
+            moved, computed = rate / inputs.kv_bytes_per_token, each.prefill_s_per_token
+            if (
+                computed
+                and moved * computed < 1
+                and self._inbound.context.refusals.news(each.peer, "is reached by a slow road")
+            ):
+                log.warning(
+                    "the road from %s moves %.3g GB/s, %s tokens/s of this model, and a prefill "
+                    "worker computes %s: most prompts are prefilled here (disaggregation.mode)",
+                    each.peer, rate / 1e9, f"{moved:,.0f}", f"{1 / computed:,.0f}",
+                )  # fmt: skip
 
     def queue_for_row(self, req: Req) -> None:
         """All KV but the last token's is here."""
@@ -171,33 +199,41 @@ class PlacementInputs:
     num_running: int  # decode rows that a local prefill would stall
     s_per_token: float  # of local prefill; 0 = not measured yet
     kv_bytes_per_token: int
-    pull_bytes_per_s: float
+    pull_bytes_per_s: Mapping[PeerId, float]  # of each candidate
+    num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
     state_bytes: int = 0  # of a request, where layers are recurrent
 
 
-def prefills_locally(
+def to_ask(
     inputs: PlacementInputs, candidates: list[Candidate], config: DisaggregationConfig
-) -> bool:
-    """Whether decode should prefill by itself; always True without a candidate.
+) -> list[Candidate]:
+    """Whom to ask for the prompt's KV, one after another; nobody: decode prefills by itself.
 
-    A local prefill costs its compute time once for the request and once for every decode row that
-    it stalls, a remote one the candidate's queue, its compute time and the pull. (To disaggregate
-    only what pays is DistServe's and Dynamo's idea; the estimate is our own.)
+    A local prefill costs the queue here, its compute time once for the request and once for every
+    decode row that it stalls, a remote one the candidate's queue, its compute time and the pull.
+    (To disaggregate only what pays is DistServe's and Dynamo's idea; the estimate is our own.) The
+    router's order stands, but for candidates that cost much more than the cheapest.
     """
     if not candidates or config.mode == "never":
-        return True
+        return []
     # An unmeasured rate is borrowed: our own from the fastest candidate, a candidate's from us.
     measured = filter(None, (candidate.prefill_s_per_token for candidate in candidates))
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
-        return False
+        return candidates
     num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
         num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)
         rate = candidate.prefill_s_per_token or s_per_token
         compute_s = (candidate.num_queued_tokens + num_uncached) * rate
-        return config.pull_overhead_s + compute_s + num_bytes / inputs.pull_bytes_per_s
+        pull_s = num_bytes / max(1.0, inputs.pull_bytes_per_s[candidate.peer])
+        return config.pull_overhead_s + compute_s + pull_s
 
-    local_s = inputs.num_uncached_tokens * s_per_token * (1 + inputs.num_running)
-    return local_s <= min(map(remote_s, candidates))
+    stalled = inputs.num_uncached_tokens * (1 + inputs.num_running)
+    costs = [remote_s(each) for each in candidates]
+    least = min(costs)
+    if (inputs.num_queued_tokens + stalled) * s_per_token <= least:
+        return []
+    ranked = zip(costs, candidates, strict=True)
+    return [each for _, each in sorted(ranked, key=lambda pair: pair[0] > DEARER * least)]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from worker.api import Sampling
+from worker.cache.eight_bits import fill_noise
 from worker.draw.sampler import Result
 from worker.forward.batch import Batch
 from worker.forward.draws import Masks
@@ -133,7 +134,7 @@ class _Scene:
         """Fill pages and states with the same random content every time."""
         generator = torch.Generator(self._caches[0].device).manual_seed(7)
         for cache in self._caches:
-            cache.normal_(generator=generator)
+            fill_noise(cache, generator)
 
     def written(self) -> Tensor:
         """Sums of bits, as values may be NaN, of all but the sinks: [num caches] i64."""

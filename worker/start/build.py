@@ -28,8 +28,10 @@ from worker.registry import resolve
 from worker.run.base import BucketCheck
 from worker.run.engine import Engine, Kept
 from worker.run.runner import ModelRunner
+from worker.start.check import check_kv
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS, KVTransport
+from worker.transfer.host import addresses_in
 
 log = logging.getLogger("kvlane.engine")
 # What model and pool depend on; a process keeps both in another role only where they are equal.
@@ -118,7 +120,11 @@ def build_engine(
 
 def _transport(config: WorkerConfig, host: str, pool: KVPool) -> KVTransport:
     chosen = config.transport
-    transport: KVTransport = resolve("transport", chosen.name, TRANSPORTS)(host, chosen.kind)
+    try:
+        hosts = ",".join(addresses_in(chosen.networks)) or host
+    except ValueError as e:
+        raise UserError(f"transport.networks: {e}", "transport.networks") from e
+    transport: KVTransport = resolve("transport", chosen.name, TRANSPORTS)(hosts, chosen.kind)
     transport.register(pool.memory())
     return transport
 
@@ -152,6 +158,7 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
     )
     config = within_block(config, drafter_shape)
+    check_kv(config.kv.dtype, config.model.dtype, shape)
     if shape.delta is not None:
         _check_recurrent(config)
     if shape.experts is not None and config.engine.graph.prefill == "compiled":
@@ -201,9 +208,9 @@ def model_layout(
         head_dim=shape.head_dim,
         num_groups=num_groups,
         page_size=int(config.kv.page_size),
-        dtype=config.model.dtype,
+        dtype=config.model.dtype if config.kv.dtype == "auto" else config.kv.dtype,
     )
-    drafted = () if drafter is None else regions(drafter, target.page_size, target.dtype)
+    drafted = () if drafter is None else regions(drafter, target.page_size, config.model.dtype)
     state = None
     if shape.delta is not None:
         state = StateRegion(sum(shape.is_delta), *shape.delta, config.model.dtype)

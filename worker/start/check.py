@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from worker.attention.backends import ATTENTION
+from worker.cache.layout import KVRegion
 from worker.config import (
     EngineConfig,
     ModelConfig,
@@ -44,8 +45,35 @@ def model_limits(directory: Path) -> tuple[int, str]:
     return shape.max_position_embeddings, shape.dtype
 
 
+def kv_token_bytes(directory: Path, page_size: int, dtype: str) -> int:
+    """Bytes that a token of the model's KV takes in `dtype`; raises as read_model_shape."""
+    shape = read_model_shape(directory)
+    sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
+    return KVRegion("target", *sizes, dtype).page_bytes // page_size
+
+
+def check_kv(dtype: str, model_dtype: str, shape: ModelShape) -> None:
+    """Raise a UserError where KV of `dtype`, as kv.dtype has it, cannot be, or reads badly."""
+    if dtype == "auto":
+        return
+    path, remedy = "kv.dtype", "leave it auto"
+    if model_dtype == "float16":  # its range is less than that of a scale
+        raise UserError(f"{path}: {dtype} needs a model in bfloat16 or float32; {remedy}", path)
+    if shape.features.qkv_bias:
+        raise UserError(
+            f"{path}: {dtype} loses too much of keys with a bias, whose channels differ by far; "
+            f"{remedy} for this architecture",
+            path,
+        )
+
+
 def check_directories(
-    model: ModelConfig, spec: SpecConfig, ranks: Ranks, *, with_weights: bool = True
+    model: ModelConfig,
+    spec: SpecConfig,
+    ranks: Ranks,
+    *,
+    with_weights: bool = True,
+    kv_dtype: str = "auto",
 ) -> None:
     """Check a model's directory; with_weights: its files and drafter too.
 
@@ -63,6 +91,7 @@ def check_directories(
         raise type(error)(f"model.path: {error}", "model.path") from error
     if model.max_model_len != "auto":
         check_length(model.max_model_len, shape.max_position_embeddings)
+    check_kv(kv_dtype, shape.dtype if model.dtype == "auto" else model.dtype, shape)
     _check_ranks(shape, ranks)
     if with_weights and spec.has_weights:
         _check_drafter(model, spec, shape, ranks)

@@ -154,12 +154,14 @@ def _load_weights(start: Start) -> Weights:
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
 
 
-def attentions_of(model: Decoder, names: Mapping[str, str], pool: KVPool) -> Attentions:
-    """The backends for the layers of a model; see `build_attentions`."""
+def attentions_of(
+    model: Decoder, names: Mapping[str, str], pool: KVPool, dtype: str = ""
+) -> Attentions:
+    """The backends for the layers of a model of `dtype`; see `build_attentions`."""
     shape, heads = model.shape, model.heads
     attended = AttentionShape(
         heads.num_heads, heads.num_kv_heads, shape.head_dim, shape.attention_scale,
-        cap=shape.scales.attention_cap, sinks=shape.features.sinks,
+        cap=shape.scales.attention_cap, sinks=shape.features.sinks, dtype=dtype,
     )  # fmt: skip
     return build_attentions(names, pool, attended, shape.masks, model.sinks)
 
@@ -177,7 +179,7 @@ def _assemble(
     names = engine.attention.model_dump()
     if max_width == 1:
         del names["spec"]
-    attention = attentions_of(model, names, pool)
+    attention = attentions_of(model, names, pool, config.model.dtype)
     if max_width > 1 and not attention.decode.static_plan:
         raise Unsupported(
             f"engine.attention.decode: {names['decode']} plans on the host, which does not know "

@@ -24,11 +24,13 @@ TRANSPORTS = {
     "mooncake": "worker.transfer.mooncake:MooncakeTransport",
     "shm": "worker.transfer.shm:ShmTransport",
     "sockets": "worker.transfer.sockets:SocketTransport",
+    "mixed": "worker.transfer.mixed:MixedTransport",
 }
 KINDS: Mapping[str, Sequence[str]] = {
     "mooncake": ("tcp", "rdma", "nvlink"),
     "shm": ("shm",),
     "sockets": ("tcp",),
+    "mixed": ("shm", "nvlink"),  # within a host
 }
 
 # One poll() gives way after this long, so that a large copy cannot delay an engine step for more.
@@ -66,6 +68,7 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     start_ticks: int  # process_stat() of the owner
     regions: tuple[MemoryRegion, ...]
     secret: bytes = b""  # who knows it may read; on the control channel alone
+    parts: tuple["Endpoint", ...] = ()  # where a transport is made of others
 
     def __repr__(self) -> str:
         return f"Endpoint({self.transport}/{self.kind} at {self.name})"  # logs show no secret
@@ -102,6 +105,13 @@ class Pull(Protocol):
 class Peer(Protocol):
     """A connected source of KV: one incarnation of one process."""
 
+    _endpoint: Endpoint
+
+    @property
+    def road(self) -> str:
+        """What its bytes travel on, e.g. "mooncake/tcp"."""
+        return f"{self._endpoint.transport}/{self._endpoint.kind}"
+
     def pull(self, runs: Sequence[Run]) -> Pull:
         """Begin to copy `runs` from the peer; an empty list is OK at the first poll.
 
@@ -118,7 +128,8 @@ class Peer(Protocol):
 
 
 class KVTransport(Protocol):
-    """One transport of one process. Built as `cls(host, kind)`: the address peers dial, and a kind.
+    """One transport of one process. Built as `cls(host, kind)`: the address that peers dial, or,
+    for sockets, several with commas between them, and a kind.
 
     Raises from the constructor: Unsupported (kind), MissingLibrary.
     """

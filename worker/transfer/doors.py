@@ -11,11 +11,13 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 
 from worker.cache.layout import MemoryRegion
+from worker.keyring import Refusals
 from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
@@ -36,19 +38,28 @@ def proof(secret: bytes, side: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, side + nonces, "sha256")
 
 
-def receive(connection: socket.socket, buffers: list[memoryview]) -> None:
-    """Fill the buffers; ConnectionError if the other end goes before that."""
+def receive(
+    connection: socket.socket, buffers: list[memoryview], deadline: float | None = None
+) -> None:
+    """Fill the buffers; ConnectionError if the other end goes before that.
+
+    TimeoutError at the deadline, of time.monotonic, however little comes now and then.
+    """
     while buffers:
+        if deadline is not None:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("too slow")
+            connection.settimeout(left_s)
         count = connection.recvmsg_into(buffers, 0, socket.MSG_WAITALL)[0]
         if count == 0:
             raise ConnectionError("the other end has closed the connection")
         _drop(buffers, count)
 
 
-def received(connection: socket.socket, num_bytes: int) -> bytes:
+def received(connection: socket.socket, num_bytes: int, deadline: float | None = None) -> bytes:
     """So many bytes; raises as `receive` does."""
     made = bytearray(num_bytes)
-    receive(connection, [memoryview(made)])
+    receive(connection, [memoryview(made)], deadline)
     return bytes(made)
 
 
@@ -84,6 +95,7 @@ class Door:
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
+        self._refusals = Refusals()
         self._strangers = deque[socket.socket]()
         self._threads = dict[socket.socket, threading.Thread]()
         self._closing = False
@@ -119,10 +131,10 @@ class Door:
                     continue
                 self._threads[connection] = thread
                 self._strangers.append(connection)
+                thread.start()  # before `close` may join it
                 oldest = self._strangers[0] if len(self._strangers) > MAX_STRANGERS else None
             if oldest is not None:
                 _cut(oldest)
-            thread.start()
 
     def _greet_and_serve(self, connection: socket.socket) -> None:
         try:
@@ -138,13 +150,13 @@ class Door:
 
     def _is_member(self, connection: socket.socket) -> bool:
         """Whether the other end knows the secret; it is shown that we do."""
-        connection.settimeout(GREETING_S)
+        deadline = time.monotonic() + GREETING_S
         challenge = os.urandom(NONCE_BYTES)
         connection.sendall(GREETING + challenge)
-        answer = received(connection, NONCE_BYTES + MAC_BYTES)
+        answer = received(connection, NONCE_BYTES + MAC_BYTES, deadline)
         nonces = challenge + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"reads", nonces)):
-            log.warning("%s asked for KV without the secret", connection.getpeername()[0])
+            self._tell(connection, "asked for KV without the secret")
             return False
         connection.sendall(proof(self._secret, b"serves", nonces))
         connection.settimeout(None)
@@ -164,7 +176,12 @@ class Door:
             if not self._holds(pieces):
                 break
             send(connection, lane.outgoing(pieces))
-        log.warning("%s asked for KV that is not here", connection.getpeername()[0])
+        self._tell(connection, "asked for KV that is not here")
+
+    def _tell(self, connection: socket.socket, what: str) -> None:
+        address = connection.getpeername()[0]
+        if num := self._refusals.news(address, what):
+            log.warning("%s %s (%d times)", address, what, num)
 
     def _holds(self, pieces: Sequence[Piece]) -> bool:
         if sum(piece.num_bytes for piece in pieces) > BATCH_BYTES:

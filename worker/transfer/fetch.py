@@ -36,7 +36,6 @@ from worker.transfer.seal import KEY_BYTES, is_sealed
 from worker.transfer.sources import Link
 
 log = logging.getLogger("kvlane.fetch")
-RATE_WEIGHT = 0.1  # of the newest pull in the moving average of bytes per second
 
 
 @dataclass(slots=True)
@@ -52,19 +51,12 @@ class FetchContext:
     refusals: Refusals
     vocab_size: int
     prefill_draws: bool  # disaggregation.first_token
-    bytes_per_s: float = 0.0  # moving average over pulls; 0 = none yet
 
-    @property
-    def label(self) -> str:
-        """Name and kind of the transport, as metrics show it."""
-        return f"{self.transport.name}/{self.transport.kind}"
-
-    def landed(self, num_bytes: int, took_s: float) -> None:
+    def landed(self, link: Link, num_bytes: int, took_s: float, now: float) -> None:
         """Record a pull that has landed."""
-        self.metrics.pulled_bytes(self.label).inc(num_bytes)
-        self.metrics.pull_seconds(self.label).observe(took_s)
-        rate, old = num_bytes / max(took_s, 1e-6), self.bytes_per_s
-        self.bytes_per_s = rate if not old else (1 - RATE_WEIGHT) * old + RATE_WEIGHT * rate
+        self.metrics.pulled_bytes(link.source.road).inc(num_bytes)
+        self.metrics.pull_seconds(link.source.road).observe(took_s)
+        link.rate.landed(num_bytes, took_s, now)
 
 
 class _Ready(NamedTuple):
@@ -141,6 +133,7 @@ class Fetch:
         self.num_landed_pages = len(req.hold.pages)
         self._context = context
         self._link: Link | None = None  # to `peer`
+        self._road = ""  # of it, as metrics show it
         self._key = b""  # of this attempt's announcements
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
@@ -180,7 +173,7 @@ class Fetch:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
         self.attempt += 1
-        self._link, self.peer = link, link.peer
+        self._link, self.peer, self._road = link, link.peer, link.source.road
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self.lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
@@ -192,7 +185,8 @@ class Fetch:
         sampling = req.sampling if self._awaits_token else None
         attributes = {"kvlane.worker": link.peer, "kvlane.placed": "remote"}
         req.timeline.enter("prefill", now, attributes, asks=True)
-        asked = tuple(req.tokens), num_matched, link.bytes_per_s, sampling, req.num_prompt_tokens
+        rate = link.bytes_per_s_at(now)
+        asked = tuple(req.tokens), num_matched, rate, sampling, req.num_prompt_tokens
         self._key = secrets.token_bytes(KEY_BYTES)
         rest = req.timeline.carried, req.salt, self._key
         self._context.send(link.peer, Prefill(self.xfer, *asked, *rest))
@@ -219,7 +213,7 @@ class Fetch:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._last_announced_at:
             self._last_announced_at = now = time.monotonic()
-            req.timeline.announced(now, message.prefill_s, self.peer, self._context.label)
+            req.timeline.announced(now, message.prefill_s, self.peer, self._road)
         self._pages.announce(message, range(self.num_landed_pages, self._num_wanted_pages))
         token = message.token if self._awaits_token else None
         if message.last:  # without a token: the worker is of a version that draws none
@@ -271,10 +265,10 @@ class Fetch:
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
         self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
-            now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
-            metrics.fetch_seconds(label).observe(now - self._began_at)
+            now, metrics = time.monotonic(), self._context.metrics
+            metrics.fetch_seconds(self._road).observe(now - self._began_at)
             if self._last_announced_at:
-                metrics.transfer_seconds(label).observe(now - self._last_announced_at)
+                metrics.transfer_seconds(self._road).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
         book, link = self._context.book, self._link
@@ -306,7 +300,7 @@ class Fetch:
                 self.fail(TransferTimeout.code, "a pull took too long")
             return
         self._running.remove(running)
-        self._context.metrics.pulls(self._context.label, state.value).inc()
+        self._context.metrics.pulls(self._road, state.value).inc()
         if self.xfer is None:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:
@@ -314,8 +308,9 @@ class Fetch:
         elif not self.lease.covers(now):
             self.fail(Revoked.code, "a pull ended outside its lease")
         else:
-            num_bytes = running.pull.num_bytes
-            self._context.landed(num_bytes, now - running.began_at)
+            num_bytes, link = running.pull.num_bytes, self._link
+            assert link is not None
+            self._context.landed(link, num_bytes, now - running.began_at, now)
             self._num_bytes += num_bytes
             self._pulls_from = self._pulls_from or running.began_at
             self._pull_s += now - max(running.began_at, self._pulled_at)  # several run at once

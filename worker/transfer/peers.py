@@ -60,6 +60,11 @@ class PrefillPeers:
         known = self.known.get(peer)
         return known.link if known is not None and known.answers else None
 
+    def bytes_per_s(self, peer: PeerId, now: float) -> float:
+        """Of KV from `peer`, lately; 0: it cannot be pulled from."""
+        link = self.link(peer)
+        return 0.0 if link is None else link.bytes_per_s_at(now)
+
     def eligible(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Keep those of `candidates` that can be pulled from."""
         return [candidate for candidate in candidates if self.link(candidate.peer) is not None]

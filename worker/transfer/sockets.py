@@ -6,6 +6,7 @@ the puller's threads write its memory, and none of them is in a pull that has en
 encrypted; see `doors` for who may read.
 """
 
+import logging
 import os
 import queue
 import secrets
@@ -46,7 +47,9 @@ from worker.transfer.doors import (
 )
 from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
 
-LANES = 4  # connections to a peer; two are as fast between two cores
+log = logging.getLogger("kvlane.transfer")
+
+LANES = 4  # connections to a peer on each network; two are as fast between two cores
 AHEAD = 2  # batches that a connection has asked for and not received
 SECRET_BYTES = 32
 REDIAL_S = 2.0  # for a connection in place of one that broke
@@ -85,6 +88,7 @@ class SocketPull(Pull):
         self._batches = deque(batches(runs))  # not asked for
         self._lock = threading.Lock()  # of what follows
         self._inside = set[SocketLane]()  # lanes that may write
+        self._num_awaited = 0  # lanes that have it in their queues
         self._why = ""  # it can no longer be well
         self._is_begun = False
 
@@ -93,7 +97,9 @@ class SocketPull(Pull):
             return self.state
         if not self._is_begun and not self._why:
             self._is_begun = True
-            self._peer.share(self, len(self._batches))
+            self._num_awaited = min(len(self._peer.lanes), len(self._batches))
+            for each in self._peer.lanes[: self._num_awaited]:
+                each.pulls.put(self)
         with self._lock:
             if not self._inside and self._why:
                 self.state, self.error = PullState.FAILED, self._why
@@ -107,10 +113,18 @@ class SocketPull(Pull):
             for each in self._inside:
                 each.cut()
 
-    def enter(self, lane: "SocketLane") -> bool:
-        """Whether the lane may write from now on until it leaves."""
+    def enter(self, lane: "SocketLane", why: str) -> bool:
+        """Whether the lane may write from now on until it leaves.
+
+        why: it has no connection; "" if it has. Other lanes do its part; the last of them fails.
+        """
         with self._lock:
+            self._num_awaited -= 1
             if self.state is not PullState.RUNNING or self._why:
+                return False
+            if why:
+                if not self._num_awaited and not self._inside and self._batches:
+                    self._why = why
                 return False
             self._inside.add(lane)
             return True
@@ -120,21 +134,26 @@ class SocketPull(Pull):
         with self._lock:
             return self._batches.popleft() if self._batches and not self._why else None
 
-    def leave(self, lane: "SocketLane", why: str) -> None:
-        """why: it has failed; "" if not."""
+    def leave(self, lane: "SocketLane", why: str, undone: Sequence[Batch]) -> None:
+        """why: it has failed, "" if not. undone: what it took, which other lanes may do."""
         with self._lock:
             self._inside.remove(lane)
-            self._why = self._why or why
+            if undone and (self._inside or self._num_awaited):
+                self._batches.extend(undone)
+            else:
+                self._why = self._why or why
 
 
 class SocketLane:
     """One connection to a peer, and the thread that reads from it."""
 
-    def __init__(self, lane: Callable[[], Lane], endpoint: Endpoint, deadline: float) -> None:
+    def __init__(
+        self, lane: Callable[[], Lane], address: str, secret: bytes, deadline: float
+    ) -> None:
         """Raises Unreachable without a connection at the deadline, of time.monotonic."""
-        self._lane, self._endpoint = lane, endpoint
+        self._lane, self._address, self._secret = lane, address, secret
         self.pulls = queue.SimpleQueue[SocketPull | None]()
-        self._connection: socket.socket | None = dial(endpoint, deadline)
+        self._connection: socket.socket | None = dial(address, secret, deadline)
         self._is_cut = False
         self._thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
         self._thread.start()
@@ -154,34 +173,43 @@ class SocketLane:
     def _run(self) -> None:
         self._memory = self._lane()
         while (pull := self.pulls.get()) is not None:
-            if pull.enter(self):
-                why = "it ended in an error of ours"
+            if pull.enter(self, self._connected(pull)):
+                why, undone = "it ended in an error of ours", list[Batch]()
                 try:
-                    why = self._move(pull)
+                    why, undone = self._move(pull)
                 finally:
-                    pull.leave(self, why)
+                    pull.leave(self, why, undone)
         self._drop()
 
-    def _move(self, pull: SocketPull) -> str:
-        """Batches of the pull, until there are none; "" or why there are some left."""
-        waiting = deque[Batch]()
+    def _connected(self, pull: SocketPull) -> str:
+        """See to a connection for a pull that runs; "" or why there is none."""
         try:
             if self._is_cut:
                 self._drop()
-            if self._connection is None:
-                self._connection = dial(self._endpoint, time.monotonic() + REDIAL_S)
+            if self._connection is None and pull.state is PullState.RUNNING:
+                self._connection = dial(self._address, self._secret, time.monotonic() + REDIAL_S)
+        except Unreachable as e:
+            return str(e)
+        return ""
+
+    def _move(self, pull: SocketPull) -> tuple[str, list[Batch]]:
+        """Batches of the pull, until there are none; "" or why it ends before, and with which."""
+        waiting = deque[Batch]()
+        assert self._connection is not None
+        try:
             while True:
                 while len(waiting) < AHEAD and (batch := pull.next()) is not None:
-                    self._connection.sendall(asked(batch.there))
                     waiting.append(batch)
+                    self._connection.sendall(asked(batch.there))
                 if not waiting:
-                    return ""
-                here = waiting.popleft().here
+                    return "", []
+                here = waiting[0].here
                 receive(self._connection, self._memory.incoming(here))
                 self._memory.landed(here)
-        except (OSError, Unreachable) as e:
+                waiting.popleft()
+        except OSError as e:
             self._drop()
-            return f"reading from {self._endpoint.name} failed: {e}"
+            return f"reading from {self._address} failed: {e}", list(waiting)
 
     def _drop(self) -> None:
         connection, self._connection, self._is_cut = self._connection, None, False
@@ -189,30 +217,29 @@ class SocketLane:
             connection.close()
 
 
-def dial(endpoint: Endpoint, deadline: float) -> socket.socket:
+def dial(address: str, secret: bytes, deadline: float) -> socket.socket:
     """A connection on which both ends have shown that they know the secret.
 
     Raises Unreachable if they have not at the deadline, of time.monotonic.
     """
-    host, _, port = endpoint.name.rpartition(":")
+    host, _, port = address.rpartition(":")
     connection = None
     try:
         left_s = max(1e-3, deadline - time.monotonic())
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=left_s)
-        connection.settimeout(max(1e-3, deadline - time.monotonic()))
-        greeting = received(connection, len(GREETING) + NONCE_BYTES)
+        greeting = received(connection, len(GREETING) + NONCE_BYTES, deadline)
         if not greeting.startswith(GREETING):
             raise ConnectionError("it speaks otherwise")
         nonce = os.urandom(NONCE_BYTES)
         nonces = greeting.removeprefix(GREETING) + nonce
-        connection.sendall(nonce + proof(endpoint.secret, b"reads", nonces))
-        if received(connection, MAC_BYTES) != proof(endpoint.secret, b"serves", nonces):
+        connection.sendall(nonce + proof(secret, b"reads", nonces))
+        if received(connection, MAC_BYTES, deadline) != proof(secret, b"serves", nonces):
             raise ConnectionError("another process answers there")
-    except OSError as e:
+    except (OSError, OverflowError, ValueError) as e:  # or its name is no address
         if connection is not None:
             connection.close()
         said = "did not answer in time" if isinstance(e, TimeoutError) else f"refuses: {e}"
-        raise Unreachable(f"{endpoint.name} {said}") from e
+        raise Unreachable(f"{address} {said}") from e
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PROGRESS)
@@ -225,16 +252,11 @@ class SocketPeer(Peer):
     def __init__(
         self, transport: "SocketTransport", endpoint: Endpoint, lanes: list[SocketLane]
     ) -> None:
-        self._transport, self._endpoint, self._lanes = transport, endpoint, lanes
+        self._transport, self._endpoint, self.lanes = transport, endpoint, lanes
         self._pulls = list[SocketPull]()
 
-    def share(self, pull: SocketPull, num_batches: int) -> None:
-        """Hand a pull to as many lanes as it has work for."""
-        for each in self._lanes[:num_batches]:
-            each.pulls.put(pull)
-
     def pull(self, runs: Sequence[Run]) -> SocketPull:
-        assert self._lanes, "pull on a closed peer"
+        assert self.lanes, "pull on a closed peer"
         check_runs(runs, self._transport.endpoint(), self._endpoint)
         pull = SocketPull(self, runs)
         self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
@@ -245,46 +267,54 @@ class SocketPeer(Peer):
             pull.cancel()
         while [pull for pull in self._pulls if pull.poll() is PullState.RUNNING]:
             time.sleep(POLL_BUDGET_S)
-        lanes, self._lanes = self._lanes, []
+        lanes, self.lanes = self.lanes, []
         for each in lanes:
             each.end()
         self._transport.forget(self)
 
 
 class SocketTransport(KVTransport):
-    """Pull over TCP, bound to `host` alone; see KVTransport."""
+    """Pull over TCP, bound to the addresses of `host` alone; see KVTransport."""
 
     name = "sockets"
 
     def __init__(self, host: str, kind: str = "tcp") -> None:
         if kind != "tcp":
             raise Unsupported(f"transport sockets has no kind {kind!r}, only 'tcp'")
-        self.kind, self._host = kind, host
+        self.kind, self._hosts = kind, host.split(",")
         self._endpoint = None
-        self._door: Door | None = None
+        self._doors = list[Door]()
         self._lock = threading.Lock()  # connect runs in threads; guards the set
         self._peers = set[SocketPeer]()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         assert self._endpoint is None, "register is called once"
         secret, self._lane = secrets.token_bytes(SECRET_BYTES), lanes_of(regions)
-        try:
-            self._door = Door(self._host, secret, regions)
-        except OSError as e:
-            raise Unsupported(f"transport sockets cannot listen at {self._host}: {e}") from e
-        name = f"{self._host}:{self._door.port}"
+        for host in self._hosts:
+            try:
+                self._doors.append(Door(host, secret, regions))
+            except OSError as e:
+                self.close()
+                raise Unsupported(f"transport sockets cannot listen at {host}: {e}") from e
+        doors = zip(self._hosts, self._doors, strict=True)
+        name = ",".join(f"{host}:{door.port}" for host, door in doors)
         self._endpoint = describe(self.name, self.kind, name, regions, secret)
 
     def connect(self, endpoint: Endpoint, timeout_s: float) -> SocketPeer:
         check_peer(self.endpoint(), endpoint, same_host=False)
-        deadline, lanes = time.monotonic() + timeout_s, list[SocketLane]()
-        try:
-            for _ in range(LANES):
-                lanes.append(SocketLane(self._lane, endpoint, deadline))
-        except Unreachable:
-            for each in lanes:
-                each.end()
-            raise
+        deadline, addresses = time.monotonic() + timeout_s, endpoint.name.split(",")
+        lanes, failed = list[SocketLane](), dict[str, Unreachable]()
+        for address in addresses * LANES:  # in this order, as short pulls take the first lanes
+            if address not in failed:
+                limit = min(deadline, time.monotonic() + timeout_s / len(addresses))
+                try:
+                    lanes.append(SocketLane(self._lane, address, endpoint.secret, limit))
+                except Unreachable as e:
+                    failed[address] = e
+        if not lanes:
+            raise next(iter(failed.values()))
+        for e in failed.values():
+            log.warning("%s; KV comes on other networks", e)
         peer = SocketPeer(self, endpoint, lanes)
         with self._lock:
             self._peers.add(peer)
@@ -300,6 +330,5 @@ class SocketTransport(KVTransport):
             peers = list(self._peers)
         for peer in peers:
             peer.close()
-        door, self._door = self._door, None
-        if door is not None:
-            door.close()
+        while self._doors:
+            self._doors.pop().close()

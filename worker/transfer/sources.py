@@ -5,12 +5,13 @@ Page ids are the same on all ranks of a worker. So the same (local page, remote 
 the KV for every rank, and only this file asks which bytes of which remote rank that means.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
@@ -24,10 +25,13 @@ from worker.transfer.layout import Pages, RankPair, num_pool_pages, rank_plan
 
 NUM_READS = 3  # to measure; the fastest counts
 SMALL_BYTES, NUM_SMALL = 64, 20
-# `measure` repeats page 0 in one pull until either is reached, then pulls a short range alone.
-MEASURED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 512
+# Page 0 is repeated in one pull until so many runs, or bytes, of `measure` or while dialling.
+MEASURED_BYTES, DIALLED_BYTES, MAX_MEASURED_RUNS = 64 << 20, 4 << 20, 512
 SPIN_S = 1e-3  # a read is polled without sleeping for this long, then once in every such interval
 SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write there
+# Of pulls that have landed, those of the last seconds count; without any for as long as FORGET_S
+# the link is as fast as it was when it was dialled.
+RECENT_S, FORGET_S = 3.0, 10.0
 
 # Made on import: threads dial at the same time, and two that are the first to decode a type crash
 # msgspec 0.22.
@@ -38,6 +42,8 @@ Parts = TypeVar("Parts", bound=Sized)
 
 class PageSource(Protocol):
     """A prefill worker as pages are pulled from it, whatever ranks and bytes that means."""
+
+    road: str  # name and kind of the transport, of one rank
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
         """Begin to pull layer groups of pages: (local page, remote page), each local page once.
@@ -50,13 +56,38 @@ class PageSource(Protocol):
         """Let go of the peer, as Peer.close; a second call does nothing."""
 
 
+class LinkRate:
+    """How fast pulls over a link have been lately, each weighted by its seconds. So short pulls,
+    which take as long as their calls, do not speak for long ones."""
+
+    def __init__(self) -> None:
+        self._num_bytes = self._took_s = self._at = 0.0
+
+    def landed(self, num_bytes: int, took_s: float, now: float) -> None:
+        """Count a pull."""
+        kept = math.exp((self._at - now) / RECENT_S)
+        self._num_bytes = self._num_bytes * kept + num_bytes
+        self._took_s = self._took_s * kept + max(took_s, 1e-6)
+        self._at = now
+
+    def bytes_per_s(self, now: float) -> float:
+        """0: none has landed lately."""
+        is_known = self._took_s and now - self._at < FORGET_S
+        return self._num_bytes / self._took_s if is_known else 0.0
+
+
 @dataclass(slots=True, frozen=True)
 class Link:
     """A prefill worker that can be pulled from; also the event by which that is known."""
 
     peer: PeerId
     source: PageSource
-    bytes_per_s: float  # of the whole model's KV, by reads of a single page while dialling
+    bytes_per_s: float  # of the whole model's KV, by a few reads while dialling
+    rate: LinkRate = field(default_factory=LinkRate, compare=False)
+
+    def bytes_per_s_at(self, now: float) -> float:
+        """Of pulls lately, else as it was dialled; `now`: of time.monotonic."""
+        return self.rate.bytes_per_s(now) or self.bytes_per_s
 
 
 @dataclass(slots=True, frozen=True)
@@ -72,6 +103,7 @@ class Sources(PageSource):
 
     def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
         self._sources = sources
+        self.road = sources[0][0].road if sources else ""
 
     def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
         if not all(pair.has(pairs, states) for _, pair in self._sources):
@@ -84,19 +116,26 @@ class Sources(PageSource):
         return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
 
     def page_s(self) -> float:
-        """Seconds in which this rank's share of page 0 arrives; Unreachable if a pull failed."""
-        return fastest_pull_s(lambda: self.pull(SINK), NUM_READS)
+        """Seconds a page, of this rank's share of page 0; Unreachable if a pull failed."""
+        fastest_pull_s(lambda: self.pull(SINK), 1)  # warms the way
+        times, _, _ = self._measured(DIALLED_BYTES)
+        return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS) / times
 
-    def measure(self) -> tuple[float, int, int, float]:
-        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, of pulls into page 0."""
-        once = [run for _, pair in self._sources for run in pair.runs(SINK)]
-        page_bytes, page_runs = sum(run.num_bytes for run in once), len(once)
-        times = min(-(-MEASURED_BYTES // page_bytes), -(-MAX_MEASURED_RUNS // page_runs))
+    def measure(self) -> tuple[float, int, int, float, float]:
+        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, of pulls into
+        page 0."""
+        times, num_bytes, num_runs = self._measured(MEASURED_BYTES)
         took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS)
         first, _ = self._sources[0]
         small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL)
-        num_bytes = times * page_bytes
-        return num_bytes / took_s, num_bytes, times * page_runs, small_s
+        return num_bytes / took_s, num_bytes, num_runs, small_s, times / took_s
+
+    def _measured(self, wanted_bytes: int) -> tuple[int, int, int]:
+        """How often page 0 is pulled to measure, and how many bytes and runs that makes."""
+        once = [run for _, pair in self._sources for run in pair.runs(SINK)]
+        page_bytes, page_runs = sum(run.num_bytes for run in once), len(once)
+        times = min(-(-wanted_bytes // page_bytes), -(-MAX_MEASURED_RUNS // page_runs))
+        return times, times * page_bytes, times * page_runs
 
     def close(self) -> None:
         for connection, _ in self._sources:
@@ -162,12 +201,13 @@ class LocalRank:
 
     def measure(self, member: Member) -> PullPath:
         """Measure the way from `member`, over connections opened for this."""
-        label = f"{self.transport.name}/{self.transport.kind}"
+        road = f"{self.transport.name}/{self.transport.kind}"
         try:
             with closing(self.connect(member)) as sources:
-                return PullPath(member.peer, label, *sources.measure())
+                page_size = self.model.regions[0].page_size
+                return PullPath(member.peer, sources.road, *sources.measure(), page_size)
         except (TransferError, OSError) as error:
-            return PullPath(member.peer, label, error=str(error))
+            return PullPath(member.peer, road, error=str(error))
 
     def _dialled(self, member: Member) -> Link | DialFailed:
         try:

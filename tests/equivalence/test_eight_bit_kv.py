@@ -1,0 +1,109 @@
+"""KV in eight bits: the same request gives the same ids, whatever serves it.
+
+Against itself, not against `transformers`: it is another model than the one in 32 bits, and a near
+one (`python -m benchmarks.accuracy --set kv.dtype=float8_e4m3fn`).
+"""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.train.problems import held_out_problems
+from tests.contract import test_eight_bits as contract
+from tests.equivalence import test_models as models
+from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts, saved
+from tests.equivalence.test_dense_laws import sections as plain_sections
+from tests.equivalence.test_hybrid_mutants import mutate
+from tests.support.engines import running
+from tests.support.laws import ended
+from tests.support.pairwise import in_whole
+from tests.support.prompts import chat_ids, tokenizer
+from worker.config import BUNDLED, ModelConfig
+
+EIGHT = "float8_e4m3fn"
+WAYS: dict[str, dict[str, Any]] = SERVED | {
+    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4},
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def alone(case: str) -> list[list[int]]:
+    return served(case, "here")
+
+
+def served(case: str, way: str, dtype: str = EIGHT) -> list[list[int]]:
+    """The ids of each prompt, the second time, with cached prefixes."""
+    config = WAYS[way].copy()
+    ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
+    widths = config.pop("widths", None)
+    made = plain_sections(saved(case)[0], **config)
+    made["kv"]["dtype"] = dtype
+    if widths:
+        made["spec"] = {"drafter": "ngram", "widths": widths}
+    with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
+        for _ in range(2):
+            answers = ended(cluster.client.generate(prompts(), GREEDY))
+        assert all(len(answer.tokens) == GREEDY.max_tokens for answer in answers)
+        return [answer.tokens for answer in answers]
+
+
+SHORT = ("pulled", "preempted")  # of gemma2 alone without --whole
+REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
+
+
+@pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
+@pytest.mark.parametrize("case", ["gemma2", *in_whole(("granite",), ("mixtral",))])
+def test_whatever_serves_a_request_changes_nothing(case: str, way: str) -> None:
+    assert served(case, way) == alone(case)
+
+
+@pytest.mark.parametrize("way", ["pulled", *in_whole(("chunks, ngram",))])
+def test_nor_does_it_where_pages_go_back_behind_a_window(way: str) -> None:
+    assert served("mistral-window", way) == alone("mistral-window")
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new"),
+    [
+        ("attention.qk_rope_store:store_kv_ref", "= exponents", "= 127"),
+        ("cache.eight_bits:quantized", "- 8 +", "- 9 +"),
+        ("cache.eight_bits:quantized", "> 0x600000", "> 0x700000"),
+        ("cache.eight_bits:quantized", "wide.abs()", "wide"),
+        ("cache.eight_bits:exponents_of", "rows * head_dim", "head_dim"),
+        ("cache.eight_bits:dequantized", "<< 23", "<< 22"),
+    ],
+)
+def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, where, old, new)
+    with pytest.raises(AssertionError):  # noqa: PT012 - whichever of them
+        contract.test_every_number_is_near_and_every_row_uses_the_range()
+        contract.test_a_page_has_exponents_and_no_number_overlaps(96, 16)
+        contract.test_attention_is_that_over_what_the_cache_is_worth(
+            "reference", "mixed", "16", "causal"
+        )
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean KL of the next token's distribution over problems with their answers, in nats.
+
+    Nearly all of it is of the questions, which the models were not taught to say.
+    """
+    monkeypatch.setattr(models, "PAGE_SIZE", 16)
+    path, diverged = ModelConfig(path=name).directory, []
+    problems = held_out_problems(8)
+    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
+    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
+    for pair in zip(texts[::2], texts[1::2], strict=True):
+        found = []
+        for dtype in ("float32", EIGHT):
+            engine = models.Engine(models.load(path), kv_dtype=dtype)
+            found.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
+            engine.pool.close()
+        diverged.append(((found[0] - found[1]) * found[0].exp()).sum(-1))
+    kl = float(torch.cat(diverged).mean())
+    print(f"{name}: mean KL {kl:.2g} nats over {sum(map(len, texts))} tokens")
+    assert 0 < kl <= 0.02
