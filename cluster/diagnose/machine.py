@@ -22,7 +22,7 @@ NO_KV = "decode workers cannot pull KV, and compute every prompt themselves"
 def examine(config: Config, facts: Facts) -> Iterator[Finding]:
     """All findings about one machine; `config`: with devices and transport decided."""
     name, kind = config.transport.name, config.transport.kind
-    kind = name if name == "shm" else kind
+    kind = name if name in ("shm", "mixed") else kind  # mixed takes TCP where nothing else works
     yield _gpus(facts, on_gpus=any(config.role(role).num_gpus for role in ROLES))
     yield from of_transport(kind, config.decode.engine, facts)
     yield _mooncake(facts, name, kind)
@@ -32,7 +32,7 @@ def examine(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def of_transport(kind: str, engine: EngineConfig, facts: Facts) -> Iterator[Finding]:
-    """What `transport.kind` asks of a machine, on which an engine runs like this."""
+    """What a kind of transport asks of a machine, on which an engine runs like this."""
     if len(facts.driver.gpus) > 1:
         yield _peer_access(facts, kind)
     yield _rdma(facts, kind, on_gpu=engine.device != "cpu")
@@ -100,7 +100,7 @@ def _rdma(facts: Facts, kind: str, *, on_gpu: bool) -> Finding:
             "--set transport.name=mooncake --set transport.kind=rdma",
         )
     if kind != "rdma":
-        return ok("rdma", f"{said or 'no card'}; transport.kind={kind} needs none")
+        return ok("rdma", f"{said or 'no card'}; {kind} needs none")
     if not active:
         return _cannot(
             "rdma",
@@ -127,7 +127,7 @@ def _memlock(facts: Facts, kind: str, engine: EngineConfig) -> Finding:
     limit = facts.memlock_bytes
     said = "no limit" if limit is None else f"at most {_bytes(limit)}"
     if kind != "rdma":
-        return ok("memlock", f"{said}; transport.kind={kind} locks none")
+        return ok("memlock", f"{said}; {kind} locks none")
     if limit is None or limit >= engine.cpu_pool_bytes:
         return ok("memlock", said)
     remedy = (

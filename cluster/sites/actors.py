@@ -137,9 +137,9 @@ class WorkerActor(ProcessActor):
             return self._member
 
     def _load(self, rendezvous: str) -> Member | None:
-        me, kind = self._assignment, self._config.transport.kind
-        if kind in ("rdma", "nvlink"):  # else it would be found out after the weights were read
-            refuse(of_transport(kind, self._config.engine, read_facts()))
+        me, transport = self._assignment, self._config.transport
+        if transport.name == "mooncake":  # else it would be found out after the weights were read
+            refuse(of_transport(transport.kind, self._config.engine, read_facts()))
         make: Callable[..., Any]
         with no_collections():  # torch: imported in this process only
             if me.rank:

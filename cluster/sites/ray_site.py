@@ -202,7 +202,8 @@ class RaySite(Site):
         await self._place([name])
         transport = self.config.transport
         local = transport.name if transport.name == "shm" else transport.kind
-        if local in ("shm", "nvlink") and len(self._worker_nodes()) > 1:
+        is_near = transport.name != "mixed" and local in ("shm", "nvlink")
+        if is_near and len(self._worker_nodes()) > 1:
             log.warning(
                 "%s is on another node now, which transport %s does not reach: decode workers "
                 "prefill by themselves; start again with --set transport.name=mooncake "

@@ -215,7 +215,7 @@ def test_a_pod_of_several_gpus_holds_all_ranks_of_its_worker() -> None:
     assert "--num-cpus=8 --num-gpus=4" in node
     resource = re.search(r"decode-[0-9a-f]{8}", node)
     assert resource
-    assert f'{{"{resource[0]}":4}}' in node
+    assert f'{{"{resource[0]}": 4}}' in node
     serve = pods["serve"]["args"][0]
     assert "--set=decode.tp=4 \\\n  --set=decode.num_cpus=2 --set=decode.num_gpus=1" in serve
     assert f'decode.resources={{"{resource[0]}": 1}}' in serve
@@ -233,16 +233,16 @@ def test_a_disruption_budget_is_below_the_replicas(name: str) -> None:
 
 
 def test_pods_of_a_node_hold_workers_of_both_roles() -> None:
-    """The same number each where the numbers divide: here 1 of 4 ranks and 2 of 2; else any."""
-    for name, prefill, decode, ports in (("node", 4, 4, 3), ("node-rdma", 4, 4, 4)):
+    """Both ask for one resource. The first has 3 of 6 workers, the second perhaps all 4."""
+    for name, room, ports in (("node", 16, 3), ("node-rdma", 4, 4)):
         pods = pods_of(name)
         words = pods["node"]["containers"][0]["args"][0]
-        (offers,) = re.findall(r"--resources='(.+)'", words)
-        of_role = {key.partition("-")[0]: ranks for key, ranks in json.loads(offers).items()}
-        assert of_role == {"prefill": prefill, "decode": decode}
+        ((resource, ranks),) = re.findall(r"--resources='{\"(node-\w+)\": (\d+)}'", words)
+        assert int(ranks) == room
         assert len(pods["node"]["containers"][0]["ports"]) == ports + 1
         asked = pods["serve"]["containers"][0]["args"][0]
-        assert all(f'"{resource}": 1' in asked for resource in json.loads(offers))
+        for role in ("prefill", "decode"):
+            assert f'{role}.resources={{"{resource}": 1}}' in asked
     assert pods["node"]["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert "hostNetwork" not in pods["serve"]
 
@@ -260,7 +260,7 @@ def test_the_resource_of_a_pool_changes_with_its_pods_only() -> None:
     def resource(*sets: str) -> str:
         done = template(*(f"--set={each}" for each in sets))
         assert done.returncode == 0, done.stderr
-        match = re.search(r"--resources='\{\"(decode-\w+)\"", done.stdout)
+        match = re.search(r"--resources='\{\"((?:decode|node)-\w+)\"", done.stdout)
         assert match
         return match[1]
 

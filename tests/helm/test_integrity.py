@@ -87,7 +87,7 @@ MUTATIONS = {
     "number of these ports": (
         "node", SERVE, "worker_metrics_ports=3", "worker_metrics_ports=2",
     ),
-    "Ray's resource of a node": ("node", "Deployment demo-kvlane-node", '"decode-', '"dec-'),
+    "Ray's resource of a node": ("node", "Deployment demo-kvlane-node", '"node-', '"pod-'),
     "Ray's resource": ("kuberay", "RayCluster demo-kvlane", '"decode-', '"dec-'),
     "backend of an Ingress": ("edge", "Ingress llm", "name: http", "name: https"),
     "backend of an HTTPRoute": ("edge", "HTTPRoute llm", "port: 80", "port: 8000"),

@@ -1,10 +1,14 @@
-"""What a user is told when Ray has no room; which router of a node listens alone, which join it."""
+"""What a user is told when Ray has no room; what a node is asked; which router listens alone."""
 
 import asyncio
 from typing import get_args
 
 import pytest
 
+from cluster.config import load
+from cluster.diagnose.facts import Driver
+from cluster.resolve import with_devices
+from cluster.sites import ray_site
 from cluster.sites.placement import SPANS, Ask, Node, explain, shortage, strategy, too_much
 from cluster.sites.shared_port import SharedPort
 from tests.support.asynchronous import asynchronous
@@ -150,3 +154,23 @@ async def test_a_router_that_is_replaced_joins_those_that_live_or_takes_the_port
         routers.port.leave(name)
     await routers.enter("c")
     assert routers.calls == [(0, False), (FREE, True), (FREE, True), (FREE, False)]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "has_gpus", "sets", "access"),
+    [
+        ("a", True, "", False),
+        ("ab", True, "", None),
+        ("a", False, "", None),
+        ("a", True, "transport.kind=tcp", None),
+    ],
+)
+@asynchronous
+async def test_a_node_is_asked_about_its_gpus_where_the_transport_depends_on_them(
+    nodes: str, has_gpus: bool, sets: str, access: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver("580", "13.0", ("H200",) * 2, ((0, 1), (1, 0)))
+    monkeypatch.setattr(ray_site, "read_driver", lambda: driver)
+    config = with_devices(load(None, sets.split()), has_gpus=has_gpus)
+    here = ray_site.Home("a", "10.0.0.1", local=True)
+    assert await ray_site.peer_access_of(config, set(nodes), here) is access

@@ -41,9 +41,10 @@
 {{- end -}}
 {{- end -}}
 {{- $kind := dig "transport" "kind" "auto" $config -}}
-{{- $near := or (has $kind (list "shm" "nvlink")) (eq (dig "transport" "name" "auto" $config) "shm") -}}
+{{- $name := dig "transport" "name" "auto" $config -}}
+{{- $near := and (ne $name "mixed") (or (has $kind (list "shm" "nvlink")) (eq $name "shm")) -}}
 {{- if and $near (not (and $is_node (eq (int $node.replicas) 1))) -}}
-{{- fail "config.transport: shm and nvlink do not reach from pod to pod; leave it out, set {name: mooncake, kind: rdma}, or have one pod for all workers (workers.layout: node)" -}}
+{{- fail "config.transport: shm and nvlink do not reach from pod to pod; leave it out, set {name: mixed} or {name: mooncake, kind: rdma}, or have one pod for all workers (workers.layout: node)" -}}
 {{- end -}}
 {{- $cpus := 0 -}}
 {{- $gpus := 0 -}}

@@ -48,49 +48,19 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ ternary "node" "prefill decode" (eq .Values.workers.layout "node") }}
 {{- end -}}
 
-{{- /* Of a pool's pods, for the name of Ray's resource that they have and their workers ask for. Whatever
-changes them changes it, so that after an upgrade no worker starts on a pod that is about to end. */ -}}
-{{- define "kvlane.hash" -}}
-{{ include "kvlane.podTemplate" (dict "root" .root "component" .component) | sha256sum | trunc 8 }}
+{{- /* Ray's resource that a pool's pods have and its workers ask for. Whatever changes these pods
+changes its name, so that after an upgrade no worker starts on a pod that is about to end. */ -}}
+{{- define "kvlane.resource" -}}
+{{ .pool }}-{{ include "kvlane.podTemplate" (dict "root" .root "component" .pool) | sha256sum | trunc 8 }}
 {{- end -}}
 
-{{- /* Workers of each pod for both roles, if all pods can have the same number; else empty. Ray alone would
-fill one pod after another, so one with prefill workers only, whose KV then always leaves the pod. */ -}}
-{{- define "kvlane.even" -}}
-{{- $pods := int .Values.workers.node.replicas -}}
-{{- if not (or (mod .Values.prefill.replicas $pods) (mod .Values.decode.replicas $pods)) -}}
-{{ div (add .Values.prefill.replicas .Values.decode.replicas) $pods }}
-{{- end -}}
-{{- end -}}
-
-{{- /* Ray's resources of a pod of a pool, as JSON: one for each rank that it may hold. */ -}}
-{{- define "kvlane.offers" -}}
-{{- $root := .root -}}
-{{- $hash := .hash | default "" -}}
-{{- $node := $root.Values.workers.node -}}
-{{- $is_node := eq .component "node" -}}
-{{- $even := and (include "kvlane.even" $root) (gt (int $node.replicas) 1) -}}
-{{- $offers := dict -}}
-{{- range $role := ternary (list "prefill" "decode") (list .component) $is_node -}}
-{{- $values := index $root.Values $role -}}
-{{- $ranks := max 1 (int $values.gpus) -}}
-{{- if and $is_node $even -}}
-{{- $ranks = mul $ranks (div $values.replicas $node.replicas) -}}
-{{- else if $is_node -}}
-{{- $ranks = int $node.cpus -}}
-{{- end -}}
-{{- if $ranks -}}
-{{- $_ := set $offers (printf "%s-%s" $role $hash) (int $ranks) -}}
-{{- end -}}
-{{- end -}}
-{{- toJson $offers -}}
-{{- end -}}
-
-{{- /* Workers that a pod may hold: so many ports of metrics it has. */ -}}
+{{- /* Workers that a pod may hold, and so its ports of metrics: Ray gives each pod the same number of both
+roles if it can. */ -}}
 {{- define "kvlane.workersOfAPod" -}}
-{{- if eq .Values.workers.layout "node" -}}
-{{ include "kvlane.even" . | default (add .Values.prefill.replicas .Values.decode.replicas) }}
-{{- else -}}1{{- end -}}
+{{- $all := add .Values.prefill.replicas .Values.decode.replicas -}}
+{{- $pods := .Values.workers.node.replicas -}}
+{{- $divides := not (or (mod .Values.prefill.replicas $pods) (mod .Values.decode.replicas $pods)) -}}
+{{ eq .Values.workers.layout "node" | ternary (ternary (div $all $pods) $all $divides) 1 }}
 {{- end -}}
 
 {{- /* Names of these ports, with spaces between. */ -}}

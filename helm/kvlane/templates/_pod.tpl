@@ -1,5 +1,5 @@
-{{- /* The pod template of a component: dict root, component (head, prefill, decode, node, serve), hash
-(of a pool's pods) and mark (of the head). */ -}}
+{{- /* The pod template of a component: dict root, component (head, prefill, decode, node, serve), resource
+(of a pool's nodes) and mark (of the head). */ -}}
 {{- define "kvlane.podTemplate" -}}
 {{- $root := .root -}}
 {{- $component := .component -}}
@@ -187,14 +187,15 @@ livenessProbe:
 {{- define "kvlane.run.worker" -}}
 {{- $is_node := eq .component "node" -}}
 {{- $pool := ternary .root.Values.workers.node (index .root.Values .component) $is_node -}}
+{{- $ranks := max 1 (int $pool.gpus) -}}
 {{- $first := get .root.Values.config.cluster "worker_metrics_port" | int -}}
 command: [sh, -ec]
 args:
   - |
     mkdir -p "$HOME"
     exec ray start --block --address={{ include "kvlane.headAddress" .root }} \
-      --num-cpus={{ ternary $pool.cpus (mul $pool.cpus (max 1 (int $pool.gpus))) $is_node | int }} --num-gpus={{ int $pool.gpus }} \
-      --resources='{{ include "kvlane.offers" . }}' \
+      --num-cpus={{ ternary $pool.cpus (mul $pool.cpus $ranks) $is_node | int }} --num-gpus={{ int $pool.gpus }} \
+      --resources='{"{{ .resource }}": {{ ternary $pool.cpus $ranks $is_node | int }}}' \
       {{ include "kvlane.rayOptions" .root }}
 # serve drains before it ends its workers; a node that went first would cut their requests off.
 lifecycle:
@@ -276,9 +277,9 @@ exec kvlane serve --address={{ include "kvlane.headAddress" . }} --config=/etc/k
 {{- end }}
 {{- range $pool := list "prefill" "decode" }}
 {{- $values := index $root.Values $pool }}
-{{- $hash := include "kvlane.hash" (dict "root" $root "component" (ternary "node" $pool $is_node)) }} \
+{{- $resource := include "kvlane.resource" (dict "root" $root "pool" (ternary "node" $pool $is_node)) }} \
   --{{ $pool }}={{ int $values.replicas }} --set={{ $pool }}.tp={{ max 1 (int $values.gpus) }} \
   --set={{ $pool }}.num_cpus={{ int $values.cpus }} --set={{ $pool }}.num_gpus={{ min 1 (int $values.gpus) }} \
-  --set='{{ $pool }}.resources={"{{ $pool }}-{{ $hash }}": 1}'
+  --set='{{ $pool }}.resources={"{{ $resource }}": 1}'
 {{- end }}
 {{- end -}}
