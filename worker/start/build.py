@@ -84,6 +84,9 @@ def build_engine(
         # What is found has no state, so prompts of recurrent layers are computed from their start.
         prefix_cache=config.engine.prefix_cache and not pool.num_slots,
         num_slots=pool.num_slots,
+        # Drafters with weights have keys in the pages too, and see all of them.
+        span=0 if config.spec.has_weights else start.shape.span,
+        step_tokens=max(int(config.engine.max_prefill_tokens), start.shape.grain),
     )
     metrics = _metrics(config, name, book, loaded.checks)
     if experts := loaded.weights.model.experts:

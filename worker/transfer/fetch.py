@@ -5,7 +5,8 @@
       └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
 
 Pages are bound to the request in prompt order, and stay bound when an attempt fails: only our own
-pulls write to them. The next attempt pulls from the first page on that lacks a layer group.
+pulls write to them. The next attempt pulls from the first page on that lacks a layer group. Where
+all layers have a window, pages that nobody will read are neither asked for nor bound.
 
 A prefill worker may draw the request's next token. It is appended to req.tokens when it arrives,
 most often before the KV lands, and stays there if the attempt fails later.
@@ -122,7 +123,7 @@ class Fetch:
     """Brings KV of req.tokens[:-1] into req.hold.
 
     `xfer` is the attempt under way, None while draining. The first `num_landed_pages` pages of the
-    prompt are in our pool, those matched in the prefix tree included.
+    prompt are in our pool, those matched in the prefix tree included; or nobody will read them.
     """
 
     def __init__(
@@ -138,7 +139,11 @@ class Fetch:
         self.peer: PeerId = ""  # of the last attempt
         self.attempt = 0
         self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
-        self.num_landed_pages = len(req.hold.pages)
+        # Pages with all before them here, so that the rest of the prompt can be computed.
+        self._num_found_pages = len(req.hold.pages)
+        first = context.book.first_read(len(req.tokens) - 1)
+        self._num_skipped_pages = max(0, first - self._num_found_pages)
+        self.num_landed_pages = self._num_found_pages + self._num_skipped_pages
         self._context = context
         self._link: Link | None = None  # to `peer`
         self._key = b""  # of this attempt's announcements
@@ -179,6 +184,8 @@ class Fetch:
     def begin(self, link: Link, incarnation: str, now: float) -> None:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
+        if not self.attempt:
+            self._context.book.skip(self.hold, self.num_landed_pages)
         self.attempt += 1
         self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
@@ -265,10 +272,15 @@ class Fetch:
         """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
         assert not self._running
         self.drain()
-        num_tokens = self.num_landed_pages * self._context.book.page_size
+        book = self._context.book
+        if self._num_skipped_pages and not self.landed:
+            self.num_landed_pages = self._num_found_pages
+            book.cut(self.hold, self._num_found_pages)
+        num_tokens = self.num_landed_pages * book.page_size
         if self.hold.slot and not self.landed:
             num_tokens = 0  # pages without the state of their end: all is computed anew
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
+        book.trim(self.hold, self.req.num_computed_tokens)
         self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
             now, metrics, label = time.monotonic(), self._context.metrics, self._context.label
