@@ -178,6 +178,7 @@ class Pull:
     num_fails_at: int  # pages after which the attempt fails; num_pages = never
     num_landed: int
     num_found: int  # pages that its hold had at first
+    first: int  # page that will be read
     running: list[tuple[int, int]] = field(default_factory=list)  # (page of the prompt, page id)
     aborted: bool = False
 
@@ -279,12 +280,14 @@ class Simulation:
             num_stored = len(req.tokens) - (not draws)
             num_pages = self.book.num_pages_for(num_stored)
             num_found = len(req.hold.pages)
-            landed = max(num_found, self.book.first_read(len(req.tokens) - 1))
-            self.book.skip(req.hold, landed)
+            first = self.book.first_read(len(req.tokens) - 1)
+            landed = max(num_found, first)
             fails = num_pages
             if self.random.random() < 0.15:
                 fails = self.random.randint(landed, num_pages - 1)
-            self.pulls.append(Pull(req, draws, num_stored, num_pages, fails, landed, num_found))
+            self.pulls.append(
+                Pull(req, draws, num_stored, num_pages, fails, landed, num_found, first)
+            )
 
     # One turn.
 
@@ -380,8 +383,7 @@ class Simulation:
         """As Fetch.end and DecodeLoop._fetch_ended."""
         req = pull.req
         num_wanted = self.book.num_pages_for(len(req.tokens) - 1)
-        skipped = max(pull.num_found, self.book.first_read(len(self.scripts[req].tokens) - 1))
-        if pull.num_landed < num_wanted and skipped > pull.num_found:
+        if pull.num_landed < num_wanted and pull.first > pull.num_found:
             self.book.cut(req.hold, pull.num_found)
             pull.num_landed = pull.num_found
         req.num_computed_tokens = pull.num_landed * self.load.page_size
@@ -402,7 +404,7 @@ class Simulation:
         end = self.random.randint(pull.num_landed + 1, pull.num_pages)
         before = list(hold.pages), set(hold.private), hold.num_reserved
         try:
-            new = self.book.bind(hold, end * self.load.page_size, for_pull=True)
+            new = self.book.bind(hold, end * self.load.page_size, for_pull=True, first=pull.first)
         except OutOfPages:
             self.counts["pull waited for cooling"] += 1
             assert self.in_flight, "with no step in flight a reserved page can always be pulled to"

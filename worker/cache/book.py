@@ -53,6 +53,8 @@ class PageBook:
     ) -> None:
         """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only."""
         self.page_size, self.span = page_size, span
+        # That can be handed out at all: all but the first.
+        self.num_pages, self.num_slots = num_pages - 1, max(0, num_slots - 1)
         # Pages that a prompt has at once: read by a step in flight, or stored by it or the next.
         self._most_bound = self.num_pages_for(span + 2 * step_tokens) + 3 if span else MANY
         self.num_reserved = 0
@@ -76,19 +78,9 @@ class PageBook:
             self._slots.settled(step)
 
     @property
-    def num_slots(self) -> int:
-        """Slots of state that can be handed out at all."""
-        return 0 if self._slots is None else self._slots.num_pages - 1
-
-    @property
     def num_free_slots(self) -> int:
         """Slots of state that can be handed out, also to be pulled into."""
         return 0 if self._slots is None else self._slots.num_pullable
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that can be handed out at all."""
-        return self._allocator.num_pages - 1
 
     @property
     def num_available(self) -> int:
@@ -147,14 +139,19 @@ class PageBook:
         rest = pages, set[int](), wanted, slot, salt, first, keep_from, num_wanted
         return Hold(nodes, num_slots, num_slots, *rest)
 
-    def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
+    def bind(
+        self, hold: Hold, num_slots: int, *, for_pull: bool = False, first: int = 0
+    ) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
+
+        No pages below index `first` are bound: nobody will read them. `trim` or `cut` follows.
 
         Reserved pages are used first, then unpromised ones. Raises OutOfPages, with `hold` as it
         was, if there is no room; with `for_pull` also while free pages still cool, which ends when
         the step in flight settles.
         """
-        count = self.num_pages_for(num_slots) - len(hold.pages)
+        num_skipped = max(0, first - len(hold.pages))
+        count = self.num_pages_for(num_slots) - len(hold.pages) - num_skipped
         if count <= 0:
             return []
         reserved = min(count, hold.num_reserved)
@@ -166,8 +163,8 @@ class PageBook:
         pages = self._allocator.take(count, for_pull=for_pull)
         hold.num_reserved -= reserved
         self.num_reserved -= reserved
-        hold.pages.extend(pages)
-        hold.num_slots += count * self.page_size
+        hold.pages += [0] * num_skipped + pages
+        hold.num_slots += (num_skipped + count) * self.page_size
         hold.private.update(pages)
         return pages
 
@@ -211,12 +208,6 @@ class PageBook:
         promised = min(hold.num_reserved + len(bound), max(0, hold.num_wanted - len(hold.pages)))
         self.num_reserved += promised - hold.num_reserved
         hold.num_reserved = promised
-
-    def skip(self, hold: Hold, num_pages: int) -> None:
-        """Bind no page below index `num_pages`: nobody will read it. `trim` or `cut` follows."""
-        count = num_pages - len(hold.pages)
-        hold.pages.extend([0] * count)
-        hold.num_slots += count * self.page_size
 
     def cut(self, hold: Hold, num_pages: int) -> None:
         """Give back the pages from index `num_pages` on, which `bind` can bind anew.

@@ -107,6 +107,7 @@ class Admission:
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
+            span=self._engine.book.span,
             pull_bytes_per_s=self._inbound.context.bytes_per_s or config.pull_bytes_per_s,
         )
         # A sibling has matched the first choice's whole pages, and less than a page is missing.
@@ -173,6 +174,7 @@ class PlacementInputs:
     kv_bytes_per_token: int
     pull_bytes_per_s: float
     state_bytes: int = 0  # of a request, where layers are recurrent
+    span: int = 0  # so many tokens are pulled at most; 0: all
 
 
 def prefills_locally(
@@ -191,7 +193,8 @@ def prefills_locally(
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return False
-    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token + inputs.state_bytes
+    num_pulled = min(inputs.num_uncached_tokens, inputs.span or inputs.num_uncached_tokens)
+    num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
         num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)

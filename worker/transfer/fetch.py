@@ -141,9 +141,8 @@ class Fetch:
         self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
         # Pages with all before them here, so that the rest of the prompt can be computed.
         self._num_found_pages = len(req.hold.pages)
-        first = context.book.first_read(len(req.tokens) - 1)
-        self._num_skipped_pages = max(0, first - self._num_found_pages)
-        self.num_landed_pages = self._num_found_pages + self._num_skipped_pages
+        self._first_read = context.book.first_read(len(req.tokens) - 1)
+        self.num_landed_pages = max(self._num_found_pages, self._first_read)
         self._context = context
         self._link: Link | None = None  # to `peer`
         self._key = b""  # of this attempt's announcements
@@ -184,8 +183,6 @@ class Fetch:
     def begin(self, link: Link, incarnation: str, now: float) -> None:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
-        if not self.attempt:
-            self._context.book.skip(self.hold, self.num_landed_pages)
         self.attempt += 1
         self._link, self.peer = link, link.peer
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
@@ -273,7 +270,7 @@ class Fetch:
         assert not self._running
         self.drain()
         book = self._context.book
-        if self._num_skipped_pages and not self.landed:
+        if self._first_read > self._num_found_pages and not self.landed:
             self.num_landed_pages = self._num_found_pages
             book.cut(self.hold, self._num_found_pages)
         num_tokens = self.num_landed_pages * book.page_size
@@ -301,7 +298,8 @@ class Fetch:
                 self._running.append(_RunningPull(pull, now, ready))
                 continue
             try:
-                book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
+                num_slots = (ready.numbers[-1] + 1) * book.page_size
+                book.bind(self.hold, num_slots, for_pull=True, first=self._first_read)
             except OutOfPages:
                 return  # a step in flight may still use freed pages: try again next turn
             self._pages.ready.popleft()
