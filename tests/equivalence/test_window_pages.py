@@ -151,6 +151,7 @@ def test_a_prompt_of_four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served_alone(four, "never") == (0, 17, 0)
     monkeypatch.setattr(ModelShape, "span", 0)
     assert served_alone(four, "always") == (34, 34, 34 * PAGE_BYTES)
+    assert served_alone(four, "never") == (0, 34, 0)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
