@@ -302,7 +302,7 @@ class Prefill(Message, frozen=True):
 
     xfer: Xfer
     tokens: tuple[int, ...]
-    num_matched: int  # tokens whose KV decode holds; a multiple of page_size
+    num_matched: int  # tokens whose KV decode holds or will not read; a multiple of page_size
     link_bytes_per_s: float = 0.0  # as decode has measured its link to this worker; 0 = not known
     sampling: Sampling | None = None  # a plain one (`Sampling.is_plain`)
     num_prompt_tokens: int = 0  # with `sampling`: of `tokens`; the others are output

@@ -62,8 +62,6 @@ class DecodeLoop:
             widths=widths,
             spec=config.spec,
             grain=engine.shape.grain,
-            # Drafters with weights have keys in the pages too, and see all of them.
-            span=0 if config.spec.has_weights else engine.shape.span,
         )
         scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
         rank, meter = engine.local_rank(), engine.meter
@@ -188,9 +186,7 @@ class DecodeLoop:
     def _pass_scores(self, step: Step) -> None:
         """Reply with what the step, which has ended, has found of prompts."""
         scores = iter(step.scores)
-        for req, chunk in zip(
-            self.scheduler.launched[step.plan.step].computed, step.plan.chunks, strict=True
-        ):
+        for req, chunk in self.scheduler.launched[step.plan.step].computed:
             found = list(islice(scores, len(chunk.scored)))
             if found and req.phase is not Phase.FINISHED:
                 self.requests.replies.scores(req, found)
@@ -199,8 +195,8 @@ class DecodeLoop:
         """Reply with the tokens of a step that has ended; end requests that are complete."""
         meter = self._engine.meter
         if plan.chunks:
-            began_at, reqs = now - meter.took_s, self.scheduler.launched[plan.step].computed
-            for req, chunk in zip(reqs, plan.chunks, strict=True):
+            began_at = now - meter.took_s
+            for req, chunk in self.scheduler.launched[plan.step].computed:
                 req.timeline.chunk(began_at, now, len(chunk.tokens))
         settled = self.scheduler.settle(plan.step, drawn)
         nums = [num for _, _, num, _ in settled]

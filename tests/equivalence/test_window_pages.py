@@ -1,6 +1,8 @@
 """Where all layers have a window, pages that no layer reads any more are given back."""
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,44 +13,26 @@ import torch
 from tests.equivalence import test_models as models
 from tests.equivalence.test_dense_laws import sections
 from tests.equivalence.test_hybrid_mutants import mutate
-from tests.support.books import check_book
 from tests.support.dense_families import WINDOWED
-from tests.support.lockstep import Ask, Lockstep
+from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.places import place
+from tests.unit import test_decode_scheduler as decode
+from tests.unit import test_prefill_scheduler as prefill
 from worker.api import Sampling
 from worker.cache.book import PageBook
-from worker.model.shape import read_model_shape
+from worker.cache.prefix import PrefixTree
+from worker.errors import OutOfPages
+from worker.model.shape import ModelShape, read_model_shape
+from worker.ops.mask import KEY_BLOCK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-LENGTHS, NUM_TOKENS, PAGE_SIZE = (3, 40, 170, 300), 400, 16
+# Of prompts that begin alike.
+LENGTHS, NUM_TOKENS, PAGE_SIZE, WINDOW, CHUNK = (3, 40, 300, 560, 170, 420), 150, 16, 7, 64
+SPAN = WINDOW + KEY_BLOCK - 1  # kernels read whole blocks
 GREEDY = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
-# Of a window of 7: what kernels read in whole blocks, and what a row binds ahead.
-MOST_PAGES = (7 + 127) // PAGE_SIZE + 4
-
-
-def test_a_trimmed_hold_keeps_the_book_whole() -> None:
-    book = PageBook(40, PAGE_SIZE)
-    tokens = list(range(20 * PAGE_SIZE))
-    first = book.open(tokens, 20 * PAGE_SIZE, max_matched=0)
-    assert first is not None
-    book.bind(first, 20 * PAGE_SIZE)
-    book.commit(first, tokens[: 3 * PAGE_SIZE])
-    shared = first.pages[:3]
-    for end in (-5, 2 * PAGE_SIZE, 5 * PAGE_SIZE + 7, 5 * PAGE_SIZE, 12 * PAGE_SIZE):
-        book.trim(first, end)
-        check_book(book, [first])
-    assert first.pages[:12] == [*shared, *[0] * 9], "pages of the tree are kept"
-    assert book.num_private == 8
-    book.commit(first, tokens)  # at its end; what lies behind a gap is no prefix
-    assert book.tree.num_pages == 3
-    second = book.open(tokens, 20 * PAGE_SIZE, max_matched=19 * PAGE_SIZE)
-    assert second is not None
-    assert second.pages == shared
-    check_book(book, [first, second])
-    for hold in (first, second):
-        book.close(hold)
-    assert book.num_available == book.num_pages
+# Beside what is read: a page at each end, and what a row binds ahead.
+MOST_PAGES = SPAN // PAGE_SIZE + 4
 
 
 @cache
@@ -60,81 +44,157 @@ def saved(case: str) -> tuple[Path, torch.nn.Module]:
 
 def asked() -> list[Ask]:
     rng = random.Random(3)
-    prompts = [tuple(rng.randrange(2, 199) for _ in range(n)) for n in LENGTHS]
+    text = [rng.randrange(2, 199) for _ in range(max(LENGTHS))]
+    prompts = [(*text[: n - 2], *rng.sample(range(2, 199), 2)) for n in LENGTHS]
     return [Ask(prompt, GREEDY, at=i) for i, prompt in enumerate(prompts)]
 
 
-def serve(case: str, mode: str, **changes: Any) -> tuple[list[list[int]], int, int]:
-    """(ids, the most private pages of a row, preemptions)."""
+def in_use(book: PageBook) -> int:
+    """Pages that cannot be had for anything else; those that are promised left out."""
+    return book.num_pages - book.num_available - book.num_reserved
+
+
+class Counted(Lockstep):
+    """Counts what its workers have at a time."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.most: Counter[str] = Counter()
+        self.scheduler: Any = self.decode.scheduler
+        self.scheduler.on_preempt = lambda _: self.most.update(("preempted",))
+        for engine in self.engines.values():
+            book: Any = engine.book
+            book.launched = self._launched(book.launched)
+
+    def _launched(self, launched: Callable[[int], None]) -> Callable[[int], None]:
+        """A step has its pages, and those of the one before it are not given back yet."""
+        return lambda step: (launched(step), self._count())[0]
+
+    def _turns(self, *, whole: bool) -> None:
+        super()._turns(whole=whole)
+        self._count()
+
+    def _count(self) -> None:
+        found = {peer: in_use(engine.book) for peer, engine in self.engines.items()}
+        rows = self.scheduler.running.values()
+        held = [len(req.hold.pages) - req.hold.pages.count(0) for req in rows if req.hold]
+        for name, count in {**found, "of a row": max(held, default=0)}.items():
+            self.most[name] = max(self.most[name], count)
+
+    def pulled_bytes(self) -> int:
+        metrics = self.engines[DECODE].metrics
+        return int(metrics.pulled_bytes("shm/shm")._value.get())
+
+
+def made_of(case: str, mode: str, **changes: Any) -> Counted:
     path, _ = saved(case)
     spec = changes.pop("spec", None)
-    made_of = sections(path, mode, **{"num_pages": 200, "max_prefill_tokens": 64, **changes})
-    if spec:
-        made_of["spec"] = spec
-    made = Lockstep(made_of)
-    scheduler: Any = made.decode.scheduler
-    most, settle = 0, scheduler.settle
-    preempted, preempt = 0, scheduler._preempt
+    made = sections(path, mode, **{"num_pages": 200, "max_prefill_tokens": CHUNK, **changes})
+    return Counted(made | ({"spec": spec} if spec else {}))
 
-    def counted(req: Any) -> None:
-        nonlocal preempted
-        preempted += 1
-        preempt(req)
 
-    def settled(*arguments: Any) -> Any:
-        nonlocal most
-        result = settle(*arguments)
-        held = [len(req.hold.private) for req in scheduler.running.values() if req.hold]
-        most = max([most, *held])
-        return result
-
-    scheduler.settle, scheduler._preempt = settled, counted
+def serve(case: str, mode: str, **changes: Any) -> tuple[list[list[int]], Counter[str]]:
+    """(ids, counts)."""
+    made = made_of(case, mode, **changes)
     try:
         ids = []
         for _ in range(2):  # the second time with cached prefixes
             ids = [answer.tokens for answer in made.serve(asked())]
-            assert scheduler.book.num_private == 0
-            assert scheduler.book.num_available == scheduler.book.num_pages
+            for engine in made.engines.values():
+                assert engine.book.num_private == 0
+                assert engine.book.num_available == engine.book.num_pages
     finally:
         made.close()
-    return ids, most, preempted
+    return ids, made.most
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "here": {"mode": "never"},
+    "here, whole": {"mode": "never", "max_prefill_tokens": 640},
     "pulled, ngram": {"mode": "always", "spec": {"drafter": "ngram", "widths": [1, 4]}},
-    "preempted": {"mode": "always", "num_pages": 60, "growth_tokens": 8},
+    "preempted": {"mode": "always", "num_pages": 46, "growth_tokens": 8},
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_pages_in_use_stay_flat_beyond_the_window_and_no_token_changes(way: str) -> None:
-    ids, most, preempted = serve("mistral-window", **WAYS[way])
-    assert bool(preempted) is (way == "preempted")
+@pytest.mark.parametrize(
+    "way",
+    ["here", "pulled, ngram", "preempted", pytest.param("here, whole", marks=pytest.mark.whole)],
+)
+def test_pages_of_rows_stay_flat_beyond_the_window_and_no_token_changes(way: str) -> None:
+    ids, most = serve("mistral-window", **WAYS[way])
+    assert bool(most["preempted"]) is (way == "preempted")
     _, model = saved("mistral-window")
     for ask, mine in zip(asked(), ids, strict=True):
         assert models.expect(model, [*ask.prompt], mine)[0] == mine
-    if WAYS[way]["mode"] == "always":  # prompts lie in the tree
-        assert most <= MOST_PAGES
+    assert most["of a row"] <= MOST_PAGES + WAYS[way].get("max_prefill_tokens", CHUNK) // PAGE_SIZE
 
 
-@pytest.mark.parametrize(
-    ("where", "old", "new"),
-    [
-        ("model.shape:ModelShape.span", "max(widest) + KEY_BLOCK - 1", "1"),
-        ("cache.book:PageBook.commit", "0 in pages", "False"),
-        ("cache.book:PageBook.trim", "if page in hold.private:", "if False:"),
-    ],
-)
-def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, where, old, new)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - an assertion, here or in a loop
-        test_pages_in_use_stay_flat_beyond_the_window_and_no_token_changes("preempted")
+def served_alone(length: int, mode: str) -> tuple[int, int, int]:
+    """(most pages in use at the prefill worker, at the decode worker, bytes of the pull)."""
+    made = made_of("mistral-window", mode)
+    prompt = tuple(random.Random(length).randrange(2, 199) for _ in range(length))
+    try:
+        made.serve([Ask(prompt, Sampling(max_tokens=4, temperature=0.0, ignore_eos=True))])
+        return made.most[PREFILL], made.most[DECODE], made.pulled_bytes()
+    finally:
+        made.close()
+
+
+PAGE_BYTES = 3 * 2 * 2 * 16 * 4 * PAGE_SIZE  # of 3 layers, keys and values, 2 heads of 16 floats
+
+
+def test_a_prompt_of_four_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In use while it is computed and pulled, and bytes of the pull: the figure of ADR 0039."""
+    four = 4 * SPAN
+    for length in (four, four + 2 * CHUNK):  # as many for a longer one
+        assert served_alone(length, "always") == (17, 10, 10 * PAGE_BYTES)
+    assert served_alone(four, "never") == (0, 17, 0)
+    monkeypatch.setattr(ModelShape, "span", 0)
+    assert served_alone(four, "always") == (34, 34, 34 * PAGE_BYTES)
+    assert served_alone(four, "never") == (0, 34, 0)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+def test_no_kernel_reads_a_page_that_is_given_back(page_size: int) -> None:
+    """A block of keys that holds one of a window is read whole."""
+    tree = PrefixTree(page_size, SPAN)
+    for position in range(1500):
+        oldest = max(0, position + 1 - WINDOW) // KEY_BLOCK * KEY_BLOCK
+        assert tree.first_read(position // page_size) <= oldest // page_size
+
+
+MUTANTS = [
+    ("cache.prefix:PrefixTree.first_read", "+ 1 - self.span", "+ 1 + size - self.span"),
+    ("cache.prefix:PrefixTree.match", "if num_passed <= ", "if 0 * num_passed <= "),
+    ("cache.prefix:PrefixTree._can_go", "not node.num_locks", "True"),
+    ("cache.book:PageBook.trim", "hold.num_reserved + len(bound)", "hold.num_reserved"),
+    ("cache.book:PageBook.trim", "min(self.first_read(num_tokens), hold.keep_from)",
+     "self.first_read(num_tokens)"),
+    ("cache.book:PageBook.trim", "if last > len(hold.nodes):", "if True:"),
+    ("cache.book:PageBook.commit", "self.tree.lock(nodes[first:])", "self.tree.lock(nodes)"),
+    ("schedule.prefill:PrefillScheduler.commit", "not self.book.span or", "True or"),
+]  # fmt: skip
+
+
+def simulate() -> None:
+    for case in prefill.CASES:
+        if case[-1]:
+            prefill.test_every_prompt_is_covered_once_in_order_of_arrival(*case)
+    for name, load in decode.LOADS.items():
+        if load.span:
+            decode.test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[f"{m[0]} {m[2]}" for m in MUTANTS])
+def test_a_mutant_is_red(mutant: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch, *mutant)
+    with pytest.raises((AssertionError, OutOfPages)):
+        simulate()
 
 
 def test_a_model_with_a_layer_that_sees_all_keeps_its_pages() -> None:
     path, _ = saved("ministral-mixed")
     assert read_model_shape(path).span == 0
-    _, most, _ = serve("ministral-mixed", "always")
-    assert most >= NUM_TOKENS // PAGE_SIZE
-    assert read_model_shape(saved("mistral-window")[0]).span == 7 + 127
+    _, most = serve("ministral-mixed", "always")
+    assert most["of a row"] >= (max(LENGTHS) + NUM_TOKENS) // PAGE_SIZE
+    assert read_model_shape(saved("mistral-window")[0]).span == SPAN

@@ -1,8 +1,10 @@
 """Invariants of a worker's page book."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 from worker.cache.book import Hold, PageBook
+from worker.cache.prefix import Node
 
 
 def check_book(book: PageBook, holds: Iterable[Hold]) -> None:
@@ -13,3 +15,24 @@ def check_book(book: PageBook, holds: Iterable[Hold]) -> None:
     assert book.num_reserved == sum(hold.num_reserved for hold in holds)
     assert min(book.num_reserved, book.num_available) >= 0
     assert book.num_holds == len(holds)
+    nodes = nodes_of(book.tree.root)
+    pages = {node.page for node in nodes if node.page}
+    assert len(pages) == sum(node.page > 0 for node in nodes) == book.tree.num_pages
+    assert pages.isdisjoint(private)
+    free = [node for node in nodes if node.page and not node.num_locks]
+    assert len(free) == book.tree.num_evictable
+    if book.span:
+        locked = Counter(node for hold in holds for node in hold.nodes[hold.num_trimmed :])
+        assert locked == {node: node.num_locks for node in nodes if node.num_locks}
+        assert all(node.page for node in nodes if node.num_locks or not node.children)
+        for hold in holds:
+            assert not any(hold.pages[: hold.num_trimmed])
+            assert len(hold.pages) * book.page_size == hold.num_slots
+
+
+def nodes_of(root: Node) -> list[Node]:
+    """All below `root`."""
+    nodes = [*root.children.values()]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    return nodes

@@ -106,12 +106,13 @@ class DecodeSide:
         *,
         draws: bool = False,
         num_slots: int = 0,
+        span: int = 0,
     ) -> None:
         self.sent: list[Any] = []
         self.peer: PeerId = ""  # who was asked last
         self.refusals = Refusals()
         self.source = source or ScriptedSource()
-        self.book = PageBook(64, PAGE_SIZE, num_slots=num_slots)
+        self.book = PageBook(64, PAGE_SIZE, num_slots=num_slots, span=span)
         layout = KVLayout((KVRegion("target", 12, 2, 8, num_groups, PAGE_SIZE, "float32"),))
         self.context = FetchContext(
             self.book, layout, self._send, LeaseConfig(),

@@ -17,7 +17,7 @@ from tests.support import pairwise
 from tests.support.any_width import AnyWidth
 from tests.support.books import check_book
 from worker.api import FinishReason, Sampling
-from worker.cache.book import PageBook
+from worker.cache.book import Hold, PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
@@ -106,8 +106,10 @@ def stop_set(sampling: Sampling) -> frozenset[int]:
 class Device:
     """Step state by row and the pages, as worker.step.state and worker.run.runner treat them."""
 
-    def __init__(self, num_rows: int, num_pages: int, page_size: int, max_pages: int) -> None:
-        n = num_rows + 1
+    def __init__(
+        self, num_rows: int, num_pages: int, page_size: int, max_pages: int, span: int
+    ) -> None:
+        n, self.span = num_rows + 1, span
         self.page_size = page_size
         self.table = [[0] * max_pages for _ in range(n)]
         self.active = [False] * n
@@ -120,8 +122,8 @@ class Device:
         page = self.table[row][position // self.page_size]
         return page * self.page_size + position % self.page_size
 
-    def read(self, row: int, length: int) -> list[int]:
-        return [self.memory[self.slot(row, i)] for i in range(length)]
+    def read(self, row: int, first: int, length: int) -> list[int]:
+        return [self.memory[self.slot(row, i)] for i in range(first, length)]
 
     def write(self, row: int, position: int, token: int) -> int:
         """The KV of `token`, from what its row reads; the slot's page."""
@@ -140,7 +142,7 @@ class Device:
             self.last_token[start.row] = start.last_token
         for each in plan.pages:
             assert each.row > 0
-            assert 0 not in each.pages
+            assert 0 not in each.pages or self.span
             self.table[each.row][each.first : each.first + len(each.pages)] = each.pages
 
     def sample(self, row: int, position: int) -> Drawn:
@@ -175,6 +177,8 @@ class Pull:
     num_pages: int  # of the prompt, when complete
     num_fails_at: int  # pages after which the attempt fails; num_pages = never
     num_landed: int
+    num_found: int  # pages that its hold had at first
+    first: int  # page that will be read
     running: list[tuple[int, int]] = field(default_factory=list)  # (page of the prompt, page id)
     aborted: bool = False
 
@@ -195,6 +199,7 @@ class Load:
     overlap: float = 0.9  # turns that launch before they settle
     arrive: float = 0.4
     widths: tuple[int, ...] = (1,)
+    span: int = 0
 
 
 class Simulation:
@@ -207,13 +212,19 @@ class Simulation:
             max_num_reqs=load.rows, max_prefill_tokens=load.chunk, growth_tokens=load.growth,
             penalty_rows=16,
         )  # fmt: skip
-        self.book = PageBook(load.num_pages, load.page_size, prefix_cache=load.cache)
+        self.book = PageBook(
+            load.num_pages,
+            load.page_size,
+            prefix_cache=load.cache,
+            span=load.span,
+            step_tokens=load.chunk,
+        )
         widths = AnyWidth(load.widths, self.random)
         self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
         self.scheduler.on_preempt = lambda _: self.counts.update(("preemptions",))
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
-        self.device = Device(load.rows, load.num_pages, load.page_size, max_pages)
+        self.device = Device(load.rows, load.num_pages, load.page_size, max_pages, load.span)
         self.stems = [self._tokens(load.max_prompt) for _ in range(3)]
         self.scripts: dict[Req, Script] = {}  # admitted and not over
         self.backlog: list[tuple[Req, Script]] = []
@@ -268,11 +279,15 @@ class Simulation:
             draws = self.random.random() < 0.5
             num_stored = len(req.tokens) - (not draws)
             num_pages = self.book.num_pages_for(num_stored)
-            landed = len(req.hold.pages)
+            num_found = len(req.hold.pages)
+            first = self.book.first_read(len(req.tokens) - 1)
+            landed = max(num_found, first)
             fails = num_pages
             if self.random.random() < 0.15:
                 fails = self.random.randint(landed, num_pages - 1)
-            self.pulls.append(Pull(req, draws, num_stored, num_pages, fails, landed))
+            self.pulls.append(
+                Pull(req, draws, num_stored, num_pages, fails, landed, num_found, first)
+            )
 
     # One turn.
 
@@ -368,8 +383,12 @@ class Simulation:
         """As Fetch.end and DecodeLoop._fetch_ended."""
         req = pull.req
         num_wanted = self.book.num_pages_for(len(req.tokens) - 1)
+        if pull.num_landed < num_wanted and pull.first > pull.num_found:
+            self.book.cut(req.hold, pull.num_found)
+            pull.num_landed = pull.num_found
         req.num_computed_tokens = pull.num_landed * self.load.page_size
         req.num_computed_tokens = min(req.num_computed_tokens, len(req.tokens) - 1)
+        self.book.trim(req.hold, req.num_computed_tokens)
         if pull.aborted:
             self.counts["aborted FETCHING"] += 1
             self.end(req)
@@ -385,7 +404,7 @@ class Simulation:
         end = self.random.randint(pull.num_landed + 1, pull.num_pages)
         before = list(hold.pages), set(hold.private), hold.num_reserved
         try:
-            new = self.book.bind(hold, end * self.load.page_size, for_pull=True)
+            new = self.book.bind(hold, end * self.load.page_size, for_pull=True, first=pull.first)
         except OutOfPages:
             self.counts["pull waited for cooling"] += 1
             assert self.in_flight, "with no step in flight a reserved page can always be pulled to"
@@ -474,7 +493,7 @@ class Simulation:
                 self._write(step, chunk.row, chunk.start + offset, token, pulling)
             end = chunk.start + len(chunk.tokens)
             assert end <= plan.max_seq_len_ub
-            self._attend(step, chunk.row, end)
+            self._attend(step, chunk.row, chunk.start, end)
             if chunk.sample:
                 step.drawn.append(device.sample(chunk.row, end))
 
@@ -495,7 +514,7 @@ class Simulation:
             if drawn.finished or draft != tokens[-1]:
                 break
         self.counts[f"kept {len(tokens)} of {plan.width}"] += 1
-        self._attend(step, row, first + len(tokens))
+        self._attend(step, row, first, first + len(tokens))
         return Drawn(tuple(tokens), drawn.finished, (), tuple(drafts))
 
     def _write(
@@ -508,9 +527,11 @@ class Simulation:
         assert page in owned, f"row {row} wrote page {page}, which it did not own at launch"
         assert page not in pulling, "a step wrote a page that a pull writes"
 
-    def _attend(self, step: Launched, row: int, length: int) -> None:
-        expected = list(step.owners[row][1].kv()[:length])
-        assert self.device.read(row, length) == expected, f"row {row} reads another's KV"
+    def _attend(self, step: Launched, row: int, first: int, length: int) -> None:
+        """What the tokens from `first` on read, in a text of `length` tokens."""
+        oldest = max(0, first + 1 - self.load.span) if self.load.span else 0
+        expected = list(step.owners[row][1].kv()[oldest:length])
+        assert self.device.read(row, oldest, length) == expected, f"row {row} reads another's KV"
 
     def settle(self) -> None:
         step = self.in_flight.pop(0)
@@ -558,9 +579,20 @@ class Simulation:
         assert len(set(rows)) == len(rows)
         for req in self.scripts:
             assert (req.hold is None) == (req.phase is Phase.PREEMPTED)
+            if req.hold is not None and self.load.span:
+                self.check_window(req.hold)
             assert req.phase is not Phase.RUNNING or scheduler.running[req.row] is req
         arrivals = [req.arrival for req in scheduler.preempted]
         assert arrivals == sorted(arrivals)
+
+    def check_window(self, hold: Hold) -> None:
+        """Pages in use are flat in the length of a text."""
+        load, num = self.load, self.book.num_pages_for
+        held = len(hold.pages) - hold.pages.count(0)
+        widest = 4 * max(load.widths)
+        assert held <= max(num(load.span + 2 * load.chunk), num(load.span + widest)) + 4
+        self.counts["trimmed"] += hold.num_trimmed > 0
+        self.counts["matched through a gap"] += any(not node.page for node in hold.nodes)
 
     def drain(self, limit: int = 50_000) -> None:
         """No more arrivals: everything must end, and everything must be given back."""
@@ -596,6 +628,10 @@ LOADS = {
     "windows": Load(48, 4, 6, 16, 4, max_prompt=20, max_output=30, widths=(1, 2, 4, 8)),
     "windows, tight": Load(24, 4, 5, 8, 2, max_prompt=16, max_output=24, widths=(1, 3, 16)),
     "windows, page-of-one": Load(40, 1, 4, 5, 2, max_prompt=12, max_output=12, widths=(2, 5)),
+    "span": Load(15, 4, 8, 4, 1, max_prompt=60, max_output=30, share=0.8, span=9),
+    "span, drafts": Load(16, 4, 6, 4, 1, max_prompt=40, max_output=30, widths=(1, 3, 8), span=6),
+    "span, no-cache": Load(14, 4, 8, 4, 1, max_prompt=60, max_output=30, cache=False, span=9),
+    "span, page-of-one": Load(20, 1, 6, 2, 2, max_prompt=40, max_output=20, abort=0.05, span=5),
 }
 
 
@@ -608,6 +644,9 @@ def test_text_is_that_of_a_lonely_request_whatever_happens_around_it(name: str) 
     counts = simulation.counts
     least = {"local": 20, "fetched": 20, "fallback": 0, "told": 20, "told the last": 0}
     least |= {"stop": 10, "length": 10, "preemptions": -1 if name in ("roomy", "one-row") else 50}
+    if LOADS[name].span:
+        gaps = 20 if LOADS[name].cache else -1
+        least |= {"trimmed": 50, "matched through a gap": gaps, "preemptions": 2}
     for each, num in least.items():
         assert counts[each] > num, (each, counts)
 

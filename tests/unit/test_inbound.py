@@ -29,9 +29,10 @@ class Decode(DecodeSide):
     """One request that is fetched."""
 
     def __init__(
-        self, num_tokens: int, sampling: Sampling = PLAIN, *, prefill_draws: bool = True
-    ) -> None:
-        super().__init__(GROUPS, draws=prefill_draws)
+        self, num_tokens: int, sampling: Sampling = PLAIN, *, prefill_draws: bool = True,
+        span: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(GROUPS, draws=prefill_draws, span=span)
         self.req = self.request(num_tokens, sampling)
         self.start(self.req, PEERS)
 
@@ -61,6 +62,34 @@ def test_a_token_ends_the_text_before_its_kv_is_here() -> None:
     decode.landed()
     assert decode.req.num_computed_tokens == 40
     assert len(decode.req.tokens) == 41
+
+
+@pytest.mark.parametrize("landed", [0, 1])
+def test_pages_that_nobody_will_read_are_not_pulled(landed: int) -> None:
+    """The first attempt fails after some pages; so does the second, or all are here."""
+    first = 8  # ten are whole: 160 tokens, and behind them 33 are read
+    decode = Decode(165, span=2 * PAGE_SIZE + 1)
+    book, hold = decode.book, decode.req.hold
+    before = book.num_available
+    assert decode.asked.num_matched == first * PAGE_SIZE
+    for attempt in range(2):
+        decode.tell(first + attempt * landed, landed)
+        decode.poll()
+        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error("", "")))
+        decode.poll()
+        assert decode.asked.num_matched == (first + (attempt + 1) * landed) * PAGE_SIZE
+    decode.tell(0, 11, last=landed > 0, token=TOKEN if landed else None)
+    if landed:
+        decode.landed()
+        assert decode.req.num_computed_tokens == 165
+        assert (hold.num_trimmed, len(hold.private)) == (first, 11 - first)
+        return
+    decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error("", "")))
+    (fetch,) = decode.poll()
+    assert not fetch.landed
+    assert (decode.req.num_computed_tokens, hold.pages) == (0, []), "all is to be computed here"
+    assert book.num_available == before
+    book.bind(hold, 166)
 
 
 @pytest.mark.parametrize("num_tokens", [32, 33, 34, 47])

@@ -185,7 +185,7 @@ def test_tree_agrees_with_a_dictionary_of_prefixes(seed: int) -> None:
             found = oracle.match(tokens, max_tokens)
             assert [each.page for each in node.path()] == [oracle.pages[p] for p in found]
             if rnd.random() < 0.4:
-                tree.lock(node)
+                tree.lock(node.path())
                 locked.append((node, found))
                 for prefix in found:
                     oracle.locks[prefix] = oracle.locks.get(prefix, 0) + 1
@@ -217,7 +217,7 @@ def test_tree_agrees_with_a_dictionary_of_prefixes(seed: int) -> None:
             assert [each.page for each in node.path()] == [oracle.pages[p] for p in prefixes]
         elif action < 0.8 and locked:
             node, found = locked.pop(rnd.randrange(len(locked)))
-            tree.unlock(node)
+            tree.unlock(node.path())
             for prefix in found:
                 oracle.locks[prefix] -= 1
         elif action > 0.9:
@@ -244,9 +244,9 @@ def test_a_hot_prefix_does_not_make_the_eviction_queue_grow() -> None:
     tree.insert([1, 2, 3], [1, 2, 3])
     for _ in range(1_000):
         node = tree.match([1, 2, 3], 3)
-        tree.lock(node)
-        tree.unlock(node)
-    assert len(tree._leaves) <= 10, "one entry for each request that ever came"
+        tree.lock(node.path())
+        tree.unlock(node.path())
+    assert len(tree._queue) <= 10, "one entry for each request that ever came"
 
 
 class Requests:

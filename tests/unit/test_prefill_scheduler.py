@@ -30,11 +30,19 @@ SAMPLINGS = [
 
 
 def asked(
-    tokens: Sequence[int], link_bytes_per_s: float = 0.0, sampling: Sampling | None = None
+    tokens: Sequence[int],
+    link_bytes_per_s: float = 0.0,
+    sampling: Sampling | None = None,
+    num_matched: int = 0,
 ) -> Prefill:
     """What decode asks; the last token of a prompt that it wants a token for is output already."""
     return Prefill(
-        Xfer("x", 1, "d", "p"), tuple(tokens), 0, link_bytes_per_s, sampling, len(tokens) - 1
+        Xfer("x", 1, "d", "p"),
+        tuple(tokens),
+        num_matched,
+        link_bytes_per_s,
+        sampling,
+        len(tokens) - 1,
     )
 
 
@@ -60,10 +68,13 @@ def scheduler_of(
 class Prompts:
     """Random prompts in and out of one scheduler; the test is device and outbound."""
 
-    def __init__(self, seed: int, *, num_pages: int, page_size: int, chunk: int, rows: int) -> None:
+    def __init__(
+        self, seed: int, *, num_pages: int, page_size: int, chunk: int, rows: int, span: int = 0
+    ) -> None:
         self.random = random.Random(seed)
         self.page_size, self.chunk, self.rows = page_size, chunk, rows
-        self.book = PageBook(num_pages, page_size)
+        self.span, self.longest = span, 100 if span else 40
+        self.book = PageBook(num_pages, page_size, span=span, step_tokens=chunk)
         self.max_waiting = rows + 6
         self.scheduler = scheduler_of(self.book, chunk, max_num_reqs=rows, max_waiting=6)
         self.reqs: list[PrefillReq] = []  # admitted and not dropped, in order of arrival
@@ -92,20 +103,28 @@ class Prompts:
 
     def admit(self) -> None:
         rnd = self.random
-        tokens = [rnd.randrange(VOCAB) for _ in range(rnd.randint(2, 40))]
+        tokens = [rnd.randrange(VOCAB) for _ in range(rnd.randint(2, self.longest))]
         if self.reqs and rnd.random() < 0.6:
             other = rnd.choice(self.reqs).tokens
             common = rnd.randint(0, min(len(tokens), len(other)))
             tokens[:common] = other[:common]
+            if self.span and rnd.random() < 0.3:
+                tokens = [*other[: self.longest - 9], *tokens[:9]]
         figures = self.book.num_available, self.book.num_holds
         sampling = rnd.choice([None, *SAMPLINGS])
-        req = self.scheduler.admit(asked(tokens, sampling=sampling))
+        first = self.book.first_read(len(tokens) - 1)  # that decode reads
+        if rnd.random() < 0.2:  # it wants more, which is kept then
+            first = rnd.randint(0, first)
+        num_matched = first * self.page_size
+        req = self.scheduler.admit(asked(tokens, sampling=sampling, num_matched=num_matched))
         if req is None:
             self.counts["refused"] += 1
             assert (self.book.num_available, self.book.num_holds) == figures
             return
         self.counts["admitted"] += 1
         self.counts["matched"] += req.hold.num_matched > 0
+        passed = [node for node in req.hold.nodes if not node.page]
+        self.counts["matched through a gap"] += bool(passed)
         self.counts["all cached"] += req.hold.num_matched == len(tokens) - 1
         assert req.hold.num_matched <= len(tokens) - 1
         assert req.num_target_tokens == len(tokens) - (sampling is None)
@@ -177,7 +196,9 @@ class Prompts:
                     assert index not in self.table[row], "queued twice"
                     self.table[row][index] = page
         table = [self.table[row][i] for i in range(len(self.table[row]))]
-        assert table == req.hold.pages
+        held = req.hold.pages
+        assert len(table) == len(held)
+        assert all(page in (0, mine) for mine, page in zip(table, held, strict=True))
         assert len(table) >= self.book.num_pages_for(self.covered[req])
 
     def execute(self, index: int) -> None:
@@ -194,9 +215,10 @@ class Prompts:
                 page = pages[position // size]
                 assert page in req.hold.private, "writes a shared page"
                 self.memory[page * size + position % size] = req.tokens[: position + 1]
-            for position in range(chunk.start + len(chunk.tokens)):
+            first = max(0, chunk.start + 1 - self.span) if self.span else 0
+            for position in range(first, chunk.start + len(chunk.tokens)):
                 slot = pages[position // size] * size + position % size
-                assert self.memory[slot] == req.tokens[: position + 1], "reads another's KV"
+                assert self.memory.get(slot) == req.tokens[: position + 1], "reads another's KV"
         self.in_flight[index] = plan, owners, True
 
     def settle(self) -> None:
@@ -222,20 +244,44 @@ class Prompts:
         assert len(waiting) <= self.max_waiting
         left = sum(r.num_target_tokens - self.covered[r] for r in waiting)
         assert self.scheduler.num_queued_tokens == left
+        for req in self.reqs if self.span else ():
+            self.check_window(req)
+
+    def check_window(self, req: PrefillReq) -> None:
+        """Pages in use are flat in the length of a prompt; what decode pulls stays."""
+        hold, size = req.hold, self.page_size
+        held = len(hold.pages) - hold.num_trimmed
+        wanted = self.book.num_pages_for(req.num_target_tokens) - hold.keep_from
+        assert held <= max(self.book.num_pages_for(self.span + 2 * self.chunk) + 3, wanted)
+        self.counts["trimmed"] += hold.num_trimmed > 0 and held < len(hold.pages)
+        for position in range(hold.keep_from * size, req.num_computed_tokens):
+            slot = hold.pages[position // size] * size + position % size
+            assert self.memory.get(slot) == req.tokens[: position + 1], "a pull reads another's"
 
 
-CASES = [(0, 40, 4, 16, 4), (1, 24, 4, 7, 2), (2, 200, 1, 64, 3), (3, 60, 8, 1000, 8)]
+CASES = [
+    (0, 40, 4, 16, 4, 0),
+    (1, 24, 4, 7, 2, 0),
+    (2, 200, 1, 64, 3, 0),
+    (3, 60, 8, 1000, 8, 0),
+    (4, 40, 4, 16, 4, 11),
+    (6, 100, 1, 13, 3, 2),
+]
 
 
-@pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows"), CASES)
+@pytest.mark.parametrize(("seed", "num_pages", "page_size", "chunk", "rows", "span"), CASES)
 def test_every_prompt_is_covered_once_in_order_of_arrival(
-    seed, num_pages, page_size, chunk, rows
+    seed, num_pages, page_size, chunk, rows, span
 ) -> None:
-    prompts = Prompts(seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows)
-    while prompts.counts["steps"] < 3_000:
+    prompts = Prompts(
+        seed, num_pages=num_pages, page_size=page_size, chunk=chunk, rows=rows, span=span
+    )
+    while prompts.counts["steps"] < (2_000 if span else 3_000):
         prompts.turn()
     counts = prompts.counts
-    for each in ("done", "matched", "all cached", "refused", "dropped early", "drawn"):
+    for each in ("done", "matched", "refused", "dropped early", "drawn"):
+        assert counts[each] > 20, each
+    for each in ("matched through a gap", "trimmed") if span else ("all cached",):
         assert counts[each] > 20, each
     assert counts["drawn of many"] > 20 or chunk < 16
     assert counts["dropped in flight"] > 20

@@ -36,8 +36,8 @@ def test_a_tree_with_salts_is_as_many_trees(seed: int) -> None:
             assert path(found) == path(wanted)
             num_matched += len(path(found))
             if rnd.random() < 0.3:
-                tree.lock(found)
-                own.lock(wanted)
+                tree.lock(found.path())
+                own.lock(wanted.path())
                 locked.append((salt, found, wanted))
         elif action < 0.8:
             pages = list(range(next_page, next_page + len(tokens) // SIZE))
@@ -47,13 +47,13 @@ def test_a_tree_with_salts_is_as_many_trees(seed: int) -> None:
             assert (path(node), left) == (path(other), wanted_left)
         elif locked:
             of, node, other = locked.pop(rnd.randrange(len(locked)))
-            tree.unlock(node)
-            alone[of].unlock(other)
+            tree.unlock(node.path())
+            alone[of].unlock(other.path())
         assert tree.num_pages == sum(each.num_pages for each in alone.values())
         assert tree.num_evictable == sum(each.num_evictable for each in alone.values())
     assert num_matched > 1_000
     for _, node, _ in locked:
-        tree.unlock(node)
+        tree.unlock(node.path())
     num = tree.num_pages
     assert len(set(tree.evict(num + 1))) == num
     assert not tree.root.children, "nothing is left of a salt that nobody uses"

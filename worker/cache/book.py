@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from worker.cache.pages import PageAllocator
-from worker.cache.prefix import Node, PrefixTree
+from worker.cache.prefix import MANY, Node, PrefixTree
 from worker.errors import OutOfPages
 
 
@@ -23,7 +23,9 @@ class Hold:
     pages that were given back as nobody reads them again are 0; see PageBook.trim.
     """
 
-    node: Node  # deepest tree node that is locked for this request
+    # Of pages that were in the tree as the hold was opened, or are by `commit`. It has a lock on
+    # those from index num_trimmed on.
+    nodes: list[Node]
     num_matched: int  # tokens found in the tree when the hold was opened
     num_slots: int  # tokens that `pages` can store
     pages: list[int] = field(default_factory=list)
@@ -31,23 +33,37 @@ class Hold:
     num_reserved: int = 0  # pages promised, not bound yet
     slot: int = 0  # of its state, where layers are recurrent; 0 = none
     salt: str = ""  # of the prefixes that it matches and leaves behind
-    num_trimmed: int = 0  # pages that `trim` has looked at
+    num_trimmed: int = 0  # its first pages, which nobody reads again
+    keep_from: int = MANY  # index of a page; it and those behind it are not trimmed
+    num_wanted: int = 0  # pages of the tokens that it was opened for
 
 
 class PageBook:
     """The pages of one worker, and its slots of state, if there are."""
 
     def __init__(
-        self, num_pages: int, page_size: int, *, prefix_cache: bool = True, num_slots: int = 0
+        self,
+        num_pages: int,
+        page_size: int,
+        *,
+        prefix_cache: bool = True,
+        num_slots: int = 0,
+        span: int = 0,
+        step_tokens: int = 0,
     ) -> None:
-        self.page_size = page_size
+        """span: see PrefixTree. step_tokens: of a prompt, in a step at most; with a span only."""
+        self.page_size, self.span = page_size, span
+        # That can be handed out at all: all but the first.
+        self.num_pages, self.num_slots = num_pages - 1, max(0, num_slots - 1)
+        # Pages that a prompt has at once: read by a step in flight, or stored by it or the next.
+        self._most_bound = self.num_pages_for(span + 2 * step_tokens) + 3 if span else MANY
         self.num_reserved = 0
         self.num_holds = 0
         self._prefix_cache = prefix_cache
         self._allocator = PageAllocator(num_pages)
         # A freed slot cools as a page does: a pull may be what fills it next.
         self._slots = PageAllocator(num_slots) if num_slots else None
-        self.tree = PrefixTree(page_size)  # changed by the book alone
+        self.tree = PrefixTree(page_size, span)  # changed by the book alone
 
     def launched(self, step: int) -> None:
         """See PageAllocator.launched."""
@@ -62,19 +78,9 @@ class PageBook:
             self._slots.settled(step)
 
     @property
-    def num_slots(self) -> int:
-        """Slots of state that can be handed out at all."""
-        return 0 if self._slots is None else self._slots.num_pages - 1
-
-    @property
     def num_free_slots(self) -> int:
         """Slots of state that can be handed out, also to be pulled into."""
         return 0 if self._slots is None else self._slots.num_pullable
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that can be handed out at all."""
-        return self._allocator.num_pages - 1
 
     @property
     def num_available(self) -> int:
@@ -90,36 +96,62 @@ class PageBook:
         """Pages that `num_tokens` tokens fill."""
         return -(-num_tokens // self.page_size)
 
+    def first_read(self, num_tokens: int) -> int:
+        """Index of the first page that is read of a text once KV of `num_tokens` tokens is there.
+
+        Or by a text that shares the whole pages of these tokens. Without a span 0.
+        """
+        return self.tree.first_read(num_tokens // self.page_size)
+
     def open(
-        self, tokens: Sequence[int], num_slots: int, *, max_matched: int, salt: str = ""
+        self,
+        tokens: Sequence[int],
+        num_slots: int,
+        *,
+        max_matched: int,
+        salt: str = "",
+        keep_from: int = MANY,
     ) -> Hold | None:
         """Match `tokens`, lock what matched, and reserve pages up to `num_slots` tokens.
 
         With a slot of state, where layers are recurrent. At most max_matched <= len(tokens) - 1
-        tokens come from the tree. None: there is no room, and nothing has changed.
+        tokens come from the tree. None: there is no room, and nothing has changed. With a span
+        only so many pages are reserved as the hold has at once, if `trim` is called after each step
+        of its prompt; see Hold.keep_from.
         """
         tree = self.tree
-        node = tree.match(tokens, max_matched, salt) if self._prefix_cache else tree.root
-        self.tree.lock(node)
-        pages = [ancestor.page for ancestor in node.path()]
-        wanted = max(0, self.num_pages_for(num_slots) - len(pages))
+        caches = self._prefix_cache
+        node = tree.match(tokens, max_matched, salt, keep_from) if caches else tree.root
+        nodes = node.path()
+        first = min(keep_from, tree.first_read(len(nodes)))
+        tree.lock(nodes[first:])
+        pages = [0] * first + [each.page for each in nodes[first:]]
+        num_wanted = self.num_pages_for(num_slots)
+        most = max(self._most_bound, num_wanted - keep_from)
+        wanted = min(most, max(0, num_wanted - len(pages)))
         if wanted > self.num_available or (self._slots is not None and not self.num_free_slots):
-            self.tree.unlock(node)
+            tree.unlock(nodes[first:])
             return None
         self.num_reserved += wanted
         self.num_holds += 1
         num_slots = len(pages) * self.page_size
         slot = 0 if self._slots is None else self._slots.take(1, for_pull=True)[0]
-        return Hold(node, num_slots, num_slots, pages, set(), wanted, slot, salt)
+        rest = pages, set[int](), wanted, slot, salt, first, keep_from, num_wanted
+        return Hold(nodes, num_slots, num_slots, *rest)
 
-    def bind(self, hold: Hold, num_slots: int, *, for_pull: bool = False) -> list[int]:
+    def bind(
+        self, hold: Hold, num_slots: int, *, for_pull: bool = False, first: int = 0
+    ) -> list[int]:
         """Give `hold` page ids until it can store `num_slots` tokens; returns the new ids.
+
+        No pages below index `first` are bound: nobody will read them. `trim` or `cut` follows.
 
         Reserved pages are used first, then unpromised ones. Raises OutOfPages, with `hold` as it
         was, if there is no room; with `for_pull` also while free pages still cool, which ends when
         the step in flight settles.
         """
-        count = self.num_pages_for(num_slots) - len(hold.pages)
+        num_skipped = max(0, first - len(hold.pages))
+        count = self.num_pages_for(num_slots) - len(hold.pages) - num_skipped
         if count <= 0:
             return []
         reserved = min(count, hold.num_reserved)
@@ -131,8 +163,8 @@ class PageBook:
         pages = self._allocator.take(count, for_pull=for_pull)
         hold.num_reserved -= reserved
         self.num_reserved -= reserved
-        hold.pages.extend(pages)
-        hold.num_slots += count * self.page_size
+        hold.pages += [0] * num_skipped + pages
+        hold.num_slots += (num_skipped + count) * self.page_size
         hold.private.update(pages)
         return pages
 
@@ -141,31 +173,54 @@ class PageBook:
 
         Pages whose prefix the tree already holds stay private to `hold`.
         """
-        if not self._prefix_cache:
+        num = len(tokens) // self.page_size
+        first = hold.num_trimmed
+        if not self._prefix_cache or num <= first:
             return
-        pages = hold.pages[: len(tokens) // self.page_size]
-        if hold.num_trimmed and 0 in pages:
-            pages = pages[: pages.index(0)]
+        pages = hold.pages[:num]
         node, refused, displaced = self.tree.insert(tokens, pages, hold.salt)
         self._allocator.free(displaced)
-        self.tree.lock(node)
-        self.tree.unlock(hold.node)
-        hold.node = node
+        nodes = node.path()
+        self.tree.lock(nodes[first:])
+        self.tree.unlock(hold.nodes[first:])
+        hold.nodes = nodes
         hold.private -= set(pages) - set(refused)
 
-    def trim(self, hold: Hold, num_tokens: int) -> None:
-        """Give back private pages of tokens before `num_tokens`.
+    def trim(self, hold: Hold, num_tokens: int, tokens: Sequence[int] = ()) -> None:
+        """Give back the pages that nobody reads once KV of `num_tokens` tokens is there and final.
 
-        No step that is in flight or comes reads them. What lies behind them never enters the tree.
+        No step that is in flight or comes reads them. tokens: all that the hold is for; the pages
+        that go are entered into the tree. Without them private pages are free. As many pages as it
+        had bound of these are promised to the hold again, if it still wants them.
         """
-        last = num_tokens // self.page_size
-        for index in range(hold.num_trimmed, last):
-            page = hold.pages[index]
-            if page in hold.private:
-                hold.private.remove(page)
-                hold.pages[index] = 0
-                self._allocator.free([page])
-        hold.num_trimmed = max(hold.num_trimmed, last)
+        first, last = hold.num_trimmed, min(self.first_read(num_tokens), hold.keep_from)
+        if last <= first:
+            return
+        bound = hold.private.intersection(hold.pages[first:last])
+        if last > len(hold.nodes):  # else all of them were found in the tree
+            self.commit(hold, tokens[: last * self.page_size])
+        private = bound & hold.private
+        hold.private -= private
+        self._allocator.free(private)
+        self.tree.unlock(hold.nodes[first:last])
+        hold.pages[first:last] = [0] * (last - first)
+        hold.num_trimmed = last
+        promised = min(hold.num_reserved + len(bound), max(0, hold.num_wanted - len(hold.pages)))
+        self.num_reserved += promised - hold.num_reserved
+        hold.num_reserved = promised
+
+    def cut(self, hold: Hold, num_pages: int) -> None:
+        """Give back the pages from index `num_pages` on, which `bind` can bind anew.
+
+        No pull into them may be running.
+        """
+        bound = hold.private.intersection(hold.pages[num_pages:])
+        hold.private -= bound
+        self._allocator.free(bound)
+        hold.num_reserved += len(bound)
+        self.num_reserved += len(bound)
+        del hold.pages[num_pages:]
+        hold.num_slots = num_pages * self.page_size
 
     def forget(self) -> None:
         """Drop from the tree what no hold has matched."""
@@ -173,11 +228,11 @@ class PageBook:
 
     def close(self, hold: Hold) -> None:
         """Give everything back. No pull into its pages may be running."""
-        self.tree.unlock(hold.node)
+        self.tree.unlock(hold.nodes[hold.num_trimmed :])
         self._allocator.free(hold.private)
         if self._slots is not None and hold.slot:
             self._slots.free([hold.slot])
         self.num_reserved -= hold.num_reserved
         self.num_holds -= 1
-        hold.node, hold.num_reserved, hold.slot = self.tree.root, 0, 0
+        hold.nodes, hold.num_reserved, hold.slot = [], 0, 0
         hold.pages, hold.num_slots, hold.private, hold.num_trimmed = [], 0, set(), 0

@@ -2,33 +2,38 @@
 
 One node is one page. A node's key is the page's own tokens; the path from the root is the prefix.
 A prompt with a salt has it in the key of its first page, so prefixes of different salts, and those
-without one, have no node in common. Locked nodes and all their ancestors stay. The others are
-evicted, least recently used first.
+without one, have no node in common. Locked nodes stay, and so do all above them. The pages of the
+others are evicted, least recently used first.
+
+Where all layers have a window, a text is read back to the page of index `first_read` only. So a
+page may go although nodes below it stay: its node is *empty*, and is passed through.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 Key = tuple[int | str, ...]
+MANY = 1 << 60  # more than there are pages
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """One page of one prefix. Filled by PrefixTree only.
 
-    Invariant: num_locks >= the sum of the locks taken on its descendants.
+    Invariants: a locked node has a page. So has a leaf.
     """
 
-    page: int
+    page: int  # 0: it is empty, or the root
     key: Key = ()
     parent: Node | None = None
+    depth: int = 0  # pages of its prefix
     children: dict[Key, Node] = field(default_factory=dict)
     num_locks: int = 0
     used_at: int = 0
-    is_offered: bool = False  # has an entry in the tree's queue of leaves
+    is_offered: bool = False  # has an entry in the tree's queue
 
     def path(self) -> list[Node]:
         """Nodes from below the root down to this one."""
@@ -41,19 +46,35 @@ class Node:
 
 
 class PrefixTree:
-    """Maps token prefixes to pages, `page_size` tokens a page."""
+    """Maps token prefixes to pages, `page_size` tokens a page.
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    span: so many tokens before its end are read of a text, the newest one included; 0: all.
+    """
+
+    def __init__(self, page_size: int, span: int = 0) -> None:
+        assert span != 1, "an empty leaf would match"
+        self.page_size, self.span = page_size, span
         self.root = Node(page=0, num_locks=1)
         self.num_pages = 0
         self.num_evictable = 0  # pages of nodes without a lock
         self._clock = 0
-        self._leaves: list[tuple[int, int, Node]] = []  # (used_at, id, node), some entries stale
+        # What can be evicted: (used_at, -depth, id, node), some entries stale.
+        self._queue: list[tuple[int, int, int, Node]] = []
 
-    def match(self, tokens: Sequence[int], max_tokens: int, salt: str = "") -> Node:
-        """The deepest node of `salt` whose prefix begins tokens[:max_tokens]."""
-        node = self.root
+    def first_read(self, num_pages: int) -> int:
+        """Index of the first page that is read of a text which goes on behind `num_pages` pages."""
+        size = self.page_size
+        return max(0, num_pages * size + 1 - self.span) // size if self.span else 0
+
+    def match(
+        self, tokens: Sequence[int], max_tokens: int, salt: str = "", keep_from: int = MANY
+    ) -> Node:
+        """The deepest node of `salt` whose prefix begins tokens[:max_tokens].
+
+        All pages that are read behind it are there, and those from index `keep_from` on.
+        """
+        node = found = self.root
+        num_passed = 0  # pages up to the last empty node
         self._clock += 1
         for start in range(0, max_tokens - self.page_size + 1, self.page_size):
             key: Key = tuple(tokens[start : start + self.page_size])
@@ -64,13 +85,18 @@ class PrefixTree:
                 break
             node = child
             node.used_at = self._clock
-        return node
+            if not node.page:
+                num_passed = node.depth
+            if num_passed <= min(keep_from, self.first_read(node.depth)):
+                found = node
+        return found
 
     def insert(
         self, tokens: Sequence[int], pages: Sequence[int], salt: str = ""
     ) -> tuple[Node, list[int], list[int]]:
         """Add len(pages) whole pages of `tokens` to `salt`; returns (node, refused, displaced).
 
+        Of 0 in `pages` the node is made, empty, if there is none; the last one is not 0.
         node: the deepest of that prefix. refused: those of `pages` whose prefix the tree already
         holds in a locked page; they stay the caller's. displaced: unlocked pages of the tree that
         the caller's replaced, to be freed. Kept in the tree, they would be locked with `node`, but
@@ -87,13 +113,17 @@ class PrefixTree:
                 key, salt = (salt, *key), ""
             child = node.children.get(key)
             if child is None:
-                child = Node(page, key, node)
+                child = Node(0, key, node, index + 1)
                 node.children[key] = child
+            if page and not child.page:
+                child.page = page
                 self.num_pages += 1
                 self.num_evictable += 1
-            elif child.page != page and child.num_locks:
+            elif page in (0, child.page):
+                pass
+            elif child.num_locks:
                 refused.append(page)
-            elif child.page != page:
+            else:
                 displaced.append(child.page)
                 child.page = page
             node = child
@@ -101,45 +131,55 @@ class PrefixTree:
         self._offer(node)
         return node, refused, displaced
 
-    def lock(self, node: Node) -> None:
-        """Keep `node` and all above it until `unlock`."""
-        for locked in node.path():
-            if locked.num_locks == 0:
-                self.num_evictable -= 1
-            locked.num_locks += 1
+    def lock(self, nodes: Iterable[Node]) -> None:
+        """Keep the pages of `nodes`, and all nodes above them, until `unlock`.
 
-    def unlock(self, node: Node) -> None:
+        Without a span: of all nodes on the path to the last one.
+        """
+        for node in nodes:
+            if node.num_locks == 0:
+                self.num_evictable -= 1
+            node.num_locks += 1
+
+    def unlock(self, nodes: Iterable[Node]) -> None:
         """Undo one `lock`."""
-        for locked in node.path():
-            locked.num_locks -= 1
-            assert locked.num_locks >= 0
-            if locked.num_locks == 0:
+        for node in nodes:
+            node.num_locks -= 1
+            assert node.num_locks >= 0
+            if node.num_locks == 0:
                 self.num_evictable += 1
-        self._offer(node)
+                self._offer(node)
 
     def evict(self, count: int) -> list[int]:
-        """Drop up to `count` unlocked pages, least recently used leaves first; their ids."""
+        """Drop up to `count` unlocked pages, least recently used first; their ids.
+
+        Of a prefix the last ones first. Without a span only leaves are dropped.
+        """
         pages: list[int] = []
-        while len(pages) < count and self._leaves:
-            used_at, _, node = heapq.heappop(self._leaves)
+        while len(pages) < count and self._queue:
+            used_at, _, _, node = heapq.heappop(self._queue)
             node.is_offered = False
-            if node.parent is None or node.children or node.num_locks:
+            if not self._can_go(node):
                 continue
             if node.used_at != used_at:
                 self._offer(node)
                 continue
-            parent, node.parent = node.parent, None
-            del parent.children[node.key]
             pages.append(node.page)
-            self._offer(parent)
+            node.page = 0
+            while node.parent is not None and not node.page and not node.children:
+                parent, node.parent = node.parent, None
+                del parent.children[node.key]
+                node = parent
+            self._offer(node)
         self.num_pages -= len(pages)
         self.num_evictable -= len(pages)
         return pages
 
+    def _can_go(self, node: Node) -> bool:
+        return bool(node.page and not node.num_locks and (self.span or not node.children))
+
     def _offer(self, node: Node) -> None:
-        """Make `node` known to eviction if it is an unlocked leaf."""
-        if node.parent is None or node.children or node.num_locks:
-            return
-        if not node.is_offered:
+        """Make `node` known to eviction if it can go."""
+        if not node.is_offered and self._can_go(node):
             node.is_offered = True
-            heapq.heappush(self._leaves, (node.used_at, id(node), node))
+            heapq.heappush(self._queue, (node.used_at, -node.depth, id(node), node))

@@ -116,6 +116,7 @@ class Admission:
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
             state_bytes=state.slot_bytes if (state := self._engine.model_layout.state) else 0,
+            span=self._engine.book.span,
             pull_bytes_per_s={each.peer: peers.bytes_per_s(each.peer, now) for each in candidates},
         )
         asked = to_ask(inputs, candidates, self._engine.config.disaggregation)
@@ -202,6 +203,7 @@ class PlacementInputs:
     pull_bytes_per_s: Mapping[PeerId, float]  # of each candidate
     num_queued_tokens: int = 0  # of prompts that wait to be prefilled here
     state_bytes: int = 0  # of a request, where layers are recurrent
+    span: int = 0  # so many tokens are pulled at most; 0: all
 
 
 def to_ask(
@@ -221,7 +223,8 @@ def to_ask(
     s_per_token = inputs.s_per_token or min(measured, default=0.0)
     if config.mode == "always" or s_per_token == 0:
         return candidates
-    num_bytes = inputs.num_uncached_tokens * inputs.kv_bytes_per_token + inputs.state_bytes
+    num_pulled = min(inputs.num_uncached_tokens, inputs.span or inputs.num_uncached_tokens)
+    num_bytes = num_pulled * inputs.kv_bytes_per_token + inputs.state_bytes
 
     def remote_s(candidate: Candidate) -> float:
         num_uncached = max(0, inputs.num_uncached_tokens - candidate.num_cached_tokens)

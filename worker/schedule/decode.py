@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
     """The requests of a step in flight."""
 
     sampled: list[Req]  # it draws for them
-    computed: list[Req]  # of its chunks, if it has any
+    computed: list[tuple[Req, Chunk]]  # its chunks, if it has any
     width: int = 1
 
 
@@ -57,11 +57,9 @@ class DecodeScheduler:
         widths: WidthPolicy | None = None,
         spec: SpecConfig | None = None,
         grain: int = 1,
-        span: int = 0,
     ) -> None:
-        """grain: chunks that are not a prompt's last end at multiples of it. span: so many tokens
-        before its end are read of a text, older pages are given back; 0: all are read."""
-        self._grain, self._span = grain, span
+        """grain: chunks that are not a prompt's last end at multiples of it."""
+        self._grain = grain
         spec = spec or SpecConfig()
         self.book = book
         self.local: deque[Req] = deque()
@@ -176,6 +174,9 @@ class DecodeScheduler:
         self.book.settled(step)
         results: list[Settled] = []
         sampled, from_chunk, width = self.launched.pop(step)
+        for req, chunk in from_chunk:
+            if req.hold is not None:
+                self.book.trim(req.hold, chunk.start + len(chunk.tokens), req.tokens)
         for req, result in zip(sampled, drawn, strict=True):
             req.num_in_flight -= 1
             req.num_slots_in_flight -= width
@@ -216,8 +217,7 @@ class DecodeScheduler:
 
     def _plan_chunks(self, now: float) -> Plan | None:
         budget = int(self._engine.max_prefill_tokens)
-        chunks: list[Chunk] = []
-        computed: list[Req] = []
+        computed: list[tuple[Req, Chunk]] = []
         sampled: list[Req] = []
         for req in list(self.local):
             if budget == 0 or (not req.row and not self._rows.num_free):
@@ -238,8 +238,7 @@ class DecodeScheduler:
             self._rows.queue_pages(req)
             tokens = tuple(req.tokens[start:end])
             scored = req.to_score(start, end)
-            chunks.append(Chunk(req.row, start, tokens, last, req.hold.slot, scored))
-            computed.append(req)
+            computed.append((req, Chunk(req.row, start, tokens, last, req.hold.slot, scored)))
             req.num_planned_tokens = end
             budget -= end - start
             if last:
@@ -247,10 +246,10 @@ class DecodeScheduler:
                 req.phase = Phase.RUNNING
                 self.running[req.row] = req
                 sampled.append(req)
-        if not chunks:
+        if not computed:
             return None
-        ends = [chunk.start + len(chunk.tokens) for chunk in chunks]
-        return self._launch(InFlight(sampled, computed), ends, tuple(chunks))
+        ends = [req.num_planned_tokens for req, _ in computed]
+        return self._launch(InFlight(sampled, computed), ends)
 
     def _plan_decode(self, width: int) -> Plan | None:
         """The next step with windows of `width`, whose pages are bound here.
@@ -279,9 +278,7 @@ class DecodeScheduler:
             lengths.append((bound if bound < req.max_len else req.max_len - 1) + width)
         return self._launch(InFlight(chosen, [], width), lengths) if chosen else None
 
-    def _launch(
-        self, launched: InFlight, lengths: list[int], chunks: tuple[Chunk, ...] = ()
-    ) -> Plan:
+    def _launch(self, launched: InFlight, lengths: list[int]) -> Plan:
         """The plan of the next step; lengths: its rows' bounds of KV."""
         self.step += 1
         for req in launched.sampled:
@@ -290,7 +287,7 @@ class DecodeScheduler:
         self.launched[self.step] = launched
         self.book.launched(self.step)
         draws = {req.draw for req in launched.sampled}
-        scoring = zip(launched.computed, chunks, strict=True)
+        chunks = tuple(chunk for _, chunk in launched.computed)
         return Plan(
             self.step,
             *self._rows.drain(),
@@ -304,7 +301,8 @@ class DecodeScheduler:
             width=launched.width,
             num_keys=sum(lengths),
             num_prompt_logprobs=max(
-                (req.sampling.prompt_logprobs for req, chunk in scoring if chunk.scored), default=-1
+                (req.sampling.prompt_logprobs for req, chunk in launched.computed if chunk.scored),
+                default=-1,
             ),
         )
 
@@ -317,8 +315,7 @@ class DecodeScheduler:
         """
         assert req.hold is not None
         slots = window_slots(bound, width, ahead, req.max_len)
-        if self._span:
-            self.book.trim(req.hold, req.num_computed_tokens + 1 - self._span)
+        self.book.trim(req.hold, req.num_computed_tokens)
         while True:
             try:
                 self.book.bind(req.hold, slots)

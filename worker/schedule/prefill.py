@@ -1,8 +1,8 @@
 """What a prefill worker computes next: chunks of prompts, first come first served.
 
-A prompt is admitted only with a reservation for all its pages. So it never waits for memory
-half-way, and announced pages are never preempted. If decode asks for it, the step that ends a
-prompt also draws the token that follows.
+A prompt is admitted only with a reservation for all pages that it has at a time. So it never waits
+for memory half-way, and announced pages are never preempted. If decode asks for it, the step that
+ends a prompt also draws the token that follows.
 """
 
 from collections import deque
@@ -67,7 +67,10 @@ class PrefillScheduler:
             return None
         num_stored = len(tokens) - (asked.sampling is None)
         most = len(tokens) - 1
-        hold = self.book.open(tokens, num_stored, max_matched=most, salt=asked.salt)
+        keep_from = asked.num_matched // self.book.page_size
+        hold = self.book.open(
+            tokens, num_stored, max_matched=most, salt=asked.salt, keep_from=keep_from
+        )
         if hold is None:
             return None
         num = hold.num_matched
@@ -144,9 +147,15 @@ class PrefillScheduler:
         return computed
 
     def commit(self, reqs: Sequence[PrefillReq]) -> None:
-        """Enter the computed pages of `reqs` into the prefix tree."""
+        """Enter the computed pages of `reqs` into the prefix tree.
+
+        Where pages go as the prompt is computed, those that it still needs follow at its end: if
+        another prompt could lock them, they would not be there for the rest of this one.
+        """
         for req in reqs:
-            self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
+            self.book.trim(req.hold, req.num_computed_tokens, req.tokens)
+            if not self.book.span or req.num_computed_tokens == req.num_target_tokens:
+                self.book.commit(req.hold, req.tokens[: req.num_computed_tokens])
 
     def drop(self, req: PrefillReq) -> None:
         """Forget a request at any stage and free its pages; a second call does nothing.

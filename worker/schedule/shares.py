@@ -50,7 +50,8 @@ def num_pages(hold: Hold | None) -> int:
     if hold is None:
         return 0
     found = hold.num_matched * len(hold.pages) // hold.num_slots if hold.num_slots else 0
-    return len(hold.pages) - found + hold.num_reserved
+    bound = hold.pages[max(found, hold.num_trimmed) :]
+    return len(bound) - bound.count(0) + hold.num_reserved
 
 
 def _sums(taken: Taken) -> dict[PeerId, int]:

@@ -80,13 +80,7 @@ def build_engine(
     config, pool = loaded.config, loaded.graphs.loaded.pool
     transport = _transport(config, host, pool) if kept is None else kept.transport
     log.debug("%s moves KV by %s/%s", name, transport.name, transport.kind)
-    book = PageBook(
-        pool.num_pages,
-        int(config.kv.page_size),
-        # What is found has no state, so prompts of recurrent layers are computed from their start.
-        prefix_cache=config.engine.prefix_cache and not pool.num_slots,
-        num_slots=pool.num_slots,
-    )
+    book = _book(config, start.shape, pool)
     metrics = _metrics(config, name, book, loaded.checks)
     if experts := loaded.weights.model.experts:
         loads = ExpertLoads([each.load for each in experts])
@@ -115,6 +109,19 @@ def build_engine(
         checks=loaded.checks,
         tracer=tracer,
         rank_group=rank_group,
+    )
+
+
+def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:
+    return PageBook(
+        pool.num_pages,
+        int(config.kv.page_size),
+        # What is found has no state, so prompts of recurrent layers are computed from their start.
+        prefix_cache=config.engine.prefix_cache and not pool.num_slots,
+        num_slots=pool.num_slots,
+        # Drafters with weights have keys in the pages too, and see all of them.
+        span=0 if config.spec.has_weights else shape.span,
+        step_tokens=max(int(config.engine.max_prefill_tokens), shape.grain),
     )
 
 

@@ -5,7 +5,8 @@
       └──> draining ── every pull over ──> `Inbound` begins the next attempt, or gives up
 
 Pages are bound to the request in prompt order, and stay bound when an attempt fails: only our own
-pulls write to them. The next attempt pulls from the first page on that lacks a layer group.
+pulls write to them. The next attempt pulls from the first page on that lacks a layer group. Where
+all layers have a window, pages that nobody will read are neither asked for nor bound.
 
 A prefill worker may draw the request's next token. It is appended to req.tokens when it arrives,
 most often before the KV lands, and stays there if the attempt fails later.
@@ -114,7 +115,7 @@ class Fetch:
     """Brings KV of req.tokens[:-1] into req.hold.
 
     `xfer` is the attempt under way, None while draining. The first `num_landed_pages` pages of the
-    prompt are in our pool, those matched in the prefix tree included.
+    prompt are in our pool, those matched in the prefix tree included; or nobody will read them.
     """
 
     def __init__(
@@ -130,7 +131,10 @@ class Fetch:
         self.peer: PeerId = ""  # of the last attempt
         self.attempt = 0
         self.ending: FinishReason | None = None  # why req ends, once no pull runs; None: it goes on
-        self.num_landed_pages = len(req.hold.pages)
+        # Pages with all before them here, so that the rest of the prompt can be computed.
+        self._num_found_pages = len(req.hold.pages)
+        self._first_read = context.book.first_read(len(req.tokens) - 1)
+        self.num_landed_pages = max(self._num_found_pages, self._first_read)
         self._context = context
         self._link: Link | None = None  # to `peer`
         self._road = ""  # of it, as metrics show it
@@ -259,10 +263,15 @@ class Fetch:
         """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
         assert not self._running
         self.drain()
-        num_tokens = self.num_landed_pages * self._context.book.page_size
+        book = self._context.book
+        if self._first_read > self._num_found_pages and not self.landed:
+            self.num_landed_pages = self._num_found_pages
+            book.cut(self.hold, self._num_found_pages)
+        num_tokens = self.num_landed_pages * book.page_size
         if self.hold.slot and not self.landed:
             num_tokens = 0  # pages without the state of their end: all is computed anew
         self.req.num_computed_tokens = min(num_tokens, len(self.req.tokens) - 1)
+        book.trim(self.hold, self.req.num_computed_tokens)
         self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
             now, metrics = time.monotonic(), self._context.metrics
@@ -283,7 +292,8 @@ class Fetch:
                 self._running.append(_RunningPull(pull, now, ready))
                 continue
             try:
-                book.bind(self.hold, (ready.numbers[-1] + 1) * book.page_size, for_pull=True)
+                num_slots = (ready.numbers[-1] + 1) * book.page_size
+                book.bind(self.hold, num_slots, for_pull=True, first=self._first_read)
             except OutOfPages:
                 return  # a step in flight may still use freed pages: try again next turn
             self._pages.ready.popleft()
