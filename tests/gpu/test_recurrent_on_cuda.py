@@ -30,7 +30,7 @@ MARGIN = 0.04  # of logprobs in bfloat16: four times what 99.9 % keep
 @pytest.mark.parametrize("prompt", [0, 3, 70])
 def test_every_width_and_acceptance_has_the_bits_of_plain_decode(shape, prompt: int) -> None:
     with torch.device("cuda"):
-        rule.test_every_width_and_acceptance_equals_the_recurrence(shape, prompt)
+        rule.test_every_width_and_acceptance_equals_the_recurrence(shape, prompt, rule.WIDTHS)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
