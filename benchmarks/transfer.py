@@ -41,6 +41,7 @@ HOST = "127.0.0.1"
 KINDS = {"shm": "shm", "mooncake": "tcp", "sockets": "tcp"}
 CLONE_NEWNET = 0x40000000
 FAR, QUEUE, STREAMS = "10.79.0.2", ("tc", "qdisc", "add", "dev"), (1, 4, 16)
+SECOND, SECOND_ENDS = ("10.80.0.254", "10.80.0.2"), ("vsecond", "eth1")
 CONNECT_S = 10.0
 NUM_SINGLE_RUNS = 50
 POLL_S = 2e-5  # between two polls; others of this process have their turn then
@@ -83,6 +84,19 @@ def serve(name: str, num_bytes: int, conn: Connection, netns: str, host: str) ->
     with contextlib.suppress(EOFError):
         conn.recv_bytes()
     os._exit(0)
+
+
+def second_road(netns: str) -> None:
+    """A cable of its own between the two namespaces."""
+    (here, there), (ours, theirs) = SECOND_ENDS, SECOND
+    for words in (
+        f"link add {here} type veth peer name {there} netns {netns}",
+        f"addr add {ours}/24 dev {here}",
+        f"link set {here} up",
+        f"-n {netns} addr add {theirs}/24 dev {there}",
+        f"-n {netns} link set {there} up",
+    ):
+        namespaces.run("ip", *words.split())
 
 
 def carried(netns: str, streams: int) -> str:
@@ -193,25 +207,33 @@ def main() -> None:
     """Parse, measure, print."""
     made = parser(__doc__)
     add = made.add_argument
-    add("--transport", action="append", choices=sorted(TRANSPORTS))
+    add("--transport", action="append", choices=sorted(KINDS))
     add("--run-bytes", type=int, nargs="+", default=[4096, 16384, 65536, 1 << 20, 16 << 20])
     add("--total-mb", type=int, default=128, help="MiB per pull")
     add("--repeat", type=int, default=5)
     add("--two", action="store_true", help="the source is in another network namespace")
     add("--rate", default="", help="of the road between the two, as tc writes it")
+    add("--second", action="store_true", help="a second road; sockets take both")
     options = made.parse_args()
     options.host, options.far, options.netns = HOST, HOST, ""
     if options.two:
         namespaces.enter("benchmarks.transfer")
         options.host, options.far = namespaces.GATEWAY, FAR
         options.netns = namespaces.join("far", FAR)
+        roads = [("vfar", "eth0")]
+        if options.second:
+            second_road(options.netns)
+            options.far += f",{SECOND[1]}"
+            roads.append(SECOND_ENDS)
         far = ("ip", "netns", "exec", options.netns)
-        for words in ([*far, *QUEUE, "eth0"], [*QUEUE, "vfar"]) if options.rate else ():
-            namespaces.run(*words, *f"root tbf rate {options.rate} burst 4mb latency 50ms".split())
+        for here, there in roads if options.rate else ():
+            for words in ([*far, *QUEUE, there], [*QUEUE, here]):
+                limit = f"root tbf rate {options.rate} burst 4mb latency 50ms"
+                namespaces.run(*words, *limit.split())
         for streams in STREAMS:
             print(carried(options.netns, streams), flush=True)
     rows: list[dict[str, Any]] = []
-    for name in options.transport or sorted(TRANSPORTS):
+    for name in options.transport or sorted(KINDS):
         rows += bench(name, options)
     cells = [[text.format(**row) for text in COLUMNS.values()] for row in rows]
     print("\n".join(aligned([list(COLUMNS), *cells])))
