@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,8 @@ def serve_and_end(render: Render, start: Start) -> None:
         begin(name)
     wait("serve is ready", lambda: probe("serve", "readinessProbe"), HANG_S)
     for name in running:
-        assert probe(name, "livenessProbe"), name
-        assert probe(name, "readinessProbe"), name
+        for kind in ("livenessProbe", "readinessProbe"):
+            wait(f"{kind} of {name}", partial(probe, name, kind), HANG_S)
     urls = [
         f"http://{ADDRESSES[name]}:{port}/metrics"
         for name in workers for title, port in port_names(specs[name]).items()
