@@ -3,13 +3,11 @@
     python -m tests.fault.fuzz_http --seconds 60
     python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --seed 7
     python -m tests.fault.fuzz_http --seconds 30 --attacks
-    python -m tests.fault.fuzz_http --seconds 60 --apart
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
 leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
 multiple of how it fares beside as many honest requests a second, of which as many generate, since
 on few cores any requests slow others down. --attacks: then what `tests.fault.http_attacks` does.
---apart: the cluster and that client have one core, also undisturbed, and the fuzz has another.
 
 Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
 not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
@@ -20,7 +18,6 @@ request holds does not come back. Needs root: it runs in namespaces of its own.
 import asyncio
 import contextlib
 import json
-import os
 import random
 import sys
 import time
@@ -204,14 +201,8 @@ def told(answers: Answers, took_s: float) -> Iterator[str]:
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "requests")
     parser.add_argument("--attacks", action="store_true", help="also floods of large things")
-    parser.add_argument("--apart", action="store_true", help="one core for all that is attacked")
     args = parser.parse_args(argv)
-    own, *rest = os.sched_getaffinity(0)
-    if args.apart:
-        os.sched_setaffinity(0, rest[:1])  # who is started now stays there
     with watched_cluster(args, *CLUSTER) as (serve, watched):
-        if args.apart:
-            os.sched_setaffinity(0, {own})
         fuzzing = fuzz(watched, seconds=args.seconds, num=args.requests, seed=args.seed)
         answers, took_s = asyncio.run(fuzzing)
         beside = watched.noted()
