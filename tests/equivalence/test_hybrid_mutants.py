@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def rule(path: Path) -> None:
     shape = test_recurrent.SHAPES[1]
     for prompt in (70, 0):
-        test_recurrent.test_every_width_and_acceptance_equals_the_recurrence(shape, prompt)
+        test_recurrent.test_every_width_and_acceptance_equals_the_recurrence(
+            shape, prompt, test_recurrent.WIDTHS
+        )
     test_recurrent.test_neither_cut_nor_company_changes_a_bit_of_a_prompt(shape)
 
 

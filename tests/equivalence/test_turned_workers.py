@@ -23,6 +23,7 @@ from worker.worker import Worker
 
 ME = "decode-9"  # who takes another role
 METRICS_PORT = int(free_rendezvous("127.0.0.1").rpartition(":")[2])
+METRICS_PORTS = range(METRICS_PORT, METRICS_PORT + 1)
 ENGINE = {"threads": 1, "num_pages": 200, "max_num_reqs": 8, "strict": True}
 PLAIN: Sections = {
     "engine": ENGINE,
@@ -78,7 +79,7 @@ def turn(cluster: Running, role: str, sections: Sections, kept: Kept | None = No
     if ME in cluster.workers:
         kept = cluster.workers.pop(ME).retire()
     place = Place(ME, f"{role}{random.getrandbits(20)}", "127.0.0.1")
-    worker = Worker(worker_config(role, sections), place, METRICS_PORT, kept)
+    worker = Worker(worker_config(role, sections), place, METRICS_PORTS, kept)
     join(cluster, worker)
     return worker
 

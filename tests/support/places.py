@@ -3,20 +3,20 @@
 `atexit` would not do: processes of pytest-xdist end without it.
 """
 
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
-ROOT = Path(tempfile.gettempdir()) / f"kvlane-tests-{os.getpid()}"
+_made: list[Path] = []
 
 
 def place(name: str) -> Path:
     """A new directory."""
-    ROOT.mkdir(exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=ROOT))
+    _made.append(Path(tempfile.mkdtemp(prefix=f"kvlane-{name}-")))
+    return _made[-1]
 
 
 def remove() -> None:
     """All of them."""
-    shutil.rmtree(ROOT, ignore_errors=True)
+    while _made:
+        shutil.rmtree(_made.pop(), ignore_errors=True)

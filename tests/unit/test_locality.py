@@ -12,7 +12,7 @@ from worker.config import DisaggregationConfig
 from worker.requests.admission import PlacementInputs, to_ask
 from worker.transfer.sources import FORGET_S, Link
 
-AUTO = DisaggregationConfig(pull_overhead_s=0.01)
+AUTO = DisaggregationConfig()
 COST = PlacementInputs(
     num_uncached_tokens=100,
     num_running=0,
@@ -54,12 +54,12 @@ def test_with_no_rate_at_all_the_prefill_worker_is_asked() -> None:
 
 
 def test_the_estimate_to_the_token() -> None:
-    """100 tokens: local 0.1 s; remote 0.01 + 0.1 + 0.001 s plus the queue."""
+    """100 tokens: local 0.1 s; remote 0.003 + 0.1 + 0.001 s plus the queue."""
     assert prefills_locally(COST, [IDLE], AUTO)
-    cached = msgspec.structs.replace(IDLE, num_cached_tokens=100)  # 0.011 s
+    cached = msgspec.structs.replace(IDLE, num_cached_tokens=100)  # 0.004 s
     assert not prefills_locally(COST, [cached], AUTO)
-    # remote = 0.011 + (queue + 100 - cached) * 0.001 = 0.1 at queue - cached = -11
-    for queued, local in ((88, False), (90, True)):
+    # remote = 0.004 + (queue + 100 - cached) * 0.001 = 0.1 at queue - cached = -4
+    for queued, local in ((95, False), (97, True)):
         candidate = msgspec.structs.replace(IDLE, num_cached_tokens=100, num_queued_tokens=queued)
         assert prefills_locally(COST, [candidate], AUTO) is local
 
@@ -114,16 +114,16 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
 
 
 def test_prompts_that_wait_here_count() -> None:
-    """100 tokens: local 0.1 s; remote 0.111 s."""
-    assert prefills_locally(replace(COST, num_queued_tokens=10), [IDLE], AUTO)
-    assert not prefills_locally(replace(COST, num_queued_tokens=12), [IDLE], AUTO)
+    """100 tokens: local 0.1 s; remote 0.104 s."""
+    assert prefills_locally(replace(COST, num_queued_tokens=3), [IDLE], AUTO)
+    assert not prefills_locally(replace(COST, num_queued_tokens=5), [IDLE], AUTO)
 
 
 def test_whoever_is_at_a_much_slower_road_is_asked_last() -> None:
-    """With rows to stall both are cheaper than we: 0.111 s over the fast road, and
-    0.139 s are a quarter more."""
+    """With rows to stall both are cheaper than we: 0.104 s over the fast road, and
+    0.130 s are a quarter more."""
     far = msgspec.structs.replace(IDLE, peer="q/1")
-    for slow, order in ((4e6, [far, IDLE]), (3e6, [IDLE, far])):  # 0.135 s, 0.143 s
+    for slow, order in ((4e6, [far, IDLE]), (3e6, [IDLE, far])):  # 0.128 s, 0.136 s
         rates = {"p/1": 1e8, "q/1": slow}
         busy = replace(COST, num_running=9, pull_bytes_per_s=rates)
         assert to_ask(busy, [far, IDLE], AUTO) == order

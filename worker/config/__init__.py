@@ -171,8 +171,6 @@ class DisaggregationConfig(Section):
     """Who draws the first token of a prompt that a prefill worker computes. `prefill`: that worker,
     unless the request has a grammar, penalties, a logit bias or logprobs; the token does not wait
     for the KV. `decode`: always the decode worker."""
-    pull_overhead_s: float = Field(default=0.003, ge=0)
-    """Fixed cost of asking, in that estimate."""
 
 
 class TracingConfig(Section):

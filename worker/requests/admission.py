@@ -23,6 +23,7 @@ log = logging.getLogger("kvlane.admission")
 # The worker ends a request this long after its deadline, in case its router has not.
 DEADLINE_GRACE_S = 5.0
 BUSY_RETRY_S = 0.2
+ASKING_S = 0.003  # fixed cost of asking a prefill worker, in the estimate
 DEARER = 1.25  # times the cheapest estimate: a candidate that costs more is asked after the others
 
 
@@ -231,7 +232,7 @@ def to_ask(
         rate = candidate.prefill_s_per_token or s_per_token
         compute_s = (candidate.num_queued_tokens + num_uncached) * rate
         pull_s = num_bytes / max(1.0, inputs.pull_bytes_per_s[candidate.peer])
-        return config.pull_overhead_s + compute_s + pull_s
+        return ASKING_S + compute_s + pull_s
 
     stalled = inputs.num_uncached_tokens * (1 + inputs.num_running)
     costs = [remote_s(each) for each in candidates]
