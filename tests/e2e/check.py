@@ -44,10 +44,11 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
     assert grown("kvlane_prompt_tokens_computed_total", "decode") == 0
     cached_here = grown("kvlane_prompt_tokens_cached_total", "decode")
     num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
-    pulled = grown("kvlane_kv_pulled_bytes_total", "decode", "mooncake/tcp")
+    (road,) = {road for name, _, road in after if name == "kvlane_kv_pulled_bytes_total"}
+    pulled = grown("kvlane_kv_pulled_bytes_total", "decode", road)
     page_bytes = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
     assert pulled == num_pages * page_bytes
-    print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes")
+    print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes by {road}")
     check_stages(base_url)
 
 
