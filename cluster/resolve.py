@@ -237,7 +237,7 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
         worker = config.worker(role)
         made = worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
         directory, size = config.model.directory, int(made.kv.page_size)
-        own, eight = (kv_token_bytes(directory, size, d) for d in (made.model.dtype, EIGHT_BITS))
+        own, eight = kv_token_bytes(directory, size, made.model.dtype, EIGHT_BITS)
         why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,}"
         choices["kv.dtype"] = made.model.dtype, why
     return choices

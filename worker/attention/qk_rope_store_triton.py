@@ -23,23 +23,6 @@ def _normed(x, scale, weight, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_eight_bits(
-    to, cache, exponent_at, a, b, both, HALF: tl.constexpr, INTERPRETED: tl.constexpr
-):
-    """As eight_bits.quantized; a, b: [HEADS, BLOCK], two halves of rows. exponent_at: [HEADS]."""
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    amax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
-    bits = amax.to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    exponent = tl.maximum(exponent, 1)
-    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    tl.store(to, _eight_bits(a * inverse, INTERPRETED), mask=both)
-    tl.store(to + HALF, _eight_bits(b * inverse, INTERPRETED), mask=both)
-    at = cache.to(tl.pointer_type(tl.uint8)) + exponent_at
-    tl.store(at, exponent.to(tl.uint8))
-
-
-@triton.jit
 def _eight_bits(x, INTERPRETED: tl.constexpr):
     """To nearest, ties to even, as the hardware does; the interpreter loses a carry, so it gets
     what needs no rounding."""
@@ -49,6 +32,33 @@ def _eight_bits(x, INTERPRETED: tl.constexpr):
         small = (x + 24576.0) - 24576.0  # its last place is that of e4m3 below 2^-6
         x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def _store_rows(
+    cache, start, exponents, of_head, lanes, a, b, both,
+    HALF: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Rows of heads, two halves a, b: [HEADS, BLOCK], into a token's slot; into eight bits as by
+    eight_bits.quantized.
+
+    start, exponents: of the slot's row and exponent in the first head; of_head: [HEADS] from there.
+    """
+    to = cache + start + of_head[:, None] + lanes[None, :]
+    if cache.dtype.element_ty == tl.float8e4nv:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+        amax = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1))
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.maximum(exponent, 1)
+        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+        tl.store(to, _eight_bits(a * inverse, INTERPRETED), mask=both)
+        tl.store(to + HALF, _eight_bits(b * inverse, INTERPRETED), mask=both)
+        at = cache.to(tl.pointer_type(tl.uint8)) + exponents + of_head
+        tl.store(at, exponent.to(tl.uint8))
+    else:
+        tl.store(to, a, mask=both)
+        tl.store(to + HALF, b, mask=both)
 
 
 @triton.jit
@@ -123,24 +133,13 @@ def _qk_rope_store_kernel(
         slot = tl.load(slot_mapping + token)
         page = slot // PAGE_SIZE
         start = page * stride_page + (slot - page * PAGE_SIZE) * stride_token
-        EIGHT: tl.constexpr = k_cache.dtype.element_ty == tl.float8e4nv
         exponents = page * stride_page + PAGE_SIZE * HEAD_DIM + (slot - page * PAGE_SIZE)
         if first < NUM_HEADS + NUM_KV_HEADS:
             of_head = (heads - NUM_HEADS) * stride_head
-            to = k_cache + start + of_head[:, None] + lanes[None, :]
-            if EIGHT:
-                _store_eight_bits(to, k_cache, exponents + of_head, a, b, both, HALF, INTERPRETED)
-            else:
-                tl.store(to, a, mask=both)
-                tl.store(to + HALF, b, mask=both)
+            _store_rows(k_cache, start, exponents, of_head, lanes, a, b, both, HALF, INTERPRETED)
         else:
             of_head = (heads - NUM_HEADS - NUM_KV_HEADS) * stride_head
-            to = v_cache + start + of_head[:, None] + lanes[None, :]
-            if EIGHT:
-                _store_eight_bits(to, v_cache, exponents + of_head, a, b, both, HALF, INTERPRETED)
-            else:
-                tl.store(to, a, mask=both)
-                tl.store(to + HALF, b, mask=both)
+            _store_rows(v_cache, start, exponents, of_head, lanes, a, b, both, HALF, INTERPRETED)
 
 
 def qk_rope_store_triton(

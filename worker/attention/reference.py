@@ -54,7 +54,7 @@ class ReferenceAttention(PoolAttention):
         self.num_heads, self.num_kv_heads = self.heads
         self.head_dim, self.mask = shape.head_dim, shape.mask
         self._is_plain = shape.features == shape.mask.unlike_causal  # no cap and no sinks
-        self._is_eight = self.region.dtype == "float8_e4m3fn"
+        self._is_eight = self._layers[0][0].dtype == E4M3
         item_bytes = self._layers[0][0].element_size()
         # With exponents, if there are any.
         self._rows_per_part = self.region.part_bytes // (self.head_dim * item_bytes)

@@ -116,8 +116,8 @@ class TransportConfig(Section):
     TCP: faster than mooncake's, and it asks for a secret. mixed: the memory that both ends share
     within a host, sockets beyond; with GPUs it has to be asked for."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
-    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node, else tcp; for
-    mixed, within a host, nvlink between GPUs, else shm."""
+    """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node that read
+    each other's memory, else tcp; for mixed, within a host, nvlink between GPUs, else shm."""
     networks: tuple[str, ...] = ()
     """On which KV moves by sockets or mixed: names of interfaces (eth1) or ranges (10.1.0.0/16),
     the same for every node; connections are made on each. Empty: that of the node's address."""

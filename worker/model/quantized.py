@@ -71,6 +71,7 @@ class Scales:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
+        self._readers: dict[Path, Any] = {}  # a header may name thousands of tensors
         self._used = set[str]()
 
     @cached_property
@@ -97,8 +98,10 @@ class Scales:
         if found is None:
             raise UserError(f"{name} is in eight bits, and there is no {stem}{WEIGHT_SCALES[0]}")
         self._used.add(found)
-        with safe_open(self._where[found], framework="pt", device="cpu") as reader:
-            return _Scaled(name, stored, reader.get_tensor(found).float())
+        file = self._where[found]
+        if file not in self._readers:
+            self._readers[file] = safe_open(file, framework="pt", device="cpu")
+        return _Scaled(name, stored, self._readers[file].get_tensor(found).float())
 
     def is_one(self, name: str) -> bool:
         """Whether the tensor `name` is a scale that was used, or one that is not needed."""

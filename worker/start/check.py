@@ -45,11 +45,12 @@ def model_limits(directory: Path) -> tuple[int, str]:
     return shape.max_position_embeddings, shape.dtype
 
 
-def kv_token_bytes(directory: Path, page_size: int, dtype: str) -> int:
-    """Bytes that a token of the model's KV takes in `dtype`; raises as read_model_shape."""
+def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
+    """Bytes that a token of the model's KV takes in each dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
     sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
-    return KVRegion("target", *sizes, dtype).page_bytes // page_size
+    regions = [KVRegion("target", *sizes, dtype) for dtype in dtypes]
+    return [region.page_bytes // page_size for region in regions]
 
 
 def check_kv(dtype: str, model_dtype: str, shape: ModelShape) -> None:
