@@ -57,6 +57,7 @@ def test_refused_request_goes_to_another_worker(serve: Serve, ask: Ask, ids: Ids
     def refuse_twice(double: DecodeDouble, peer: str, generate: Any) -> None:
         num_sent.append((double.member.name, generate.dispatch))
         if len(num_sent) < 3:
+            double.stats = FULL  # a Pong that tells of free rows would end the pause
             double.refuse(peer, generate, retry_after_s=30)
         else:
             speak(ids)(double, peer, generate)
