@@ -39,6 +39,11 @@ class Record:
     not_live: Counter[str] = field(default_factory=Counter[str])
     most_waiting: float = 0.0  # requests without a row, at one worker
 
+    def goes_on(self, until: float) -> bool:
+        """Whether it is not over yet, or nobody has been seen to wait, which takes time."""
+        now = time.monotonic()
+        return now < until or (not self.most_waiting and now < until + HANG_S)
+
 
 async def saturate(url: str, seconds: float) -> Record:
     """Ask more than the cluster at `url` can do, and probe the router and every worker."""
@@ -52,7 +57,7 @@ async def saturate(url: str, seconds: float) -> Record:
 async def _ask(
     http: httpx.AsyncClient, url: str, number: int, until: float, record: Record
 ) -> None:
-    while time.monotonic() < until:
+    while record.goes_on(until):
         number += NUM_CLIENTS
         prompt = [5 + number % 1000, *PROMPT]  # no two share a prefix
         body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True}
@@ -70,7 +75,7 @@ async def _probe(http: httpx.AsyncClient, url: str, until: float, record: Record
         for each in targets
         if each["labels"]["role"] != "router"
     }
-    while time.monotonic() < until:
+    while record.goes_on(until):
         said = (await http.get(f"{url}/live")).json()["workers"]
         for name, address in workers.items():
             own = await http.get(f"{address}/live")
