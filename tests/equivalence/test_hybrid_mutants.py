@@ -4,6 +4,8 @@ A mutant is a line of ours that reads otherwise. Those of state that prefix hits
 that. Chunks begin on the grid of blocks, so one that is counted from a chunk's start is the same.
 """
 
+import __future__
+
 import importlib
 import inspect
 import subprocess
@@ -224,7 +226,8 @@ def mutate(monkeypatch: pytest.MonkeyPatch, where: str, old: str, new: str) -> N
     source = textwrap.dedent(inspect.getsource(function)).removeprefix("@property\n")
     assert source.count(old) == 1, f"{where}: {source.count(old)} times {old!r}"
     made: dict[str, Any] = {}
-    exec(source.replace(old, new), vars(module), made)
+    flags = __future__.annotations.compiler_flag  # names of types alone may not be there
+    exec(compile(source.replace(old, new), where, "exec", flags), vars(module), made)
     changed = property(made[name]) if isinstance(real, property) else made[name]
     monkeypatch.setattr(owner, name, changed)
     for other in [m for n, m in sys.modules.items() if n.startswith(("worker.", "tests."))]:

@@ -216,9 +216,18 @@ class Engine:
         return list(zip(ids, logits, strict=True))
 
 
-def load(path: Path, collective: Any = None, experts: Division = "auto", **options: Any) -> Decoder:
-    placement = Placement(collective or SingleCollective(), torch.float32, CPU, experts)
+def load(
+    path: Path,
+    collective: Any = None,
+    experts: Division = "auto",
+    *,
+    eight: bool = False,
+    **options: Any,
+) -> Decoder:
+    """eight: matrices in eight bits stay so."""
     shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
+    group, held = collective or SingleCollective(), shape.eight if eight else None
+    placement = Placement(group, torch.float32, CPU, experts, held)
     return load_model(path, shape, placement, **options)
 
 

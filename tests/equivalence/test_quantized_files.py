@@ -40,12 +40,13 @@ FUSED = {"hidden_size": 192, "intermediate_size": 160, "pad_token_id": 0, "num_h
 CASES = {"qwen3": ("Qwen3", SIZES), "phi3": ("Phi3", FUSED)}
 
 
-def published(path: Path, form: str, reference: torch.nn.Module) -> None:
+def published(path: Path, form: str, reference: torch.nn.Module | None = None) -> None:
     """Rewrite a saved model as such a form, and give the reference what that is worth."""
     config, end = FORMS[form]
     whole = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(whole | {"quantization_config": config}))
-    held, kept = load_file(path / "model.safetensors"), dict(reference.named_parameters())
+    held = load_file(path / "model.safetensors")
+    kept = {} if reference is None else dict(reference.named_parameters())
     scales = {}
     for name in [name for name in held if name.endswith("proj.weight")]:
         values, found = held[name], []
@@ -60,8 +61,9 @@ def published(path: Path, form: str, reference: torch.nn.Module) -> None:
                 at = slice(row, row + tall), slice(column, column + wide)
                 scale = values[at].abs().max() / 448
                 eight[at] = (values[at] / scale).to(eight.dtype)
-                with torch.no_grad():
-                    kept[name][at] = eight[at].float() * scale
+                if kept:
+                    with torch.no_grad():
+                        kept[name][at] = eight[at].float() * scale
                 found[-1].append(scale)
         held[name] = eight
         scale = torch.tensor(found)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.cache.eight_bits import E4M3
+from worker.ops.e4m3_triton import to_e4m3
 from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
@@ -20,18 +21,6 @@ def _normed(x, scale, weight, inside, DTYPE: tl.constexpr):
     w = tl.load(weight, mask=inside, other=0.0)[None, :]
     x = (x * scale).to(weight.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
     return x.to(DTYPE).to(tl.float32)
-
-
-@triton.jit
-def _eight_bits(x, INTERPRETED: tl.constexpr):
-    """To nearest, ties to even, as the hardware does; the interpreter loses a carry, so it gets
-    what needs no rounding."""
-    if INTERPRETED:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
-        small = (x + 24576.0) - 24576.0  # its last place is that of e4m3 below 2^-6
-        x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
-    return x.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -52,8 +41,8 @@ def _store_rows(
         exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.maximum(exponent, 1)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        tl.store(to, _eight_bits(a * inverse, INTERPRETED), mask=both)
-        tl.store(to + HALF, _eight_bits(b * inverse, INTERPRETED), mask=both)
+        tl.store(to, to_e4m3(a * inverse, INTERPRETED), mask=both)
+        tl.store(to + HALF, to_e4m3(b * inverse, INTERPRETED), mask=both)
         at = cache.to(tl.pointer_type(tl.uint8)) + exponents + of_head
         tl.store(at, exponent.to(tl.uint8))
     else:

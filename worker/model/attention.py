@@ -25,6 +25,7 @@ from worker.model.shard import (
     joined,
     moved,
     piece,
+    rearranged,
     split_heads,
     stacked,
 )
@@ -139,7 +140,14 @@ class SelfAttention(nn.Module):
         if features.output_gate:  # q_proj has both, head by head: see shards
             rows = {"gate": q, **rows}
         in_features = in_features or size
-        self.qkv = ColumnParallelLinear(in_features, rows, placement, bias=features.qkv_bias)
+        self._moved, self._fused = shape.moved_rows, features.fused_qkv
+        self.qkv = ColumnParallelLinear(
+            in_features,
+            rows,
+            placement,
+            bias=features.qkv_bias,
+            moved=bool(self._moved) or self._fused or features.output_gate,
+        )
         self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None
         if features.qk_norm:
@@ -152,7 +160,6 @@ class SelfAttention(nn.Module):
         elif features.head_norm:
             self.wide_norms = HeadLayerNorms(shape, heads, placement)
         self.sinks = placement.empty(heads.num_heads) if features.sinks else None
-        self._moved, self._fused = shape.moved_rows, features.fused_qkv
         assert not (self._moved or self._fused) or not (features.qk_norm or features.output_gate)
         self.rotary, self.layer_id = rotary, layer_id  # of the pool
         self._heads, self._head_dim = heads, head_dim
@@ -185,9 +192,9 @@ class SelfAttention(nn.Module):
     def shards(self, prefix: str) -> dict[str, Shard]:
         shards = self.qkv.shards(prefix)
         if self._gate_width:
-            shards = self._with_gate(shards, prefix)
+            shards = rearranged(shards, partial(self._with_gate, prefix))
         if self._moved or self._fused:
-            shards = self._by_head(shards, prefix)
+            shards = rearranged(shards, partial(self._by_head, prefix))
         shards |= self.output.shards(prefix)
         if self.wide_norms is not None:
             shards |= self.wide_norms.shards(prefix)
@@ -200,15 +207,16 @@ class SelfAttention(nn.Module):
             shards |= stacked(self.sinks, {f"{prefix}.sinks": part})
         return shards
 
-    def _by_head(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
+    def _by_head(self, prefix: str, shards: dict[str, Shard]) -> dict[str, Shard]:
         """q, k and v head by head: their rows lie elsewhere, or they are one tensor."""
         found, whole = dict[str, Shard](), slice(0, self._head_dim)
         values = ((whole, whole),)
         rows = {"q_proj": self._moved or values, "k_proj": self._moved or values, "v_proj": values}
-        for kind in ("weight", "bias") if self.qkv.bias is not None else ("weight",):
+        for kind in ("weight", "bias"):
             parts = {
-                name: moved(shards[f"{prefix}.{name}.{kind}"], self._head_dim, of_head)
+                name: moved(shards[key], self._head_dim, of_head)
                 for name, of_head in rows.items()
+                if (key := f"{prefix}.{name}.{kind}") in shards
             }
             if self._fused:
                 found |= joined(f"{prefix}.qkv_proj.{kind}", parts)
@@ -218,16 +226,18 @@ class SelfAttention(nn.Module):
                 found |= {piece(tensor, str(i)): each for i, each in enumerate(held)}
         return found
 
-    def _with_gate(self, shards: dict[str, Shard], prefix: str) -> dict[str, Shard]:
+    def _with_gate(self, prefix: str, shards: dict[str, Shard]) -> dict[str, Shard]:
         """q_proj holds, head by head, the rows of the query and then those of the gate."""
         first, heads = self._heads.first_head, self._heads.num_heads
-        part, width = Part(self._all_heads, slice(first, first + heads)), self._gate_width
+        part = Part(self._all_heads, slice(first, first + heads))
         sizes = {"q": self._head_dim, "gate": self._head_dim}
-        held = [("weight", self.qkv.weight.tensor, (self.qkv.columns,))]
-        held += [("bias", self.qkv.bias, ())] if self.qkv.bias is not None else []
-        for kind, tensor, inner in held:
-            del shards[f"{prefix}.gate.{kind}"], shards[f"{prefix}.q_proj.{kind}"]
-            rows = {"gate": tensor[:width], "q": tensor[width : 2 * width]}
+        for kind in ("weight", "bias"):
+            gate = shards.pop(f"{prefix}.gate.{kind}", None)
+            if gate is None:
+                continue
+            q = shards.pop(f"{prefix}.q_proj.{kind}")
+            inner = map(Part, q.full_shape[1:], q.index[1:])
+            rows = {"gate": gate.dest, "q": q.dest}
             shards |= by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
         return shards
 

@@ -22,7 +22,7 @@ from worker.model.layers import (
     selected,
 )
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Part, Shard, joined, split_even, split_heads
+from worker.model.shard import Part, Shard, joined, rearranged, split_even, split_heads
 from worker.ops.norms import geglu, squared_relu
 from worker.recurrent.delta_net import DeltaState
 from worker.recurrent.delta_shape import DeltaShape
@@ -62,8 +62,10 @@ class FeedForward(nn.Module):
     def shards(self, prefix: str) -> dict[str, Shard]:
         shards = self.gate_up.shards(prefix)
         if self._fused:
-            parts = {name: [shard] for name, shard in shards.items()}
-            shards = joined(f"{prefix}.gate_up_proj.weight", parts)
+            tensor = f"{prefix}.gate_up_proj.weight"
+            shards = rearranged(
+                shards, lambda held: joined(tensor, {name: [each] for name, each in held.items()})
+            )
         return shards | self.down.shards(prefix)
 
 
@@ -112,22 +114,23 @@ class DecoderLayer(nn.Module):
         self.input_norm = norm(self._names.attention_in, before=True) or Sum()
         self.attention_norm = norm(self._names.attention_out, before=False)
         self.attention: SelfAttention | DeltaNet
+        self._mixer = MIXERS[is_delta]
+        inside = placement.below(self._mixer)
         if is_delta:
             assert isinstance(shape, ModelShape)
-            self.attention = DeltaNet(shape, placement)
+            self.attention = DeltaNet(shape, inside)
         else:
-            self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, placement)
-        self._mixer = MIXERS[is_delta]
+            self.attention = ATTENTIONS[features.attention](shape, layer_id, rotary, inside)
         self.post_norm = norm(self._names.feed_forward_in, before=True) or Sum()
         self._block = "mlp"
         self.feed_forward: FeedForward | Experts
         if is_sparse:
             assert isinstance(shape, ModelShape)
             assert features.experts is not None
-            self.feed_forward = _experts(shape, placement)
             self._block = features.experts.block
+            self.feed_forward = _experts(shape, placement.below(self._block))
         else:
-            self.feed_forward = FeedForward(shape, placement)
+            self.feed_forward = FeedForward(shape, placement.below(self._block))
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
 
     def forward(
@@ -167,7 +170,8 @@ def _experts(shape: ModelShape, placement: Placement) -> Experts:
     assert shape.experts is not None
     width, shared = shape.experts.shared_width, None
     if width:
-        shared = FeedForward(replace(shape, intermediate_size=width), placement)
+        narrow = replace(shape, intermediate_size=width)
+        shared = FeedForward(narrow, placement.below("shared_expert"))
     return Experts(shape, placement, shared)
 
 
@@ -209,7 +213,8 @@ class Decoder(nn.Module):
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
         super().__init__()
         self.shape = shape
-        self.placement, self.collective = placement, placement.collective
+        # What else is built for it, as drafters are, is in the model's dtype.
+        self.placement, self.collective = replace(placement, eight=None), placement.collective
         self.heads = split_heads(
             shape.num_heads, shape.num_kv_heads, self.collective.rank, self.collective.size
         )
@@ -230,7 +235,7 @@ class Decoder(nn.Module):
                 shape,
                 number - sum(is_delta[:number]),
                 tables[ropes[number]],
-                placement,
+                placement.below(f"{FAMILIES[shape.architecture].prefix}.layers.{number}"),
                 is_delta=is_delta[number],
                 is_sparse=is_sparse[number],
             )

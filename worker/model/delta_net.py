@@ -1,6 +1,7 @@
 """A gated delta net as a layer's attention; worker.recurrent has its rule."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -51,7 +52,8 @@ class DeltaNet(nn.Module):
             "b": delta.value_heads, "a": delta.value_heads,
         }  # fmt: skip
         self._parts = {name: self._part(width) for name, width in widths.items()}
-        self.inputs = ColumnParallelLinear(size, self._parts, placement, bias=False)
+        whole = replace(placement, eight=None)  # some of these rows never are in eight bits
+        self.inputs = ColumnParallelLinear(size, self._parts, whole, bias=False)
         self.output = RowParallelLinear("out_proj", delta.value_width, size, placement, bias=False)
         self.conv = placement.empty(own.channels, TAPS)
         self.a_log = placement.empty(own.value_heads, dtype=torch.float32)

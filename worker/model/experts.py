@@ -1,6 +1,7 @@
 """A layer's experts in the place of its feed-forward; worker.ops.experts has their kernels."""
 
 import re
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -42,7 +43,8 @@ class Experts(nn.Module):
         self.shared = shared
         self.shared_gate = None
         if shared is not None:
-            self.shared_gate = ReplicatedLinear(size, 1, placement, bias=False)
+            whole = replace(placement, eight=None)
+            self.shared_gate = ReplicatedLinear(size, 1, whole, bias=False)
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""

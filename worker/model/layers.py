@@ -1,21 +1,20 @@
-"""The blocks of a layer, divided among ranks: matrices, norms, embedding and head.
-
-A weight method (there is one, `Plain`) says how a matrix is stored, multiplied by and filled; the
-linear layers say how it is divided.
-"""
+"""The blocks of a layer, divided among ranks: linear layers, norms, embedding and head."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.shard import Part, Shard, all_of, split_even, stacked, whole
+from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain
+from worker.model.quantized import EightBits
+from worker.model.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.experts.shape import Division
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
-from worker.ops.product import gated_product, product
+from worker.ops.product import product
+from worker.ops.scaled import BLOCK, E4M3
 from worker.peers.base import Collective
 
 
@@ -27,38 +26,36 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     experts: Division = "auto"  # how layers of experts are divided
+    eight: EightBits | None = None  # which matrices are in eight bits; None: none
+    path: str = ""  # of the module that is built, in the checkpoint
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight without gradient, of the model's dtype; the loader fills it."""
         tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return nn.Parameter(tensor, requires_grad=False)
 
-    def matrix(self, num_rows: int, num_columns: int) -> "Plain":
-        """An uninitialised matrix of the model's weight method."""
-        return Plain(self.empty(num_rows, num_columns))
+    def below(self, name: str) -> "Placement":
+        """The same for the module `name` of this one."""
+        return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
+    def matrix(self, rows: Mapping[str, Part], columns: Part, *, moved: bool) -> Matrix:
+        """An uninitialised matrix of these rows, one below the other, by the names of modules.
 
-class Plain(nn.Module):
-    """A matrix [num_rows, num_columns] of this rank, in the model's dtype, without scales."""
-
-    def __init__(self, tensor: nn.Parameter) -> None:
-        super().__init__()
-        self.tensor = tensor
-
-    def product(
-        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
-    ) -> Tensor:
-        """x times the transposed rows from `first_row` on, plus bias; see ops.product."""
-        rows = self.tensor[first_row:] if first_row else self.tensor
-        return product(x, rows, bias) if out is None else product(x, rows, bias, out)
-
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) · up, where gate is the product with the first half of the rows."""
-        return gated_product(x, self.tensor)
-
-    def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        named = {f"{name}.weight": part for name, part in parts.items()}
-        return stacked(self.tensor, named, columns)
+        moved: the rows of one head may lie apart from one another in the checkpoint.
+        """
+        num_rows = sum(map(len, rows.values()))
+        eight = self.eight
+        if eight is None or not all(eight.takes(f"{self.path}.{name}") for name in rows):
+            return Plain(self.empty(num_rows, len(columns)))
+        grain = 1
+        if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
+            grain = GRAIN
+        width = len(coarse(columns, BLOCK)) if eight.by_block else 1
+        return EightBitMatrix(
+            self.empty(num_rows, len(columns), dtype=E4M3),
+            self.empty(-(-num_rows // grain), width, dtype=torch.float32),
+            by_block=eight.by_block,
+        )
 
 
 class Linear(nn.Module):
@@ -68,13 +65,20 @@ class Linear(nn.Module):
     """
 
     def __init__(
-        self, rows: Mapping[str, Part], columns: Part, placement: Placement, *, bias: bool
+        self,
+        rows: Mapping[str, Part],
+        columns: Part,
+        placement: Placement,
+        *,
+        bias: bool,
+        moved: bool = False,
     ) -> None:
+        """moved: see Placement.matrix."""
         super().__init__()
         self._rows, self.columns = dict(rows), columns
         self.part_sizes = [len(part) for part in rows.values()]
         num_rows = sum(self.part_sizes)
-        self.weight = placement.matrix(num_rows, len(columns))
+        self.weight = placement.matrix(rows, columns, moved=moved)
         self.bias = placement.empty(num_rows) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -94,9 +98,15 @@ class ColumnParallelLinear(Linear):
     """Each rank computes some columns of y, and nothing is exchanged."""
 
     def __init__(
-        self, in_features: int, rows: Mapping[str, Part], placement: Placement, *, bias: bool
+        self,
+        in_features: int,
+        rows: Mapping[str, Part],
+        placement: Placement,
+        *,
+        bias: bool,
+        moved: bool = False,
     ) -> None:
-        super().__init__(rows, all_of(in_features), placement, bias=bias)
+        super().__init__(rows, all_of(in_features), placement, bias=bias, moved=moved)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
         """The last `num_parts` of forward()'s parts alone: [num_tokens, sum of their sizes]."""

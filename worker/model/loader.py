@@ -14,9 +14,10 @@ from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
 from worker.model.layers import Placement
-from worker.model.quantized import Scales
+from worker.model.matrices import quantized
+from worker.model.quantized import Scaled, Scales
 from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, tensor_of
+from worker.model.shard import Shard, scales_of, tensor_of
 from worker.observe.metrics import Progress, no_progress
 
 LoadFormat = Literal["safetensors", "dummy"]
@@ -105,11 +106,17 @@ def _tensors(
                 stored = scales.scaled(name, reader.get_slice(name))
                 shape = tuple(stored.get_shape())
                 for key in keys[name]:
-                    wanted = shards[key].stored_shape
+                    shard, wanted = shards[key], shards[key].stored_shape
+                    if shard.what and not isinstance(stored, Scaled):
+                        text = f"{file}: {name} is {stored.get_dtype()}, config.json says F8_E4M3"
+                        raise UserError(text)
+                    if shard.what == "scales":
+                        yield key, shard.of(stored.scales(wanted))
+                        continue
                     if shape != wanted:
                         text = f"{file}: {name} has shape {shape}, config.json asks for {wanted}"
                         raise UserError(text)
-                    yield key, shards[key].of(stored)
+                    yield key, shard.of(stored)
     except SafetensorError as e:
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
@@ -120,6 +127,8 @@ def fill_with_noise(
     """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
     for i, (name, shard) in enumerate(shards.items()):
         progress("load", i, len(shards))
+        if shard.what == "scales":  # follow from the values
+            continue
         digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
         generator = torch.Generator(shard.dest.device)
         generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -135,4 +144,8 @@ def fill_with_noise(
             whole *= 0.02
         else:
             whole *= shard.full_shape[-1] ** -0.5
+        if shard.what == "values":
+            of_it = shards[scales_of(name)]
+            whole, scales = quantized(whole, of_it.full_shape)
+            of_it.fill(scales[of_it.index])
         shard.fill(whole[shard.index])

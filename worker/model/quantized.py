@@ -1,15 +1,16 @@
-"""Weights in eight bits as they are published: which forms are read, and how they are scaled.
+"""Weights in eight bits as they are published: which forms are read, and where their scales are.
 
-They become the model's dtype while they are loaded, so products and memory are those of 16 bits.
-Free of torch until a file is read.
+Matrices of layers stay in eight bits (`matrices.EightBitMatrix`); what is elsewhere in eight bits
+becomes the model's dtype while it is loaded. Free of torch until a file is read.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from safetensors import safe_open
 
@@ -29,14 +30,30 @@ WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
 
 
-def check_quantization(fields: Fields) -> None:
-    """Refuse a `quantization_config` that is none of the forms that are read, by field and value.
+class EightBits(NamedTuple):
+    """Which matrices of a model are in eight bits, and of what its scales are."""
+
+    by_block: bool  # a scale for 128 × 128 numbers; else one for a row or the tensor
+    ignored: tuple[str, ...] = ()  # modules that are not: names, ends of names, "re:..."
+
+    def takes(self, module: str) -> bool:
+        """Whether the matrix of the module of this full name is in eight bits."""
+        return not any(
+            re.match(each[3:], module)
+            if each.startswith("re:")
+            else f".{module}.".endswith(f".{each}.") or f"{module}.".startswith(f"{each}.")
+            for each in self.ignored
+        )
+
+
+def read_quantization(fields: Fields) -> EightBits | None:
+    """What a `quantization_config` says of matrices; None: there is none, or activations stay.
 
     Read: `fp8` with blocks of 128 × 128, and compressed-tensors' `float-quantized` with a scale a
-    tensor, channel or block.
+    tensor, channel or block. Raises Unsupported for any other, by field and value.
     """
     if fields.get("quantization_config") is None:
-        return
+        return None
     held = fields.inner("quantization_config")
     method = held.get("quant_method")
     if method == "fp8":
@@ -44,22 +61,45 @@ def check_quantization(fields: Fields) -> None:
         held.choice("activation_scheme", ("dynamic",))
         if (size := held.get("weight_block_size")) != [BLOCK, BLOCK]:
             raise _refused(held, "weight_block_size", f"{size!r}; read: {[BLOCK, BLOCK]}")
-    elif method == "compressed-tensors":
+        return EightBits(True, _names(held, "modules_to_not_convert", "ignored_layers"))
+    if method == "compressed-tensors":
         held.choice("format", ("float-quantized",))
         if held.get("format") is None:
             raise _refused(held, "format", "absent; read: float-quantized")
-        for name in held.get("config_groups") or {}:
-            _check_group(held.inner("config_groups").inner(name).inner("weights"))
-    else:
-        raise quantized(fields)
+        groups = held.inner("config_groups")
+        found = {_read_group(groups.inner(name)) for name in groups.values}
+        if len(found) > 1:
+            raise _refused(held, "config_groups", "groups of several forms; read: one form")
+        by_block = next(iter(found), None)
+        return None if by_block is None else EightBits(by_block, _names(held, "ignore"))
+    raise quantized(fields)
 
 
-def _check_group(weights: Fields) -> None:
+def _names(fields: Fields, *places: str) -> tuple[str, ...]:
+    where, field = fields.place(*places)
+    value = where.values.get(field) or []
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        raise where.error(field, f"must be a list of names, not {value!r}")
+    return tuple(value)
+
+
+def _read_group(group: Fields) -> bool | None:
+    """Whether scales are those of blocks; None: activations are not in eight bits."""
+    if group.get("targets") not in (None, ["Linear"]):
+        raise _refused(group, "targets", f"{group.get('targets')!r}; read: ['Linear']")
+    weights = group.inner("weights")
     weights.choice("type", ("float",))
     weights.choice("num_bits", (8,))
     weights.choice("strategy", ("tensor", "channel", "block"))
     if (size := weights.get("block_structure")) not in (None, [BLOCK, BLOCK]):
         raise _refused(weights, "block_structure", f"{size!r}; read: {[BLOCK, BLOCK]}")
+    # Activations are scaled as they come, by row and block: a scale that was calibrated is not
+    # needed, nor one for a whole row.
+    if group.get("input_activations") is None:
+        return None
+    group.inner("input_activations").choice("num_bits", (8,))
+    group.inner("input_activations").choice("type", ("float",))
+    return weights.get("strategy") == "block"
 
 
 def _refused(fields: Fields, field: str, problem: str) -> Unsupported:
@@ -86,7 +126,7 @@ class Scales:
         }
 
     def scaled(self, name: str, stored: Any) -> Any:
-        """What slices the tensor `name`: `stored` itself, or what multiplies it as it is sliced.
+        """What slices the tensor `name`: `stored` itself, or a `Scaled`.
 
         stored: a slice of safetensors. Raises UserError if eight bits have no scale, or one of a
         shape that fits no form.
@@ -101,7 +141,7 @@ class Scales:
         file = self._where[found]
         if file not in self._readers:
             self._readers[file] = safe_open(file, framework="pt", device="cpu")
-        return _Scaled(name, stored, self._readers[file].get_tensor(found).float())
+        return Scaled(name, stored, self._readers[file].get_tensor(found).float())
 
     def is_one(self, name: str) -> bool:
         """Whether the tensor `name` is a scale that was used, or one that is not needed."""
@@ -114,7 +154,7 @@ class Scales:
         return name if stem is None else f"{stem}weight"
 
 
-class _Scaled:
+class Scaled:
     """A tensor [N, K] in eight bits that is multiplied by its scales as it is sliced."""
 
     def __init__(self, name: str, stored: Any, scales: Tensor) -> None:
@@ -134,6 +174,22 @@ class _Scaled:
     def get_shape(self) -> list[int]:
         """As safetensors' slices have it."""
         return self._stored.get_shape()
+
+    def eight(self, index: tuple[slice, slice]) -> Tensor:
+        """The part in eight bits, without its scales."""
+        return self._stored[index]
+
+    def scales(self, shape: tuple[int, ...]) -> Tensor:
+        """f32 of this shape: a scale for as many rows each, and for BLOCK columns or for all.
+
+        Raises UserError if the file's are finer.
+        """
+        (height, width), (tall, wide) = shape, self._grain
+        each = self.get_shape()[0] // height
+        if tall % each or len(self._scales[0]) not in (1, width):
+            text = f"has a scale for {tall} rows and {wide} columns; config.json says otherwise"
+            raise UserError(f"{self._name} {text}")
+        return self._scales.repeat_interleave(-(-tall // each), 0)[:height].expand(-1, width)
 
     def __getitem__(self, index: tuple[slice, slice]) -> Tensor:
         """[rows, columns] f32."""

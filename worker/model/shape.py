@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from worker.model.families import FAMILIES, Family, Features
 from worker.model.fields import Fields, read_fields
-from worker.model.quantized import check_quantization
+from worker.model.quantized import EightBits, read_quantization
 from worker.model.refusals import DENSE, unknown_architecture
 from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
 from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
@@ -105,6 +105,7 @@ class ModelShape(LayerShape):
     # Which layers have experts in the place of a feed-forward; (): none.
     is_sparse: tuple[bool, ...] = ()
     experts: ExpertShape | None = None
+    eight: EightBits | None = None  # which matrices the files have in eight bits; None: none
 
     def served(self, max_len: int | str) -> "ModelShape":
         """For requests of up to `max_len` tokens; another text than a number: of any length.
@@ -196,6 +197,7 @@ def read_model_shape(path: Path) -> ModelShape:
         ),
         max_position_embeddings=_longest(fields, family),
         eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
+        eight=read_quantization(outer) or read_quantization(fields),
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 
@@ -227,7 +229,7 @@ def refuse_what_we_cannot_compute(fields: Fields, family: Family = NOBODYS) -> N
         raise fields.unsupported("mlp_bias", "a bias in the feed-forward block")
     if fields.flag("use_bidirectional_attention"):
         raise fields.unsupported("use_bidirectional_attention", f"it embeds texts; {DENSE}")
-    check_quantization(fields)
+    read_quantization(fields)
 
 
 def _read_delta(fields: Fields) -> dict[str, Any]:

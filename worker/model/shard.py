@@ -3,7 +3,7 @@
 Free of torch: what cannot be divided is refused before anything starts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ class Shard:
     index: tuple[slice, ...]  # the part, one slice per dimension
     plus: float = 0.0  # is added to what the checkpoint has: zero-centred norms are about 1 here
     heads_merged: bool = False  # the first two dimensions of full_shape are one in the checkpoint
+    # Of a tensor in eight bits: "values" as they are, its "scales"; "": what it is worth.
+    what: str = ""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -30,13 +32,14 @@ class Shard:
         return (shape[0] * shape[1], *shape[2:]) if self.heads_merged else shape
 
     def of(self, stored: Any) -> "Tensor":
-        """The part; stored: a tensor of the checkpoint, or what slices one."""
-        if not self.heads_merged:
-            return stored[self.index]
-        heads, rows, *inner = self.index
-        each = self.full_shape[1]
-        held = stored[(slice(heads.start * each, heads.stop * each), *inner)]
-        return held.unflatten(0, (-1, each))[:, rows]
+        """The part; stored: a tensor of the checkpoint, or what slices one, as `what` wants it."""
+        index = self.index
+        if self.heads_merged:
+            heads, _, *inner = self.index
+            each = self.full_shape[1]
+            index = slice(heads.start * each, heads.stop * each), *inner
+        held = stored.eight(index) if self.what == "values" else stored[index]
+        return held.unflatten(0, (-1, each))[:, self.index[1]] if self.heads_merged else held
 
     def fill(self, part: "Tensor") -> None:
         """Store the part, in whatever dtype the checkpoint has it."""
@@ -117,7 +120,8 @@ def moved(shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]]) -> l
 def joined(tensor: str, parts: Mapping[str, Sequence[Shard]]) -> dict[str, Shard]:
     """Shards of a tensor in which those of several others lie one below the other.
 
-    parts: by name, in the tensor's order; all in rows, or all in heads of one size.
+    parts: by name, in the tensor's order; all in rows, or all in heads of one size; there may be
+        none.
     """
     shards, start = {}, 0
     total = sum(part[0].full_shape[0] for part in parts.values())
@@ -129,6 +133,38 @@ def joined(tensor: str, parts: Mapping[str, Sequence[Shard]]) -> dict[str, Shard
             shards[piece(tensor, f"{name}.{i}")] = replace(shard, full_shape=shape, index=index)
         start += part[0].full_shape[0]
     return shards
+
+
+def coarse(part: Part, grain: int) -> Part:
+    """The same part in steps of so many; Unsupported if it does not begin and end at one."""
+    start, stop = part.held.start, part.held.stop
+    if start % grain or (stop % grain and stop != part.size):
+        text = f"{start} to {stop} of {part.size} rows or columns share scales with another rank's"
+        raise Unsupported(f"{text} (steps of {grain}): divide the model among fewer ranks")
+    return Part(-(-part.size // grain), slice(start // grain, -(-stop // grain)))
+
+
+def with_scales(values: Mapping[str, Shard], scales: Mapping[str, Shard]) -> dict[str, Shard]:
+    """Shards of values in eight bits, and of their scales; scales: by the keys of their values."""
+    shards = {
+        key: replace(shard, what="values") if key in scales else shard
+        for key, shard in values.items()
+    }
+    return shards | {scales_of(key): replace(shard, what="scales") for key, shard in scales.items()}
+
+
+def rearranged(
+    shards: Mapping[str, Shard], change: Callable[[dict[str, Shard]], dict[str, Shard]]
+) -> dict[str, Shard]:
+    """What `change` makes of shards, and of scales', which it sees by the keys of their values."""
+    values = {key: shard for key, shard in shards.items() if shard.what != "scales"}
+    scales = {key: shards[scales_of(key)] for key in values if scales_of(key) in shards}
+    return with_scales(change(values), change(scales))
+
+
+def scales_of(key: str) -> str:
+    """The key of the scales of the shard of this key."""
+    return piece(tensor_of(key), f"{key.partition('[')[2].removesuffix(']')} scales".lstrip())
 
 
 def piece(tensor: str, name: str) -> str:

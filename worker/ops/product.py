@@ -34,7 +34,7 @@ def product(x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None
         return F.linear(x, w, bias) if out is None else torch.addmm(bias, x, w.t(), out=out)
     if (tile := _tile(x, w)) is not None:
         out = x.new_empty(x.shape[0], w.shape[0]) if out is None else out
-        return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True)
+        return skinny_gemm(x, w, out, workspace_of(x.device), tile, pdl=True)
     tuned = tuned_gemm(x.device) if x.is_cuda and x.shape[0] > OWN_ROWS else None
     if tuned is not None and (result := tuned(x, w, out)) is not None:
         return result
@@ -51,7 +51,7 @@ def gated_product(x: Tensor, w: Tensor) -> Tensor:
     if tile is None or not tile.gates(n):
         return swiglu(product(x, w))
     out = x.new_empty(m, n // 2)
-    return skinny_gemm(x, w, out, _workspace(x.device), tile, pdl=True, gated=True)
+    return skinny_gemm(x, w, out, workspace_of(x.device), tile, pdl=True, gated=True)
 
 
 def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
@@ -64,7 +64,8 @@ def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile 
 
 
 @cache
-def _workspace(device: torch.device) -> SkinnyWorkspace:
+def workspace_of(device: torch.device) -> SkinnyWorkspace:
+    """The one scratch of a device."""
     return SkinnyWorkspace(
         torch.empty(MAX_PARTIALS, dtype=torch.float32, device=device),
         torch.zeros(MAX_TILES, dtype=torch.int32, device=device),

@@ -10,6 +10,9 @@ are in flight: about 0.8 µs less a launch. Prefetches, TMA and other tiles did 
 
 A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
 before it stores them, which saves a kernel and half of the writes.
+
+Weights in eight bits have scales (see scaled.py). A program brings its block of x into eight bits
+as it loads it: for so few rows that costs less than a kernel before.
 """
 
 from dataclasses import dataclass
@@ -20,8 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
+from worker.ops.scaled import BLOCK, E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,9 +41,9 @@ def skinny_gemm_ref(x: Tensor, w: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
-    x, w, out, partial, arrivals,
-    M, N, K, stride_x, stride_out,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, scales, out, partial, arrivals,
+    M, N, K, stride_x, stride_out, stride_rows, stride_blocks,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
@@ -46,6 +51,7 @@ def _skinny_gemm_kernel(
 
     x: [M, K], w: [N, K], out: [M, N]; rows contiguous, all of w contiguous.
     GATED: w is [2 N, K], gate rows before up rows, and SPLIT is 1.
+    GRAIN: rows of w that share a scale, of [N / GRAIN, blocks of K]; 0: w has no scales.
     STEPS: blocks of K in one of the SPLIT ranges (a constant, as the interpreter needs one).
     partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
     TRIGGER: after which step the next kernel may start; below 0, at once.
@@ -71,6 +77,8 @@ def _skinny_gemm_kernel(
     k_begin = part * (STEPS * BLOCK_K)
     w_at = w + rows[:, None] * K + (k_begin + ks)[None, :]
     x_at = x + tokens[:, None] * stride_x + (k_begin + ks)[None, :]
+    if GRAIN:
+        scales_at = scales + rows // GRAIN * stride_rows + part * STEPS * stride_blocks
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in range(STEPS):
         if EVEN_K:
@@ -80,9 +88,19 @@ def _skinny_gemm_kernel(
             inside = (k_begin + step * BLOCK_K + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here & inside, other=0.0)
+        if GRAIN:
+            x_tile, x_scale = block_in_e4m3(x_tile, UPCAST)
         if UPCAST:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc)
+        if GRAIN:
+            if EVEN_K:
+                w_scale = tl.load(scales_at)
+            else:
+                w_scale = tl.load(scales_at, mask=k_begin + step * BLOCK_K < K, other=0.0)
+            acc += tl.dot(w_tile, tl.trans(x_tile)) * (w_scale[:, None] * x_scale[None, :])
+            scales_at += stride_blocks
+        else:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc)
         w_at += BLOCK_K
         x_at += BLOCK_K
         if PDL and step == TRIGGER:
@@ -159,7 +177,9 @@ _TABLE = (
 
 
 @cache
-def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTile:
+def choose(
+    m: int, n: int, k: int, *, product_follows: bool = False, eight: bool = False
+) -> SkinnyTile:
     """The tile for x: [m, k], w: [n, k]. How sums are cut depends on the weights' shape, not on m.
 
     The next kernel may start early. A small one (a norm, attention, an activation) starts at once
@@ -172,7 +192,9 @@ def choose(m: int, n: int, k: int, *, product_follows: bool = False) -> SkinnyTi
     while split > 1 and split * 128 > k:
         split //= 2
     block_k = 128
-    if block_m == MAX_ROWS and num_stages == 3:  # a block of x is as large as one of w
+    if (
+        block_m == MAX_ROWS and num_stages == 3 and not eight
+    ):  # a block of x is as large as one of w
         block_k, num_stages = 64, 4
     trigger = trigger if product_follows else AT_ONCE
     return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
@@ -195,6 +217,7 @@ def skinny_gemm(
     *,
     pdl: bool = False,
     gated: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """out[:] = x @ w.T, or the same bits as its swiglu; allocates nothing, so graphs may hold it.
 
@@ -204,10 +227,13 @@ def skinny_gemm(
     kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
     `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
     `tile.gates(n)`.
+    `scales`: of w in e4m3; see scaled_product_ref.
     """
     (m, k), n = x.shape, w.shape[0]
     assert x.dtype in DTYPES
-    assert x.dtype == w.dtype == out.dtype
+    assert x.dtype == out.dtype
+    assert w.dtype == (x.dtype if scales is None else E4M3)
+    assert scales is None or tile.block_k == BLOCK
     assert 0 < m <= tile.block_m
     assert w.is_contiguous()
     assert x.stride(1) == out.stride(1) == 1
@@ -220,13 +246,14 @@ def skinny_gemm(
         "SPLIT": tile.split, "STEPS": steps, "EVEN_N": n % tile.block_n == 0,
         "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
         "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
+        "GRAIN": 0 if scales is None else n // len(scales),
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     if pdl:
         constants["launch_pdl"] = True
     _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
-        x, w, out, workspace.partial, workspace.arrivals,
-        m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
+        x, w, scales, out, workspace.partial, workspace.arrivals,
+        m, n // 2 if gated else n, k, x.stride(0), out.stride(0), *strides_of(scales),
         **constants,
     )  # fmt: skip
     return out

@@ -32,6 +32,7 @@ from worker.ops.norms import (
     swiglu_ref,
 )
 from worker.ops.product import gated_product, product
+from worker.ops.scaled import scaled_gated_product, scaled_product
 from worker.run.base import LoadedModel
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
@@ -82,6 +83,16 @@ GATED_PRODUCT = _custom_op(
     gated_product,
     "(Tensor x, Tensor w) -> Tensor",
     lambda x, w: x.new_empty(x.shape[0], w.shape[0] // 2),
+)
+SCALED_PRODUCT = _custom_op(
+    scaled_product,
+    "(Tensor x, Tensor w, Tensor scales) -> Tensor",
+    lambda x, w, _: x.new_empty(x.shape[0], w.shape[0]),
+)
+SCALED_GATED_PRODUCT = _custom_op(
+    scaled_gated_product,
+    "(Tensor x, Tensor w, Tensor scales) -> Tensor",
+    lambda x, w, _: x.new_empty(x.shape[0], w.shape[0] // 2),
 )
 RMS_NORM = _custom_op(
     rms_norm,

@@ -15,9 +15,10 @@ from worker.config import (
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
 from worker.model.files import check_weights
+from worker.model.quantized import BLOCK
 from worker.model.refusals import check_path
 from worker.model.shape import LayerShape, ModelShape, read_model_shape
-from worker.model.shard import split_even, split_heads
+from worker.model.shard import Part, coarse, split_even, split_heads
 from worker.ops.experts.shape import Division, rank_experts
 from worker.transfer.base import KINDS
 
@@ -109,6 +110,11 @@ def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
             split_even("vocab_size", shape.vocab_size, 0, size)
             if isinstance(shape, ModelShape) and shape.delta is not None:
                 split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
+            if isinstance(shape, ModelShape) and shape.eight is not None and shape.eight.by_block:
+                widths = {shape.intermediate_size, shape.num_heads * shape.head_dim}
+                widths |= {shape.delta.value_width} if shape.delta is not None else set()
+                for width in widths:  # of matrices whose columns are divided
+                    coarse(Part(width, slice(0, width // size)), BLOCK)
         except UserError as error:
             raise type(error)(f"{path}: {error}", path) from error
 

@@ -22,6 +22,7 @@ from worker.model.layers import Placement
 from worker.model.loader import Loadable, load_model
 from worker.model.shape import ModelShape
 from worker.observe.metrics import Progress
+from worker.ops.scaled import multiplies_eight_bits
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
@@ -139,10 +140,14 @@ def _load_weights(start: Start) -> Weights:
     config, device = start.config, torch.device(start.config.engine.device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     load_format, seed = config.model.load_format, config.model.seed
+    eight = start.shape.eight
+    if eight is not None and not multiplies_eight_bits(device):
+        log.warning("%s multiplies no eight bits: weights become %s", device, config.model.dtype)
+        eight = None
     model = load_model(
         config.model.directory,
         start.shape,
-        Placement(_collective(start), dtype, device, config.engine.experts),
+        Placement(_collective(start), dtype, device, config.engine.experts, eight),
         load_format=load_format,
         seed=seed,
         progress=start.progress,

@@ -1,0 +1,272 @@
+"""Weights that stay in eight bits are those of the files, and what serves them changes nothing.
+
+Against itself, not against `transformers`, which computes with other activations.
+"""
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.train.problems import held_out_problems
+from tests.equivalence import test_models as models
+from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts
+from tests.equivalence.test_dense_laws import sections as plain_sections
+from tests.equivalence.test_hybrid_mutants import mutate
+from tests.equivalence.test_quantized_files import FORMS, published
+from tests.support.engines import running
+from tests.support.laws import ended
+from tests.support.pairwise import in_whole
+from tests.support.places import place
+from tests.support.processes import on_ranks
+from tests.support.prompts import chat_ids, tokenizer
+from worker.config import ModelConfig, SpecConfig
+from worker.errors import UserError
+from worker.model import shard
+from worker.model.decoder import Decoder
+from worker.model.layers import Linear
+from worker.model.matrices import EightBitMatrix
+from worker.model.quantized import EightBits
+from worker.model.shard import Part
+from worker.ops.scaled import BLOCK
+from worker.start.check import check_directories
+
+# Blocks that are a part, and columns that two ranks divide between blocks.
+SIZES = {
+    "vocab_size": 200,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", SIZES),
+    "odd": ("Qwen3", SIZES | {"intermediate_size": 168}),  # rows that no step of 16 divides
+    "phi3": (  # one tensor of q, k and v, one of gate and up
+        "Phi3",
+        {"hidden_size": 256, "intermediate_size": 512, "pad_token_id": 0, "num_hidden_layers": 1},
+    ),
+    "glm": ("Glm4", SIZES | {"pad_token_id": 0}),  # rows of heads that are moved
+    "gated": (  # a gate in q_proj, delta nets
+        "Qwen3Next",
+        {**models.DELTA, "hidden_size": 192, "intermediate_size": 256, "num_experts": 0,
+         "head_dim": 64, "linear_num_value_heads": 4, "linear_value_head_dim": 64},
+    ),
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = SERVED | {
+    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4},
+}
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@cache
+def saved(kind: str = "qwen3", form: str = "fp8") -> Path:
+    """A directory in such a form."""
+    path = place("eight") / f"{kind}-{form}"
+    models.save_random(path, *KINDS[kind])
+    published(path, form)
+    return path
+
+
+def worth(matrix: EightBitMatrix) -> torch.Tensor:
+    rows, columns = matrix.tensor.shape
+    scales = matrix.scales.repeat_interleave(matrix.grain, 0)[:rows]
+    if scales.shape[1] > 1:
+        scales = scales.repeat_interleave(BLOCK, 1)[:, :columns]
+    return matrix.tensor.float() * scales
+
+
+def linears(model: Decoder) -> dict[str, Any]:
+    return {name: each.weight for name, each in model.named_modules() if isinstance(each, Linear)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
+    """Against the weights in f32, whose oracle is transformers (test_quantized_files)."""
+    path = saved(kind, form)
+    stay, whole = linears(models.load(path, eight=True)), linears(models.load(path))
+    kept = {name for name, each in stay.items() if isinstance(each, EightBitMatrix)}
+    assert {name for name in stay if "inputs" not in name} == kept, "all but a delta net's inputs"
+    for name in kept:
+        assert torch.equal(worth(stay[name]), whole[name].tensor), name
+
+
+def test_what_the_files_leave_alone_is_left_alone(tmp_path: Path) -> None:
+    assert EightBits(True, ("model.layers.0.mlp",)).takes("model.layers.0.self_attn.q_proj")
+    assert not EightBits(True, ("model.layers.0.mlp",)).takes("model.layers.0.mlp.up_proj")
+    assert EightBits(True, ("model.layers.1",)).takes("model.layers.11.mlp.up_proj")
+    assert not EightBits(True, ("up_proj",)).takes("model.layers.1.mlp.up_proj")
+    assert not EightBits(True, (r"re:.*\.mlp\..*",)).takes("model.layers.1.mlp.up_proj")
+    shutil.copytree(saved(), tmp_path / "model")
+    wrong = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    models.edit(tmp_path / "model", quantization_config=wrong | {"modules_to_not_convert": "gate"})
+    with pytest.raises(UserError, match="modules_to_not_convert: must be a list of names"):
+        models.load(tmp_path / "model")
+    left = wrong | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.q_proj"]}
+    models.edit(tmp_path / "model", quantization_config=left)
+    held = linears(models.load(tmp_path / "model", eight=True))
+    plain = {name for name, each in held.items() if not isinstance(each, EightBitMatrix)}
+    assert plain == {"layers.1.attention.qkv"}, "with what is computed beside it"
+
+
+def test_a_file_in_another_dtype_than_its_config_says_is_named(tmp_path: Path) -> None:
+    models.save_random(tmp_path, *KINDS["qwen3"])
+    models.edit(tmp_path, quantization_config=FORMS["fp8"][0])
+    with pytest.raises(UserError, match=r"_proj\.weight is F32, config\.json says F8_E4M3"):
+        models.load(tmp_path, eight=True)
+    for form, config in (("fp8", FORMS["channel"][0]), ("channel", FORMS["fp8"][0])):
+        shutil.copytree(saved("qwen3", form), tmp_path / form)
+        models.edit(tmp_path / form, quantization_config=config)
+        with pytest.raises(UserError, match=r"config\.json says otherwise"):
+            models.load(tmp_path / form, eight=True)
+
+
+def test_a_part_is_counted_in_blocks() -> None:
+    assert shard.coarse(Part(500, slice(256, 500)), BLOCK) == Part(4, slice(2, 4))
+    assert shard.coarse(Part(500, slice(128, 256)), BLOCK) == Part(4, slice(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gated"])
+def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
+    made = [linears(models.load(saved(kind), eight=eight, load_format="dummy")) for eight in (0, 1)]
+    for name, eight in made[1].items():
+        if isinstance(eight, EightBitMatrix):
+            drawn, found = made[0][name].tensor, worth(eight)
+            least = found.abs().max() * 2**-16
+            assert bool(((found - drawn).abs() <= torch.maximum(drawn.abs() / 16, least)).all())
+            assert not torch.equal(found, drawn)
+
+
+def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
+    options = {"eight": True, "load_format": "dummy", "seed": 3}
+    made = models.load(path, collective, eight=True), models.load(path, collective, **options)
+    held, noise = (models.Engine(each).run(chunk=64) for each in made)
+    return [*held, noise[0]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("qwen3", "fp8"), ("phi3", "channel"), *in_whole(("phi3", "fp8"), ("gated", "block"))],
+)
+def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
+    path = saved(kind, form)
+    expected = both(path)
+    for results in on_ranks(2, tmp_path, lambda group: both(path, group)):
+        for (ids, logits), (wanted_ids, wanted) in zip(results, expected, strict=True):
+            assert ids == wanted_ids
+            assert (logits - wanted).norm() < 0.01 * wanted.norm(), "now and then a value tips"
+
+
+def test_ranks_that_would_share_a_block_are_refused_by_name() -> None:
+    model = ModelConfig(path=str(saved("odd")))
+    check_directories(model, SpecConfig(), {"prefill.engine.tensor_parallel": (1, "auto")})
+    ranks: Any = {"prefill.engine.tensor_parallel": (2, "auto")}
+    with pytest.raises(UserError, match=r"prefill\.engine\.tensor_parallel: .* of 168 .* fewer"):
+        check_directories(model, SpecConfig(), ranks)
+
+
+@cache
+def alone(kind: str, form: str) -> list[list[int]]:
+    return served(kind, form, "here")
+
+
+def served(kind: str, form: str, way: str, kv_dtype: str = "auto") -> list[list[int]]:
+    """The ids of each prompt, the second time, with cached prefixes."""
+    config = WAYS[way].copy()
+    if kind == "gated" and "max_prefill_tokens" in config:
+        config["max_prefill_tokens"] = 64  # a delta net's block
+    ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
+    widths = config.pop("widths", None)
+    made = plain_sections(saved(kind, form), **config)
+    made["kv"]["dtype"] = kv_dtype
+    if widths:
+        made["spec"] = {"drafter": "ngram", "widths": widths}
+    with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
+        for _ in range(2):
+            answers = ended(cluster.client.generate(prompts(), GREEDY))
+        assert all(len(answer.tokens) == GREEDY.max_tokens for answer in answers)
+        return [answer.tokens for answer in answers]
+
+
+SHORT = ("preempted", "pulled, two ranks, ngram")
+REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
+
+
+@pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
+@pytest.mark.parametrize(
+    ("kind", "form"), [("qwen3", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))]
+)
+def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
+    assert served(kind, form, way) == alone(kind, form)
+
+
+def test_with_kv_in_eight_bits_too() -> None:
+    both = [served("qwen3", "fp8", way, "float8_e4m3fn") for way in ("here", "pulled")]
+    assert both[0] == both[1]
+
+
+def taken_apart(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a model over problems with their answers, and so in eight bits."""
+    source, path = ModelConfig(path=name).directory, place("eight") / name
+    shutil.copytree(source, path)
+    published(path, "fp8")
+    problems = held_out_problems(8)
+    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
+    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
+    found: list[list[torch.Tensor]] = [[], []]
+    for pair in zip(texts[::2], texts[1::2], strict=True):
+        for held, at, eight in zip(found, (source, path), (False, True), strict=True):
+            engine = models.Engine(models.load(at, eight=eight))
+            held.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
+            engine.pool.close()
+    return torch.cat(found[0]), torch.cat(found[1])
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
+def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mean KL of the next token's distribution over problems with their answers, in nats."""
+    monkeypatch.setattr(models, "PAGE_SIZE", 16)
+    whole, eight = taken_apart(name)
+    kl = float(((whole - eight) * whole.exp()).sum(-1).mean())
+    print(f"{name}: mean KL {kl:.2g} nats over {len(whole)} tokens")
+    assert 0 < kl <= 0.02
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "new"),
+    [
+        ("ops.scaled:eight_bits_ref", "amax * (1 / LARGEST)", "inverse"),
+        ("ops.scaled:eight_bits_ref", "blocks.abs().amax(-1)", "blocks.amax(-1)"),
+        ("ops.scaled:eight_bits_ref", ".amax(-1)", ".amax((0, 2)).expand(m, -1)"),
+        ("ops.scaled:scaled_product_ref", "of_weights[:, block]", "of_weights[:, 0]"),
+        ("ops.scaled:scaled_product_ref", "of_rows[:, block, None]", "of_rows[:, :1]"),
+        ("model.quantized:Scaled.scales", "-(-tall // each)", "1"),
+        ("model.shard:coarse", "slice(start // grain", "slice(0"),
+        ("model.matrices:EightBitMatrix.shards", "coarse(part, self.grain)", "part"),
+        ("model.shard:Shard.of", "stored.eight(index)", "stored[index]"),
+    ],
+)
+def test_a_mutant_is_red(
+    where: str, old: str, new: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tests.unit import test_scaled_products as products
+
+    mutate(monkeypatch, where, old, new)
+    laws: list[Callable[[], None]] = [
+        test_a_part_is_counted_in_blocks,
+        lambda: products.test_each_row_and_block_is_rounded_by_a_scale_of_its_own(384),
+        products.test_a_row_depends_on_no_other_row,
+        lambda: products.test_a_product_is_near_that_of_what_the_weights_are_worth(
+            9, 48, 200, "blocks"
+        ),
+        lambda: test_matrices_are_worth_what_the_files_are("qwen3", "fp8"),
+        lambda: test_two_ranks_equal_one("qwen3", "fp8", tmp_path),
+    ]
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):  # noqa: PT012 - whichever
+        for law in laws:
+            law()

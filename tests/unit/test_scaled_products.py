@@ -1,0 +1,215 @@
+"""Products in eight bits: what is rounded, by which scale, and that rows depend on themselves."""
+
+import re
+
+import pytest
+import torch
+
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.pairwise import in_whole
+from tests.support.products import noise, workspace_of
+from worker.ops.jit import HAS_TRITON
+from worker.ops.scaled import (
+    BLOCK,
+    E4M3,
+    eight_bits_ref,
+    scaled_gated_product_ref,
+    scaled_product_ref,
+)
+from worker.ops.scaled_triton import (
+    ScaledTile,
+    _scaled_gemm_kernel,
+    eight_bits_triton,
+    scaled_gemm,
+)
+from worker.ops.skinny_triton import SkinnyTile, _skinny_gemm_kernel, choose, skinny_gemm
+
+GRAINS = {"blocks": 16, "rows": 1, "row": 1}  # of the scales; "row": one for all its columns
+
+
+def matrix(n: int, k: int, grain: str = "blocks", seed: int = 1) -> tuple[torch.Tensor, ...]:
+    """Values [n, k] e4m3, and scales of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(n, k, generator=generator).mul_(100).clamp_(-448, 448).to(E4M3)
+    width = 1 if grain == "row" else -(-k // BLOCK)
+    scales = torch.rand(n // GRAINS[grain], width, generator=generator).mul_(8).exp2_() * 1e-4
+    return values, scales
+
+
+def worth(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """In f64."""
+    n, k = values.shape
+    whole = scales.double().repeat_interleave(n // len(scales), 0)
+    if scales.shape[1] > 1:
+        whole = whole.repeat_interleave(BLOCK, 1)[:, :k]
+    return values.double() * whole
+
+
+def activations(m: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Rows and blocks of very different sizes, zeros, and one number that outweighs its block."""
+    x = noise(m, k, dtype=torch.float32, seed=seed)
+    x *= torch.linspace(-6, 6, m).exp2()[:, None] * torch.linspace(2, -2, k).exp2()
+    x[0, :BLOCK] = 0
+    x[-1, 0] = 1000
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("k", [BLOCK, 192, 3 * BLOCK])
+def test_each_row_and_block_is_rounded_by_a_scale_of_its_own(k: int) -> None:
+    x = activations(9, k)
+    values, scales = eight_bits_ref(x)
+    assert values.dtype == E4M3
+    assert scales.stride(0) == 1
+    assert not values.float().isnan().any()
+    blocks = torch.nn.functional.pad(x.float(), (0, -k % BLOCK)).view(9, -1, BLOCK)
+    assert torch.allclose(scales, blocks.abs().amax(-1).clamp(min=1e-10) / 448)
+    assert values.float().abs().amax() == 448
+    off = (worth(values, scales) - x.double()).abs()
+    least = scales.repeat_interleave(BLOCK, 1)[:, :k] * 2**-10
+    assert bool((off <= torch.maximum(x.double().abs() * 2**-4, least)).all())
+
+
+def test_no_number_becomes_nan_and_a_nan_stays_one() -> None:
+    """Nothing is clamped: amax · (448 / amax) is 448 and a bit at most, which rounds to 448."""
+    made = torch.rand(4_000, BLOCK, generator=torch.Generator().manual_seed(3)) * 1e4 + 1e-3
+    assert not eight_bits_ref(made)[0].float().isnan().any()
+    made[5, 7] = float("nan")
+    spoilt = (eight_bits_ref(made)[0].float() * eight_bits_ref(made)[1]).isnan().any(-1)
+    assert spoilt.nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 32, 128), (9, 48, 200), (70, 16, 384)])
+def test_a_product_is_near_that_of_what_the_weights_are_worth(m, n, k, grain) -> None:
+    x, (w, scales) = activations(m, k, torch.float32), matrix(n, k, grain)
+    values, of_rows = eight_bits_ref(x)
+    exact = worth(values, of_rows) @ worth(w, scales).T
+    found = scaled_product_ref(x, w, scales)
+    assert (found - exact).norm() < 1e-6 * exact.norm(), "all but f32's rounding is in the values"
+    whole = x.double() @ worth(w, scales).T
+    assert (found - whole).norm() < 0.04 * whole.norm()
+    rounded = scaled_product_ref(x.bfloat16(), w, scales)
+    assert rounded.dtype == torch.bfloat16
+
+
+def test_a_row_depends_on_no_other_row() -> None:
+    x, (w, scales) = activations(40, 256, torch.float32), matrix(32, 256)
+    alone = scaled_product_ref(x, w, scales)
+    for spoil in (float("nan"), 1e30):
+        others = torch.full_like(x, spoil)
+        others[7] = x[7]
+        assert torch.equal(scaled_product_ref(others, w, scales)[7], alone[7])
+
+
+if not INTERPRETED:
+    needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    NO_FLOAT_ATOMICS = r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)"
+
+    @needs_triton
+    @pytest.mark.parametrize(
+        ("split", "gated", "block_m", "grain"),
+        [(1, True, 64, 16), (4, False, 16, 1), *in_whole((1, False, 32, 16), (8, False, 64, 16))],
+    )
+    def test_few_rows_compile_for_hopper_without_one(split, gated, block_m, grain) -> None:
+        types = {"x": "*bf16", "w": "*fp8e4nv", "scales": "*fp32", "out": "*bf16"}
+        types |= {"partial": "*fp32", "arrivals": "*i32"}
+        sizes = "M", "N", "K", "stride_x", "stride_out", "stride_rows", "stride_blocks"
+        types |= dict.fromkeys(sizes, "i32")
+        constants = {
+            "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": BLOCK, "SPLIT": split, "STEPS": 16,
+            "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+            "GATED": gated, "GRAIN": grain,
+        }  # fmt: skip
+        ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
+        assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k32.f32.e4m3.e4m3" in ptx
+        assert "cp.async.cg.shared.global" in ptx
+        assert not re.search(NO_FLOAT_ATOMICS, ptx)
+
+    @needs_triton
+    @pytest.mark.parametrize("grain", [16])
+    def test_many_rows_compile_for_hopper_without_one(grain) -> None:
+        types = {"x": "*fp8e4nv", "of_rows": "*fp32", "w": "*fp8e4nv", "of_weights": "*fp32"}
+        sizes = "M", "N", "K", "stride_column", "stride_rows", "stride_blocks", "stride_out"
+        types |= {"out": "*bf16", **dict.fromkeys(sizes, "i32")}
+        constants = {
+            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": BLOCK, "GRAIN": grain, "GROUP": 8,
+            "EVEN_K": True, "UPCAST": False, "PDL": True,
+        }  # fmt: skip
+        ptx = ptx_of(_scaled_gemm_kernel, types, constants, num_warps=8, num_stages=3)
+        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k32\.f32\.e4m3\.e4m3", ptx)
+        assert not re.search(NO_FLOAT_ATOMICS, ptx)
+
+else:
+
+    def streamed(x, w, scales, split=1, *, gated=False) -> torch.Tensor:
+        tile = SkinnyTile(choose(len(x), 64, 64).block_m, 64, BLOCK, split, 4, 3, 2)
+        width = len(w) // 2 if gated else len(w)
+        around = torch.full((len(x) + 2, width + 3), 77.0, dtype=x.dtype)
+        workspace = workspace_of([(tile, len(w))])
+        workspace.partial.fill_(float("nan"))
+        out = around[1:-1, :width]
+        skinny_gemm(x, w, out, workspace, tile, gated=gated, scales=scales)
+        found = out.clone()
+        around[1:-1, :width] = 77.0
+        assert (around == 77.0).all()
+        return found
+
+    def tiled(x, w, scales, rows=64) -> torch.Tensor:
+        around = torch.full((len(x) + 2, len(w) + 3), 77.0, dtype=x.dtype)
+        out = around[1:-1, : len(w)]
+        scaled_gemm(*eight_bits_triton(x), w, scales, out, ScaledTile(rows, 64, 4, 3))
+        found = out.clone()
+        around[1:-1, : len(w)] = 77.0
+        assert (around == 77.0).all()
+        return found
+
+    def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        """Within two roundings to bf16, which the interpreter cuts."""
+        off = (found.double() - wanted.double()).abs()
+        return bool(
+            (off <= 2**-6 * wanted.double().abs() + 1e-3 * wanted.double().abs().max()).all()
+        )
+
+    @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 200), (20, 512)])
+    def test_the_kernel_rounds_as_its_definition(m, k) -> None:
+        x = activations(m, k)
+        for found, wanted in zip(eight_bits_triton(x), eight_bits_ref(x), strict=True):
+            if found.dtype == E4M3:
+                found, wanted = found.view(torch.uint8), wanted.view(torch.uint8)
+            assert torch.equal(found, wanted)
+
+    @pytest.mark.product(
+        m=(1, 15, 33, 64), shape=((64, 256), (80, 200), (32, 520)), split=(1, 2, 4),
+        grain=tuple(GRAINS),
+    )  # fmt: skip
+    def test_few_rows_equal_the_definition(m, shape, split, grain) -> None:
+        n, k = shape
+        x, (w, scales) = activations(m, k), matrix(n, k, grain)
+        assert near(streamed(x, w, scales, split), scaled_product_ref(x, w, scales))
+
+    @pytest.mark.parametrize("grain", GRAINS)
+    @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
+    def test_a_gated_product_equals_the_definition(grain) -> None:
+        x, (w, scales) = activations(17, 256), matrix(96, 256, grain)
+        found = streamed(x, w, scales, gated=True)
+        assert near(found, scaled_gated_product_ref(x, w, scales))
+
+    @pytest.mark.product(
+        m=(65, 130), shape=((64, 256), (80, 200)), grain=tuple(GRAINS), rows=(64, 128)
+    )
+    def test_many_rows_equal_the_definition(m, shape, grain, rows) -> None:
+        n, k = shape
+        x, (w, scales) = activations(m, k), matrix(n, k, grain)
+        assert near(tiled(x, w, scales, rows), scaled_product_ref(x, w, scales))
+
+    @pytest.mark.parametrize("product", [streamed, tiled])
+    @pytest.mark.filterwarnings(
+        "ignore:invalid value", "ignore:overflow", "ignore:All-NaN"
+    )  # of the other rows
+    def test_a_kernel_s_row_depends_on_no_other(product) -> None:
+        x, (w, scales) = activations(20, 256), matrix(48, 256)
+        alone = product(x, w, scales)
+        for row, spoil in ((0, float("nan")), (7, 1e30), (19, 0.0)):
+            others = torch.full_like(x, spoil)
+            others[row] = x[row]
+            assert torch.equal(product(others, w, scales)[row], alone[row])

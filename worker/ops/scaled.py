@@ -1,0 +1,73 @@
+"""Products of weights in eight bits: y = x Wᵀ, where both sides are e4m3 numbers times f32 scales.
+
+Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
+row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
+sum over 128 columns is scaled in f32 before it enters the sum over all: as the published blocks
+demand it, and because the tensor cores add e4m3 products with fewer bits. (MODELS.md 3.)
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from worker.ops.norms import swiglu
+from worker.ops.op import op
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 128  # columns that share a scale
+LARGEST = 448.0  # of e4m3
+FLOOR = 1e-10  # the least amax of a row of a block
+
+
+def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as e4m3 [m, k], and its scales [m, blocks of k] f32, contiguous along m.
+
+    x: [m, k] of any float. x is about values · scales.
+    """
+    m, k = x.shape
+    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, -1, BLOCK)
+    amax = blocks.abs().amax(-1).clamp(min=FLOOR)
+    inverse = amax.new_tensor(LARGEST) / amax  # of a number, torch would multiply its reciprocal
+    values = blocks * inverse.unsqueeze(-1)  # none passes 448 by half a step of e4m3
+    return values.view(m, -1)[:, :k].to(E4M3), (amax * (1 / LARGEST)).t().contiguous().t()
+
+
+eight_bits = op(eight_bits_ref)
+
+
+def scaled_product_ref(x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+    """x Wᵀ, rounded once: [m, n] of x's dtype.
+
+    x: [m, k]; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one column for all, and
+    W is w · scales. out: [m, n], where the result goes; None: to new memory.
+    """
+    (n, k), (height, width) = w.shape, scales.shape
+    values, of_rows = eight_bits_ref(x)
+    of_weights = scales.repeat_interleave(n // height, 0).expand(n, max(width, -(-k // BLOCK)))
+    total = x.new_zeros(len(x), n, dtype=torch.float32)
+    for block, start in enumerate(range(0, k, BLOCK)):
+        at = slice(start, start + BLOCK)
+        part = F.linear(values[:, at].float(), w[:, at].float())
+        total += part * (of_rows[:, block, None] * of_weights[:, block])
+    return total.to(x.dtype) if out is None else out.copy_(total)
+
+
+def scaled_gated_product_ref(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
+    """swiglu(scaled_product(x, w, scales)): [m, n / 2]; w has gates in its first half, then ups."""
+    return swiglu(scaled_product_ref(x, w, scales))
+
+
+def multiplies_eight_bits(device: torch.device) -> bool:
+    """Whether a device multiplies e4m3 numbers; GPUs do from compute capability 8.9 on."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def strides_of(scales: Tensor | None) -> tuple[int, int]:
+    """Elements to the next rows' scale, and to that of the next block of columns."""
+    if scales is None:
+        return 0, 0
+    return scales.stride(0), scales.stride(1) if scales.shape[1] > 1 else 0
+
+
+scaled_product = op(scaled_product_ref)
+scaled_gated_product = op(scaled_gated_product_ref)

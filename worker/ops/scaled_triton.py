@@ -1,0 +1,167 @@
+"""Kernels of scaled.py: x into eight bits, and products of many rows; skinny_triton has few."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from worker.ops.e4m3_triton import block_in_e4m3
+from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.launch import aligned, overlap
+from worker.ops.norms import swiglu
+from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
+from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
+
+ROWS = 8  # of x, that a program brings into eight bits
+
+
+@triton.jit
+def _eight_bits_kernel(
+    x, values, scales, M, K, stride_x, stride_scales,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks of columns, rows / ROWS)."""
+    block = tl.program_id(0)
+    rows = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    here = rows < M
+    inside = here[:, None] & (at < K)[None, :]
+    enter(PDL)
+    x_tile = tl.load(x + rows[:, None] * stride_x + at[None, :], mask=inside, other=0.0)
+    eight, scale = block_in_e4m3(x_tile, INTERPRETED)  # pyright: ignore
+    tl.store(values + rows[:, None] * K + at[None, :], eight, mask=inside)
+    tl.store(scales + block.to(tl.int64) * stride_scales + rows, scale, mask=here)
+
+
+def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See eight_bits_ref; columns of scales begin at multiples of 16 bytes."""
+    m, k = x.shape
+    assert x.stride(1) == 1
+    num_blocks, height = -(-k // BLOCK), aligned(m)
+    values = torch.empty(m, k, dtype=E4M3, device=x.device)
+    scales = torch.empty(num_blocks, height, dtype=torch.float32, device=x.device)
+    _eight_bits_kernel[(num_blocks, -(-m // ROWS))](
+        x, values, scales, m, k, x.stride(0), height,
+        **overlap(x, ROWS=ROWS, BLOCK=BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
+    )  # fmt: skip
+    return values, scales.t()[:m]
+
+
+@triton.jit
+def _scaled_gemm_kernel(
+    x, of_rows, w, of_weights, out, M, N, K, stride_column, stride_rows, stride_blocks, stride_out,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
+    GROUP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles of x · tiles of w); GROUP tiles of x follow one another over all tiles of w.
+
+    x: [M, K], w: [N, K], contiguous; of_rows: [M, blocks of K], contiguous along M; of_weights:
+    [N / GRAIN, blocks of K]; out: [M, N], rows contiguous.
+    """
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    first = tl.program_id(0) // (GROUP * tiles_n) * GROUP
+    height = tl.minimum(tiles_m - first, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    tokens = (first + within % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = within // height * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows beyond the last read it again and are not stored.
+    rows, lines = tl.minimum(tokens, M - 1).to(tl.int64), tl.minimum(cols, N - 1).to(tl.int64)
+    ks = tl.arange(0, BLOCK)
+    x_at, w_at = x + rows[:, None] * K + ks[None, :], w + lines[:, None] * K + ks[None, :]
+    row_at, weight_at = of_rows + rows, of_weights + lines // GRAIN * stride_rows
+    enter(PDL)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for begin in range(0, K, BLOCK):
+        if EVEN_K:
+            x_tile, w_tile = tl.load(x_at), tl.load(w_at)
+        else:
+            inside = (begin + ks < K)[None, :]
+            x_tile = tl.load(x_at, mask=inside, other=0.0)
+            w_tile = tl.load(w_at, mask=inside, other=0.0)
+        if UPCAST:
+            x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+        scale = tl.load(row_at)[:, None] * tl.load(weight_at)[None, :]
+        acc += tl.dot(x_tile, tl.trans(w_tile)) * scale
+        x_at += BLOCK
+        w_at += BLOCK
+        row_at += stride_column
+        weight_at += stride_blocks
+    out_at = out + tokens.to(tl.int64)[:, None] * stride_out + cols[None, :]
+    stored = (tokens < M)[:, None] & (cols < N)[None, :]
+    tl.store(out_at, acc.to(out.dtype.element_ty), mask=stored)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledTile:
+    """How a product of many rows is cut into programs."""
+
+    rows: int  # of x
+    columns: int  # of the result
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def choose_scaled(m: int, n: int) -> ScaledTile:
+    """The tile for [m, n]: a small one where there are few; sums do not depend on it."""
+    return ScaledTile(128, 128, 8, 3) if m * n >= 1 << 22 else ScaledTile(64, 128, 4, 4)
+
+
+def scaled_gemm(
+    x: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor, out: Tensor, tile: ScaledTile
+) -> Tensor:
+    """out[:] = (x · of_rows) (w · scales)ᵀ; a row's result depends on that row alone, bit for bit.
+
+    x: [m, k] e4m3; of_rows: [m, blocks of k] f32, contiguous along m; w, scales: see
+    scaled_product_ref.
+    """
+    (m, k), n = x.shape, len(w)
+    assert x.dtype == w.dtype == E4M3
+    assert x.is_contiguous()
+    assert w.is_contiguous()
+    assert out.stride(1) == 1
+    assert of_rows.stride(0) == 1
+    num_tiles = -(-m // tile.rows) * -(-n // tile.columns)
+    _scaled_gemm_kernel[(num_tiles,)](
+        x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
+        **overlap(
+            x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GRAIN=n // len(scales),
+            GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        ),
+    )  # fmt: skip
+    return out
+
+
+def scaled_product_triton(
+    x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None = None
+) -> Tensor:
+    """See scaled_product_ref; up to OWN_ROWS rows, and from there on, a row depends on itself."""
+    m, n = len(x), len(w)
+    out = x.new_empty(m, n) if out is None else out
+    if m == 0:
+        return out
+    if (tile := _streamed(x, w)) is not None:
+        pdl = overlap(x)["PDL"]
+        return skinny_gemm(x, w, out, workspace_of(x.device), tile, pdl=pdl, scales=scales)
+    return scaled_gemm(*eight_bits_triton(x), w, scales, out, choose_scaled(m, n))
+
+
+def scaled_gated_product_triton(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
+    m, n = len(x), len(w)
+    tile = _streamed(x, w, product_follows=True)
+    if tile is None or not tile.gates(n):
+        return swiglu(scaled_product_triton(x, w, scales))
+    out, pdl = x.new_empty(m, n // 2), overlap(x)["PDL"]
+    workspace = workspace_of(x.device)
+    return skinny_gemm(x, w, out, workspace, tile, pdl=pdl, gated=True, scales=scales)
+
+
+def _streamed(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
+    """The tile of the kernel for few rows; None: there are many."""
+    if x.dtype not in DTYPES or len(x) > OWN_ROWS:
+        return None
+    tile = choose(len(x), *w.shape, product_follows=product_follows, eight=True)
+    return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
