@@ -38,6 +38,11 @@ from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 
+FP8 = {  # as Qwen3-*-FP8 has it
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+
 # What was launched, what it drew, tokens that count, and whether every request still runs.
 Watch = Callable[[Plan, list[Drawn], int, bool], None]
 
@@ -53,6 +58,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
+    add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
     add("--eager", action="store_true", help="no graphs")
@@ -80,7 +86,10 @@ def build(
     routes.install(options.routing)
     with tempfile.TemporaryDirectory(prefix="kvlane-bench-") as folder:
         place = Path(folder)
-        shutil.copy(options.model_config, place / "config.json")
+        config = json.loads(options.model_config.read_text())
+        if options.weights:
+            config |= {"quantization_config": FP8}
+        (place / "config.json").write_text(json.dumps(config))
         spec: dict[str, Any] = {"widths": options.widths, "simulate_accept_len": 1}
         if options.drafter is not None:
             spec |= _drafter(options.drafter, place / "drafter")
@@ -239,7 +248,7 @@ def decode_floor_ms(
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     for each in model.modules():
         if isinstance(each, Experts):
-            held = each.gate_up, each.down
+            held = *each.gate_up.parameters(), *each.down.parameters()
             stacks = sum(p.numel() * p.element_size() for p in held)
             weights -= stacks * (1 - distinct / each.held.count)
     if model.head is not model.embedding:
@@ -254,7 +263,7 @@ def _multiplied(module: nn.Module) -> int:
     total = sum(p.numel() for p in module.parameters())
     for each in module.modules():
         if isinstance(each, Experts):
-            stacks = each.gate_up.numel() + each.down.numel()
+            stacks = each.gate_up.tensor.numel() + each.down.tensor.numel()
             total -= stacks - stacks * each.shape.top_k // each.held.count
     return total
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import worker.start.load
 from benchmarks.train.problems import held_out_problems
 from tests.equivalence import test_models as models
 from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts
@@ -29,10 +30,13 @@ from worker.errors import UserError
 from worker.model import shard
 from worker.model.decoder import Decoder
 from worker.model.layers import Linear
-from worker.model.matrices import EightBitMatrix
+from worker.model.matrices import EightBitMatrix, Scales, Stack, quantized
 from worker.model.quantized import EightBits
 from worker.model.shard import Part
-from worker.ops.scaled import BLOCK
+from worker.ops.experts import product as experts
+from worker.ops.experts.route import new_load, route
+from worker.ops.experts.shape import ExpertShape, Held
+from worker.ops.scaled import BLOCK, E4M3
 from worker.start.check import check_directories
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
@@ -51,6 +55,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         {"hidden_size": 256, "intermediate_size": 512, "pad_token_id": 0, "num_hidden_layers": 1},
     ),
     "glm": ("Glm4", SIZES | {"pad_token_id": 0}),  # rows of heads that are moved
+    "experts": (
+        "Qwen3Moe",
+        {**SIZES, "hidden_size": 192, "moe_intermediate_size": 128, "num_experts": 4,
+         "num_experts_per_tok": 2, "mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
     "gated": (  # a gate in q_proj, delta nets
         "Qwen3Next",
         {**models.DELTA, "hidden_size": 192, "intermediate_size": 256, "num_experts": 0,
@@ -60,7 +69,13 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 WAYS: dict[str, dict[str, Any]] = SERVED | {
     "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4},
 }
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "multiplied")
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU too, where weights would become f32 for speed."""
+    monkeypatch.setattr(worker.start.load, "multiplies_eight_bits", lambda _: True)
 
 
 @cache
@@ -72,16 +87,24 @@ def saved(kind: str = "qwen3", form: str = "fp8") -> Path:
     return path
 
 
-def worth(matrix: EightBitMatrix) -> torch.Tensor:
-    rows, columns = matrix.tensor.shape
-    scales = matrix.scales.repeat_interleave(matrix.grain, 0)[:rows]
-    if scales.shape[1] > 1:
-        scales = scales.repeat_interleave(BLOCK, 1)[:, :columns]
+def worth(matrix: EightBitMatrix | Stack) -> torch.Tensor:
+    *_, rows, columns = matrix.tensor.shape
+    assert matrix.scales is not None
+    scales = matrix.scales.repeat_interleave(rows // matrix.scales.shape[-2], -2)
+    if scales.shape[-1] > 1:
+        scales = scales.repeat_interleave(BLOCK, -1)[..., :columns]
     return matrix.tensor.float() * scales
 
 
+def is_eight(matrix: Any) -> bool:
+    return matrix.tensor.dtype == E4M3
+
+
 def linears(model: Decoder) -> dict[str, Any]:
-    return {name: each.weight for name, each in model.named_modules() if isinstance(each, Linear)}
+    """Matrices by the names of their layers; those of experts are stacks."""
+    found = {name: each.weight for name, each in model.named_modules() if isinstance(each, Linear)}
+    stacks = {name: each for name, each in model.named_modules() if isinstance(each, Stack)}
+    return found | stacks
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -90,10 +113,36 @@ def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
     """Against the weights in f32, whose oracle is transformers (test_quantized_files)."""
     path = saved(kind, form)
     stay, whole = linears(models.load(path, eight=True)), linears(models.load(path))
-    kept = {name for name, each in stay.items() if isinstance(each, EightBitMatrix)}
+    kept = {name for name, each in stay.items() if is_eight(each)}
     assert {name for name in stay if "inputs" not in name} == kept, "all but a delta net's inputs"
     for name in kept:
         assert torch.equal(worth(stay[name]), whole[name].tensor), name
+
+
+def test_experts_are_those_of_what_they_are_worth() -> None:
+    """Of stacks whose scales differ by far, also from expert to expert."""
+    generator = torch.Generator().manual_seed(5)
+    x, gate = (torch.randn(n, 192, generator=generator) for n in (40, 4))
+    shape, held, stacks = ExpertShape(4, 2, 128, renormalizes=True), Held(0, 4), []
+    for size, *sizes in ((1.0, 256, 192), (30.0, 192, 128)):
+        drawn = torch.randn(4, *sizes, generator=generator) * size / sizes[-1] ** 0.5
+        drawn *= torch.tensor([1.0, 8.0, 0.2, 3.0]).view(-1, 1, 1)
+        tensor, scales = quantized(drawn, (4, sizes[0] // 16, -(-sizes[1] // BLOCK)))
+        columns = Part(sizes[1], slice(0, sizes[1]))
+        stacks.append(Stack(as_weight(tensor), Scales(as_weight(scales), 16, columns)))
+    routes = route(x, gate, None, 0, shape, held, new_load(held, torch.device("cpu")))
+    up, down = stacks
+    assert up.scales is not None
+    assert down.scales is not None
+    found = experts.expert_products(
+        x, routes, up.tensor, down.tensor, held, scales=(up.scales, down.scales)
+    )
+    wanted = experts.expert_products(x, routes, worth(up), worth(down), held)
+    assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.06
+
+
+def as_weight(tensor: torch.Tensor) -> torch.nn.Parameter:
+    return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def test_what_the_files_leave_alone_is_left_alone(tmp_path: Path) -> None:
@@ -110,7 +159,7 @@ def test_what_the_files_leave_alone_is_left_alone(tmp_path: Path) -> None:
     left = wrong | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.q_proj"]}
     models.edit(tmp_path / "model", quantization_config=left)
     held = linears(models.load(tmp_path / "model", eight=True))
-    plain = {name for name, each in held.items() if not isinstance(each, EightBitMatrix)}
+    plain = {name for name, each in held.items() if not is_eight(each)}
     assert plain == {"layers.1.attention.qkv"}, "with what is computed beside it"
 
 
@@ -131,11 +180,11 @@ def test_a_part_is_counted_in_blocks() -> None:
     assert shard.coarse(Part(500, slice(128, 256)), BLOCK) == Part(4, slice(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gated"])
+@pytest.mark.parametrize("kind", ["qwen3", "gated", "experts"])
 def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
     made = [linears(models.load(saved(kind), eight=eight, load_format="dummy")) for eight in (0, 1)]
     for name, eight in made[1].items():
-        if isinstance(eight, EightBitMatrix):
+        if is_eight(eight):
             drawn, found = made[0][name].tensor, worth(eight)
             least = found.abs().max() * 2**-16
             assert bool(((found - drawn).abs() <= torch.maximum(drawn.abs() / 16, least)).all())
@@ -151,7 +200,12 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
 
 @pytest.mark.parametrize(
     ("kind", "form"),
-    [("qwen3", "fp8"), ("phi3", "channel"), *in_whole(("phi3", "fp8"), ("gated", "block"))],
+    [
+        ("qwen3", "fp8"),
+        ("phi3", "channel"),
+        ("experts", "fp8"),
+        *in_whole(("phi3", "fp8"), ("gated", "block"), ("experts", "channel")),
+    ],
 )
 def test_two_ranks_equal_one(kind: str, form: str, tmp_path: Path) -> None:
     path = saved(kind, form)
@@ -199,7 +253,8 @@ REST = [(way,) for way in WAYS if way not in (*SHORT, "here")]
 
 @pytest.mark.parametrize("way", [*SHORT, *in_whole(*REST)])
 @pytest.mark.parametrize(
-    ("kind", "form"), [("qwen3", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))]
+    ("kind", "form"),
+    [("qwen3", "fp8"), ("experts", "fp8"), *in_whole(("phi3", "channel"), ("gated", "block"))],
 )
 def test_whatever_serves_a_request_changes_nothing(kind: str, form: str, way: str) -> None:
     assert served(kind, form, way) == alone(kind, form)
@@ -247,8 +302,10 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
         ("ops.scaled:scaled_product_ref", "of_rows[:, block, None]", "of_rows[:, :1]"),
         ("model.quantized:Scaled.scales", "-(-tall // each)", "1"),
         ("model.shard:coarse", "slice(start // grain", "slice(0"),
-        ("model.matrices:EightBitMatrix.shards", "coarse(part, self.grain)", "part"),
+        ("model.matrices:_shards", "coarse(part, scales.grain)", "part"),
         ("model.shard:Shard.of", "stored.eight(index)", "stored[index]"),
+        ("model.matrices:Stack.shards", "self._of.tensor[number]", "self._of.tensor[0]"),
+        ("ops.experts.product:expert_products_ref", "down, scales[1]", "down, scales[0]"),
     ],
 )
 def test_a_mutant_is_red(
@@ -265,7 +322,9 @@ def test_a_mutant_is_red(
             9, 48, 200, "blocks"
         ),
         lambda: test_matrices_are_worth_what_the_files_are("qwen3", "fp8"),
+        lambda: test_matrices_are_worth_what_the_files_are("experts", "fp8"),
         lambda: test_two_ranks_equal_one("qwen3", "fp8", tmp_path),
+        lambda: test_experts_are_those_of_what_they_are_worth(),
     ]
     with pytest.raises((AssertionError, RuntimeError, IndexError)):  # noqa: PT012 - whichever
         for law in laws:

@@ -133,7 +133,10 @@ def type_of(value: Any) -> Any:
     if value is None:
         return "constexpr"
     if isinstance(value, Tensor):
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+        names = {
+            torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+            torch.float8_e4m3fn: "fp8e4nv",
+        }  # fmt: skip
         return "*" + names.get(value.dtype, f"i{value.dtype.itemsize * 8}")
     return "fp32" if isinstance(value, float) else "i32"
 

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
+from worker.model.matrices import quantized
 from worker.ops.experts import product_triton, route_triton
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.experts.route_triton import route_triton as route
 from worker.ops.experts.shape import ExpertShape, Held
+from worker.ops.scaled import BLOCK
 
 pytest.importorskip("triton", reason=WHY)
 pytestmark = [  # of numpy, in the interpreter
@@ -38,6 +40,12 @@ CPU = torch.device("cpu")
 def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     drawn = torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
     return (drawn * sizes[-1] ** -0.5).to(dtype)
+
+
+def in_eight_bits(stack: Tensor, grain: int = 16) -> tuple[Tensor, Tensor]:
+    """Matrices [count, n, k] in e4m3, and their scales."""
+    count, n, k = stack.shape
+    return quantized(stack.float(), (count, n // grain, -(-k // BLOCK)))
 
 
 def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
@@ -82,6 +90,12 @@ if not INTERPRETED:
         assert re.search(rf"wgmma\S+m64n{columns}k16\.f32\.bf16\.bf16", ptx["_grouped_kernel"])
         for text in ptx.values():
             assert not re.search(r"\b(st|ld)\.local\b", text)  # nothing spills
+        eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
+        with compiling(product_triton) as ptx:
+            expert_products_triton(x, routes, *eight, held, scales=scales)
+        text = ptx["_grouped_kernel"]
+        assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)
+        assert not re.search(r"\b(st|ld)\.local\b", text)
 
 else:
 
@@ -135,6 +149,14 @@ else:
             sums = products.expert_products_triton(padded, got, up, down, held)
         exact = expert_products_ref(x, wanted, up, down, held)
         assert (sums - exact).abs().max() <= BOUNDS[dtype] * exact.abs().max().clamp_min(1e-3)
+        assert not sums[~live].any()
+        if 2 * width % 16 or size % 16:
+            return
+        eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
+        with poisoned():
+            sums = products.expert_products_triton(padded, got, *eight, held, scales=scales)
+        exact = expert_products_ref(x, wanted, *eight, held, scales=scales)
+        assert (sums - exact).abs().max() <= 0.03 * exact.abs().max().clamp_min(1e-3)
         assert not sums[~live].any()
 
     @pytest.mark.product(

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from worker.forward.context import current
 from worker.model.layers import Placement, ReplicatedLinear, selected
 from worker.model.shape import ModelShape
-from worker.model.shard import Part, Shard, all_of, stacked, whole
+from worker.model.shard import Part, Shard, all_of, whole
 from worker.ops.experts.product import expert_products
-from worker.ops.experts.route import new_load, route
+from worker.ops.experts.route import Routes, new_load, route
 from worker.ops.experts.shape import rank_experts
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
@@ -31,14 +31,20 @@ class Experts(nn.Module):
         assert shape.experts is not None
         self.shape, size = shape.experts, shape.hidden_size
         self._collective = group = placement.collective
-        self.held, self._columns = rank_experts(
-            self.shape, placement.experts, group.rank, group.size
+        blocks = shape.eight is not None and shape.eight.by_block
+        self.held, columns = rank_experts(
+            self.shape, placement.experts, group.rank, group.size, in_blocks=blocks
         )
-        width = self._columns.stop - self._columns.start
-        self._names = shape.features.experts
+        names = shape.features.experts
+        assert names is not None
+        self._names, self._part = names, Part(self.shape.width, columns)
         self.gate = placement.empty(self.shape.num_experts, size)
-        self.gate_up = placement.empty(self.held.count, 2 * width, size)
-        self.down = placement.empty(self.held.count, size, width)
+        first = f"experts.{self.held.first}"
+        rows = {f"{first}.{name}": self._part for name in (names.gate, names.up)}
+        self.gate_up = placement.stack(self.held.count, rows, all_of(size))
+        self.down = placement.stack(
+            self.held.count, {f"{first}.{names.down}": all_of(size)}, self._part
+        )
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None
@@ -56,21 +62,24 @@ class Experts(nn.Module):
         if self.shared is not None and self.shared_gate is not None:
             # Before the products: the shared expert's part may lie in the same buffer.
             shared = self.shared(hidden) * self.shared_gate(hidden).sigmoid()
-            products = expert_products(hidden, routes, self.gate_up, self.down, self.held, out)
-            return products.add_(shared)
-        return expert_products(hidden, routes, self.gate_up, self.down, self.held, out)
+            return self._products(hidden, routes, out).add_(shared)
+        return self._products(hidden, routes, out)
+
+    def _products(self, hidden: Tensor, routes: Routes, out: Tensor | None) -> Tensor:
+        up, down = self.gate_up, self.down
+        scales = None
+        if up.scales is not None and down.scales is not None:
+            scales = up.scales, down.scales
+        return expert_products(hidden, routes, up.tensor, down.tensor, self.held, out, scales)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         names, size = self._names, all_of(self.gate.shape[1])
-        assert names is not None
         shards = {f"{prefix}.gate.weight": whole(self.gate)}
-        part = Part(self.shape.width, self._columns)
         for i in range(self.held.count):
             expert = f"{prefix}.experts.{self.held.first + i}"
-            rows = {f"{expert}.{name}.weight": part for name in (names.gate, names.up)}
-            shards |= stacked(self.gate_up[i], rows, size)
-            down = {f"{expert}.{names.down}.weight": size}
-            shards |= stacked(self.down[i], down, part)
+            rows = {f"{expert}.{name}": self._part for name in (names.gate, names.up)}
+            shards |= self.gate_up.shards(i, rows, size)
+            shards |= self.down.shards(i, {f"{expert}.{names.down}": size}, self._part)
         if self.shared is not None and self.shared_gate is not None:
             shards |= self.shared.shards(f"{prefix}.shared_expert")  # pyright: ignore
             shards |= self.shared_gate.shards(f"{prefix}.shared_expert_gate")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain
+from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain, Scales, Stack
 from worker.model.quantized import EightBits
 from worker.model.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
@@ -43,19 +43,26 @@ class Placement:
 
         moved: the rows of one head may lie apart from one another in the checkpoint.
         """
-        num_rows = sum(map(len, rows.values()))
-        eight = self.eight
+        tensor, scales = self._stores((), rows, columns, moved)
+        return Plain(tensor) if scales is None else EightBitMatrix(tensor, scales)
+
+    def stack(self, count: int, rows: Mapping[str, Part], columns: Part) -> Stack:
+        """As many uninitialised matrices; rows: by the names of the first one's modules."""
+        return Stack(*self._stores((count,), rows, columns, moved=False))
+
+    def _stores(
+        self, lead: tuple[int, ...], rows: Mapping[str, Part], columns: Part, moved: bool
+    ) -> tuple[nn.Parameter, Scales | None]:
+        """Values, and scales if they are in eight bits."""
+        num_rows, eight = sum(map(len, rows.values())), self.eight
         if eight is None or not all(eight.takes(f"{self.path}.{name}") for name in rows):
-            return Plain(self.empty(num_rows, len(columns)))
+            return self.empty(*lead, num_rows, len(columns)), None
         grain = 1
         if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
             grain = GRAIN
-        width = len(coarse(columns, BLOCK)) if eight.by_block else 1
-        return EightBitMatrix(
-            self.empty(num_rows, len(columns), dtype=E4M3),
-            self.empty(-(-num_rows // grain), width, dtype=torch.float32),
-            by_block=eight.by_block,
-        )
+        part = coarse(columns, BLOCK) if eight.by_block else all_of(1)
+        scales = self.empty(*lead, num_rows // grain, len(part), dtype=torch.float32)
+        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), Scales(scales, grain, part)
 
 
 class Linear(nn.Module):

@@ -5,11 +5,12 @@
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.shard import Part, Shard, all_of, coarse, stacked, with_scales
+from worker.model.shard import Part, Shard, coarse, stacked, with_scales
 from worker.ops.product import gated_product, product
 from worker.ops.scaled import BLOCK, E4M3, LARGEST, scaled_gated_product, scaled_product
 
@@ -37,18 +38,24 @@ class Plain(nn.Module):
         return gated_product(x, self.tensor)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        named = {f"{name}.weight": part for name, part in parts.items()}
-        return stacked(self.tensor, named, columns)
+        return _shards(self.tensor, None, parts, columns)
+
+
+class Scales(NamedTuple):
+    """Of a matrix in e4m3, or of a stack of them."""
+
+    tensor: Tensor  # [(count,) num_rows / grain, columns] f32
+    grain: int  # rows that share a scale
+    columns: Part  # a block of the matrix's columns each, or one for all
 
 
 class EightBitMatrix(nn.Module):
     """A matrix [num_rows, num_columns] in e4m3, with scales; see ops.scaled."""
 
-    def __init__(self, tensor: nn.Parameter, scales: nn.Parameter, *, by_block: bool) -> None:
-        """by_block: scales have a column for each BLOCK columns; else one."""
+    def __init__(self, tensor: nn.Parameter, scales: Scales) -> None:
         super().__init__()
-        self.tensor, self.scales, self._by_block = tensor, scales, by_block
-        self.grain = -(-len(tensor) // len(scales))
+        self.tensor, self.scales = tensor, scales.tensor
+        self.grain, self._columns = scales.grain, scales.columns
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
@@ -65,19 +72,40 @@ class EightBitMatrix(nn.Module):
         """silu(gate) · up, where gate is the product with the first half of the rows."""
         return scaled_gated_product(x, self.tensor, self.scales)
 
-    def scale_columns(self, columns: Part) -> Part:
-        """The part of the scales' columns that goes with this one of the matrix's."""
-        return coarse(columns, BLOCK) if self._by_block else all_of(1)
-
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        named = {f"{name}.weight": part for name, part in parts.items()}
-        values = stacked(self.tensor, named, columns)
-        of_rows = {name: coarse(part, self.grain) for name, part in named.items()}
-        scales = stacked(self.scales, of_rows, self.scale_columns(columns))
-        return with_scales(values, scales)
+        scales = Scales(self.scales, self.grain, self._columns)
+        return _shards(self.tensor, scales, parts, columns)
 
 
 Matrix = Plain | EightBitMatrix
+
+
+class Stack(nn.Module):
+    """Matrices [count, num_rows, num_columns] of experts, in the model's dtype or with scales."""
+
+    def __init__(self, tensor: nn.Parameter, scales: Scales | None) -> None:
+        super().__init__()
+        self.tensor, self._of = tensor, scales
+        self.scales = None if scales is None else scales.tensor
+
+    def shards(self, number: int, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
+        """Of one of the matrices."""
+        scales = None
+        if self._of is not None:
+            scales = self._of._replace(tensor=self._of.tensor[number])
+        return _shards(self.tensor[number], scales, parts, columns)
+
+
+def _shards(
+    tensor: Tensor, scales: Scales | None, parts: Mapping[str, Part], columns: Part
+) -> dict[str, Shard]:
+    """Of a matrix of the parts of modules of these names."""
+    named = {f"{name}.weight": part for name, part in parts.items()}
+    values = stacked(tensor, named, columns)
+    if scales is None:
+        return values
+    of_rows = {name: coarse(part, scales.grain) for name, part in named.items()}
+    return with_scales(values, stacked(scales.tensor, of_rows, scales.columns))
 
 
 def quantized(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:

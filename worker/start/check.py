@@ -106,7 +106,9 @@ def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
             if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
                 split_even("intermediate_size", shape.intermediate_size, 0, size)
             if isinstance(shape, ModelShape) and shape.experts is not None:
-                rank_experts(shape.experts, division, 0, size)
+                blocks = shape.eight is not None and shape.eight.by_block
+                _, columns = rank_experts(shape.experts, division, 0, size, in_blocks=blocks)
+                coarse(Part(shape.experts.width, columns), BLOCK if blocks else 1)
             split_even("vocab_size", shape.vocab_size, 0, size)
             if isinstance(shape, ModelShape) and shape.delta is not None:
                 split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)

@@ -142,7 +142,7 @@ def _load_weights(start: Start) -> Weights:
     load_format, seed = config.model.load_format, config.model.seed
     eight = start.shape.eight
     if eight is not None and not multiplies_eight_bits(device):
-        log.warning("%s multiplies no eight bits: weights become %s", device, config.model.dtype)
+        log.info("%s multiplies no eight bits: weights become %s", device, config.model.dtype)
         eight = None
     model = load_model(
         config.model.directory,

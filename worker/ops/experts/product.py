@@ -7,23 +7,38 @@ from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
 from worker.ops.norms import swiglu
 from worker.ops.op import op
+from worker.ops.scaled import scaled_gated_product_ref, scaled_product_ref
 
 
 def expert_products_ref(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, held: Held, out: Tensor | None = None
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor,
+    down: Tensor,
+    held: Held,
+    out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The sum over this rank's experts of weight · down(silu(gate(x)) · up(x)): [n, hidden_size].
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
-    None: to new memory. A token without experts here gets zeros. An expert's part is rounded to
-    the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
+    None: to new memory. scales: of gate_up and down in e4m3, each a stack of what
+    scaled_product_ref takes. A token without experts here gets zeros. An expert's part is rounded
+    to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
     n, k = routes.ids.shape
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
-    hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
-    products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
+    if scales is None:
+        hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
+        products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
+    else:
+        each = zip(gate_up, scales[0], down, scales[1], strict=True)
+        products = torch.stack([
+            scaled_product_ref(scaled_gated_product_ref(x, up, of_up).float(), low, of_low)
+            for up, of_up, low, of_low in each
+        ])  # fmt: skip
     local = routes.ids.long() - held.first
     here = (local >= 0) & (local < held.count)
     parts = products[local.clamp(0, held.count - 1), torch.arange(n, device=x.device)[:, None]]

@@ -6,17 +6,19 @@ rows that are there ends at once. Sums over K ascend; how many tokens stand besi
 changes no sum of a row.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
+from worker.ops.scaled import BLOCK, E4M3, strides_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,17 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
 
 
 @cache
-def choose(num_tokens: int, top_k: int, num_experts: int, *, gated: bool) -> Tile:
+def choose(
+    num_tokens: int, top_k: int, num_experts: int, *, gated: bool, eight: bool = False
+) -> Tile:
     """The tile for so many tokens, of which an expert has its even share up to twice."""
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
     tokens = min(max(16, share), max(_TABLE))
     shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
-    return Tile(tokens, *shapes[not gated])
+    tile = Tile(tokens, *shapes[not gated])
+    if eight:  # a block of columns at a time, which takes registers while its scales are found
+        tile = replace(tile, block_k=BLOCK, num_warps=8 if tokens > 64 else tile.num_warps)
+    return tile
 
 
 @triton.jit
@@ -65,15 +72,17 @@ def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: 
 
 @triton.jit
 def _grouped_kernel(
-    x, w, weights, starts, order, out, N, K, stride_x, num_tiles,
+    x, w, scales, weights, starts, order, out, N, K, stride_x, num_tiles,
+    stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GRAIN: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
     GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
     Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
+    GRAIN: see _skinny_gemm_kernel.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -103,6 +112,8 @@ def _grouped_kernel(
         enter(PDL)
     w_at = w_rows[:, None] + ks[None, :]
     x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
+    if GRAIN:
+        scales_at = scales + expert.to(tl.int64) * stride_expert + lines // GRAIN * stride_rows
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for begin in range(0, K, BLOCK_K):
         if EVEN_K:
@@ -112,9 +123,16 @@ def _grouped_kernel(
             inside = (begin + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here[:, None] & inside, other=0.0)
+        if GRAIN:
+            x_tile, x_scale = block_in_e4m3(x_tile, UPCAST)
         if UPCAST:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
-        acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
+        if GRAIN:
+            scale = tl.load(scales_at)[:, None] * x_scale[None, :]
+            acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * scale
+            scales_at += stride_blocks
+        else:
+            acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         w_at += BLOCK_K
         x_at += BLOCK_K
     dtype = out.dtype.element_ty
@@ -150,8 +168,19 @@ def _combine_kernel(
     tl.store(out + token * stride_out + at, total.to(out.dtype.element_ty), mask=inside)
 
 
+def _strides(scales: Tensor | None) -> tuple[int, int, int]:
+    """To the next expert's scales, and as strides_of."""
+    return (0, 0, 0) if scales is None else (scales.stride(0), *strides_of(scales[0]))
+
+
 def expert_products_triton(
-    x: Tensor, routes: Routes, gate_up: Tensor, down: Tensor, held: Held, out: Tensor | None = None
+    x: Tensor,
+    routes: Routes,
+    gate_up: Tensor,
+    down: Tensor,
+    held: Held,
+    out: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """See expert_products_ref; padding in `routes` is read by no product."""
     (n, size), top_k = x.shape, routes.ids.shape[1]
@@ -163,17 +192,22 @@ def expert_products_triton(
     assert x.stride(1) == 1
     hidden = x.new_empty(num_rows, width)
     parts = x.new_empty(num_rows, size)
-    for source, w, result, gated in ((x, gate_up, hidden, True), (hidden, down, parts, False)):
-        tile = choose(n, top_k, held.count, gated=gated)
+    of_up, of_down = scales or (None, None)
+    assert (scales is not None) == (gate_up.dtype == E4M3) == (down.dtype == E4M3)
+    for source, w, of_w, result, gated in (
+        (x, gate_up, of_up, hidden, True), (hidden, down, of_down, parts, False)
+    ):  # fmt: skip
+        tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
         columns, k = result.shape[1], source.shape[1]
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
-            source, w, routes.weights, routes.starts, routes.order, result, columns, k,
-            source.stride(0), num_tiles,
+            source, w, of_w, routes.weights, routes.starts, routes.order, result, columns, k,
+            source.stride(0), num_tiles, *_strides(of_w),
             **overlap(
                 x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
                 BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
+                GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
                 EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             ),

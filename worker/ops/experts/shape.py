@@ -26,15 +26,17 @@ class Held(NamedTuple):
 
 
 def rank_experts(
-    shape: ExpertShape, division: Division, rank: int, size: int
+    shape: ExpertShape, division: Division, rank: int, size: int, *, in_blocks: bool = False
 ) -> tuple[Held, slice]:
     """(experts of one rank, its part of their hidden layers).
 
     tensor: a part of each expert; expert: some experts whole; auto: the former unless parts would
-    be small or uneven. Raises Unsupported if they cannot be divided evenly.
+    be small or uneven, or divide blocks in eight bits, if weights are in_blocks. Raises Unsupported
+    if they cannot be divided evenly.
     """
     if division == "auto":
-        division = "expert" if shape.width % (size * GRAIN) and size > 1 else "tensor"
+        grain = 2 * GRAIN if in_blocks else GRAIN
+        division = "expert" if shape.width % (size * grain) and size > 1 else "tensor"
     divided = shape.width if division == "tensor" else shape.num_experts
     if divided % size:
         what = f"{shape.num_experts} experts of {shape.width} cannot be divided among {size} ranks"
