@@ -6,16 +6,17 @@ are decided in the worker (`WorkerConfig.resolved`). `explain` says of all what 
 
 import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from operator import attrgetter
 
 from cluster.config import Config, WorkerRole, fields, put
 from worker.api import Role
 from worker.config import MEMORY_FRACTION, Choice, Machine, Note, WorkerConfig, log_choice
-from worker.start.check import kv_token_bytes, model_limits
+from worker.errors import UserError
+from worker.start.check import EIGHT_BITS, kv_token_bytes, model_limits, sizes_of
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
-EIGHT_BITS = "float8_e4m3fn"
 ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 Chosen = dict[str, Choice]  # by the path of a leaf
@@ -240,4 +241,9 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
         own, eight = kv_token_bytes(directory, size, made.model.dtype, EIGHT_BITS)
         why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,}"
         choices["kv.dtype"] = made.model.dtype, why
+    if "model.dtype" in choices:
+        with suppress(UserError):  # there are no weights, or none that can be read
+            held, (value, why) = sizes_of(config.model.directory), choices["model.dtype"]
+            why += f"; weights are {held.weights / 1e9:.3g} GB in 16 bits, "
+            choices["model.dtype"] = value, f"{why}{held.fp8_weights / 1e9:.3g} as published in FP8"
     return choices

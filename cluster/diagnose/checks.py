@@ -20,6 +20,7 @@ import msgspec
 
 from cluster import download
 from cluster.config import Config, WorkerRole
+from cluster.diagnose.eight_bits import eight_bits
 from cluster.diagnose.facts import Facts, read_facts
 from cluster.diagnose.finding import Finding, Level, failure, ok, refuse, refused, warning
 from cluster.diagnose.machine import examine, versions
@@ -110,7 +111,7 @@ def of_machine(config: Config, num_gpus: int, facts: Facts) -> list[Finding]:
     errors = mistakes(settings)
     ports = () if any(error.param in PORTS for error in errors) else _ports(config)
     judged = examine(settings.decided, facts)
-    return [*ports, *map(refused, errors), *_wire(config), *_model(config), *judged]
+    return [*ports, *map(refused, errors), *_wire(config), *_model(config, facts), *judged]
 
 
 def _ports(config: Config) -> Iterator[Finding]:
@@ -140,7 +141,7 @@ def _wire(config: Config) -> Iterator[Finding]:
         )
 
 
-def _model(config: Config) -> Iterator[Finding]:
+def _model(config: Config, facts: Facts) -> Iterator[Finding]:
     path, drafter = config.model.path, config.spec.path
     for name in filter(download.is_name, (path, drafter)):
         yield ok("model", f"{name} is a name on the hub: serve looks for it there")
@@ -154,6 +155,7 @@ def _model(config: Config) -> Iterator[Finding]:
         yield refused(error)
     else:
         yield ok("model", f"{path} is whole, and of a kind that can be served")
+        yield from eight_bits(config, facts.driver)
 
 
 def mistakes(settings: Settings) -> list[UserError]:

@@ -43,6 +43,7 @@ class Driver:
     cuda: str = ""  # the newest CUDA that it runs, as "13.0"; "": it does not tell
     gpus: tuple[str, ...] = ()  # names, by index
     unreachable: tuple[tuple[int, int], ...] = ()  # (i, j): GPU i cannot read GPU j's memory
+    memory: tuple[int, ...] = ()  # bytes, by index, of those that tell
 
     @property
     def peer_access(self) -> bool | None:
@@ -123,6 +124,11 @@ def read_driver() -> Driver:
             (i, j)
             for i, j in permutations(count, 2)
             if ask(0, nvml.nvmlDeviceGetP2PStatus, gpus[i], gpus[j], CAN_READ)
+        ),
+        tuple(
+            int(found.total)
+            for gpu in gpus
+            if (found := ask(None, nvml.nvmlDeviceGetMemoryInfo, gpu))
         ),
     )
     ask(None, nvml.nvmlShutdown)

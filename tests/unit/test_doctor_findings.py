@@ -16,10 +16,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from safetensors.torch import load_file
 
 from cluster.config import load
 from cluster.diagnose import running
 from cluster.diagnose.checks import Settings, of_start
+from cluster.diagnose.eight_bits import eight_bits
 from cluster.diagnose.facts import MOONCAKE, Driver, Facts, Port, read_facts, requirements
 from cluster.diagnose.finding import Finding, Level, has_failure, refuse
 from cluster.diagnose.machine import examine, of_transport
@@ -230,6 +232,23 @@ int nvmlDeviceGetP2PStatus(void *reader, void *owner, int what, int *to) {
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_a_model_s_eight_bits_are_told() -> None:
+    """Of tiny, whose numbers are counted by torch here."""
+    config = load(None, ["model.path=tiny"])
+    held = load_file(config.model.directory / "model.safetensors")
+    layers = sum(x.numel() for name, x in held.items() if x.dim() == 2 and ".layers." in name)
+    total = sum(x.numel() for x in held.values())
+    (found,) = eight_bits(config, replace(H200, memory=(10**9, 10**9)))
+    assert found.figures is not None
+    assert found.figures["weights"] == 2 * total
+    assert found.figures["fp8_weights"] == 2 * total - layers
+    assert found.figures["fp8_kv_token"] < 0.55 * found.figures["kv_token"]
+    rooms = found.figures["kv_tokens"], found.figures["fp8_kv_tokens"]
+    assert rooms[0] == (int(0.85e9) - 2 * total) // int(found.figures["kv_token"])
+    assert rooms[1] > 1.8 * rooms[0]
+    assert f"{rooms[1] // 8192} rows of 8,192" in found.what
+
+
 def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
     """A library in the place of the driver's."""
     (tmp_path / "driver.c").write_text(DRIVER)

@@ -1,6 +1,7 @@
 """The weight files of a model directory, and whether they are whole. Free of torch."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -53,6 +54,25 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file}: cut short or not a safetensors file: {error}") from error
     return held
+
+
+def count_weights(path: Path) -> tuple[int, int]:
+    """(numbers in matrices of layers, other numbers) of the model in directory `path`.
+
+    The former may be in eight bits; embeddings, heads, norms and routers are not. Raises UserError
+    as `weight_files`.
+    """
+    matrices = others = 0
+    for file in weight_files(path):
+        with safe_open(file, framework="numpy") as reader:
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                shape = reader.get_slice(name).get_shape()
+                in_layer = ".layers." in name and name.endswith(".weight")
+                if len(shape) == 2 and in_layer and not name.endswith("gate.weight"):
+                    matrices += math.prod(shape)
+                elif not name.endswith(("_scale", "_scale_inv")):
+                    others += math.prod(shape)
+    return matrices, others
 
 
 def listed(names: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
@@ -14,7 +15,7 @@ from worker.config import (
 )
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
-from worker.model.files import check_weights
+from worker.model.files import check_weights, count_weights
 from worker.model.quantized import BLOCK
 from worker.model.refusals import check_path
 from worker.model.shape import LayerShape, ModelShape, read_model_shape
@@ -52,6 +53,29 @@ def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
     sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
     regions = [KVRegion("target", *sizes, dtype) for dtype in dtypes]
     return [region.page_bytes // page_size for region in regions]
+
+
+EIGHT_BITS = "float8_e4m3fn"  # of kv.dtype
+
+
+class Sizes(NamedTuple):
+    """Bytes of a model in 16 bits, and with what may be in eight."""
+
+    weights: int
+    kv_token: int
+    fp8_weights: int
+    fp8_kv_token: int  # as kv_token where KV may not
+
+
+def sizes_of(directory: Path, page_size: int = 64) -> Sizes:
+    """Of the model whose weights lie there. Raises UserError as read_model_shape, weight_files."""
+    matrices, others = count_weights(directory)
+    whole, eight = kv_token_bytes(directory, page_size, "bfloat16", EIGHT_BITS)
+    try:
+        check_kv(EIGHT_BITS, "bfloat16", read_model_shape(directory))
+    except UserError:
+        eight = whole
+    return Sizes(2 * (matrices + others), whole, matrices + 2 * others, eight)
 
 
 def check_kv(dtype: str, model_dtype: str, shape: ModelShape) -> None:
