@@ -22,7 +22,9 @@ from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
+from worker.model.matrices import GRAIN, quantized
 from worker.ops.product import product
+from worker.ops.scaled import BLOCK, scaled_product
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
@@ -97,15 +99,40 @@ def library(name: str) -> Multiply:
     return multiply
 
 
+class EightBits:
+    """Products of the same weights in e4m3, with scales as of blocks; half the bytes of the floor.
+
+    Chained results differ by what each product rounds of its activations.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._held = {
+            id(weight): quantized(
+                weight.float(), (len(weight) // GRAIN, -(-weight.shape[1] // BLOCK))
+            )
+            for weights in step.weights.values()
+            for weight in weights
+            if not len(weight) % GRAIN
+        }
+
+    def __call__(self, x: Tensor, w: Tensor) -> Tensor:
+        found = self._held.get(id(w))
+        return product(x, w) if found is None else scaled_product(x, *found)
+
+
 def error(got: Tensor, expected: Tensor) -> float:
     """Relative, in the 2-norm."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
-def measure(step: Step, m: int, replays: int, libraries: list[str]) -> dict[str, Any]:
+def measure(
+    step: Step, m: int, replays: int, libraries: list[str], eight: EightBits | None = None
+) -> dict[str, Any]:
     """Times for m rows, whole step and product by product, and how far the results differ."""
     x = torch.randn(m, max(item.k for item in step.products), device=step.device).to(step.dtype)
     ways = {name: library(name) for name in libraries} | {"product": product}
+    if eight is not None:
+        ways["fp8"] = eight
 
     def timed(run: Callable[..., Tensor], *first: Any, **more: Any) -> dict[str, dict[str, float]]:
         runs = {name: partial(run, *first, x, way, **more) for name, way in ways.items()}
@@ -115,7 +142,9 @@ def measure(step: Step, m: int, replays: int, libraries: list[str]) -> dict[str,
     row: dict[str, Any] = {"m": m, "layers": timed(step.run, head=False), "step": timed(step.run)}
     row["products"] = {item.name: timed(step.run_one, item) for item in step.products}
     results = {name: step.run(x, way) for name, way in ways.items()}
-    row["errors"] = {name: error(of, results[libraries[0]]) for name, of in results.items()}
+    errors = {name: error(of, results[libraries[0]]) for name, of in results.items()}
+    row["fp8_error"] = errors.pop("fp8", 0.0)
+    row["errors"] = errors
     return row
 
 
@@ -131,7 +160,11 @@ def print_row(row: dict[str, Any]) -> None:
             f"layers {row['layers'][name]['median_ms']:.3f}  all of one product, us: {by_product}",
             flush=True,
         )
-    print(f"      largest difference of results: {max(row['errors'].values()):.2g}", flush=True)
+    print(
+        f"      largest difference of results: {max(row['errors'].values()):.2g}; "
+        f"in eight bits {row['fp8_error']:.2g}",
+        flush=True,
+    )
 
 
 def parsed() -> argparse.Namespace:
@@ -143,6 +176,7 @@ def parsed() -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     add("--device", default=DEVICE)
     add("--replays", type=int, default=30)
+    add("--eight", action="store_true", help="the same weights in e4m3, too: way fp8")
     add("--libraries", default="cublas", help="cublas, cublaslt or both, by commas")
     return made.parse_args()
 
@@ -155,8 +189,9 @@ def main() -> None:
     floor_ms = step.num_bytes / read_gb_s / 1e6
     print(f"reads {read_gb_s:.1f} GB/s, floor {floor_ms:.3f} ms")
     about = {"options": shown(options), "read_gb_s": read_gb_s, "floor_ms": floor_ms, "rows": []}
+    eight = EightBits(step) if options.eight else None
     for m in options.m:
-        about["rows"].append(measure(step, m, options.replays, options.libraries.split(",")))
+        about["rows"].append(measure(step, m, options.replays, options.libraries.split(","), eight))
         print_row(about["rows"][-1])
         write(options.json, about)
 

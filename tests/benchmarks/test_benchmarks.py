@@ -42,7 +42,7 @@ CASES = [  # command, its list of rows, fields of a row, their values
      "rows", "batch query_len context", ["2 4 40", "1 4 40"]),
     ("attention", f"{ATTENTION} --replays 1 --prefill 24,32",
      "rows", "batch query_len context", ["1 32 32", "1 24 24"]),
-    ("gemm", "--model tiny --device cpu --m 4,300", "rows", "m", ["4", "300"]),
+    ("gemm", "--model tiny --device cpu --m 4,300 --eight", "rows", "m", ["4", "300"]),
     ("transfer", "--transport shm --run-bytes 4096 65536 --total-mb 1",
      "rows", "transport run_bytes", ["shm/shm 4096", "shm/shm 65536"]),
 ]  # fmt: skip

@@ -229,14 +229,16 @@ def alone(kind: str, form: str) -> list[list[int]]:
     return served(kind, form, "here")
 
 
-def served(kind: str, form: str, way: str, kv_dtype: str = "auto") -> list[list[int]]:
+def served(
+    kind: str, form: str, way: str, kv_dtype: str = "auto", **engine: Any
+) -> list[list[int]]:
     """The ids of each prompt, the second time, with cached prefixes."""
     config = WAYS[way].copy()
     if kind == "gated" and "max_prefill_tokens" in config:
         config["max_prefill_tokens"] = 64  # a delta net's block
     ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
     widths = config.pop("widths", None)
-    made = plain_sections(saved(kind, form), **config)
+    made = plain_sections(saved(kind, form), **config, **engine)
     made["kv"]["dtype"] = kv_dtype
     if widths:
         made["spec"] = {"drafter": "ngram", "widths": widths}

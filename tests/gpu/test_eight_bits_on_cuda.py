@@ -1,10 +1,11 @@
-"""KV in eight bits on a GPU: what is stored, and that attention reads exactly that."""
+"""KV and weights in eight bits on a GPU: what is stored, what reads it, what multiplies it."""
 
 from typing import Any
 
 import pytest
 import torch
 
+from tests.equivalence import test_eight_bit_weights as laws
 from worker.attention.base import AttentionShape
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store_ref
 from worker.attention.triton import TritonAttention
@@ -13,8 +14,21 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
+from worker.model import matrices
+from worker.ops.experts.product import expert_products, expert_products_ref
+from worker.ops.experts.route import new_load, route
+from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.mask import CAUSAL, KeyMask
 from worker.ops.rope import rope_table
+from worker.ops.scaled import (
+    BLOCK,
+    eight_bits,
+    eight_bits_ref,
+    scaled_gated_product,
+    scaled_gated_product_ref,
+    scaled_product,
+    scaled_product_ref,
+)
 
 pytestmark = pytest.mark.gpu(1)
 EIGHT, PAGE, HEADS, KV_HEADS = "float8_e4m3fn", 64, 32, 8
@@ -81,3 +95,83 @@ def test_attention_has_the_bits_of_what_the_cache_is_worth(
             found.append(made.forward(q, 0))
     assert torch.equal(*found)
     assert bool(found[0].isfinite().all())
+
+
+SHAPES = [(6144, 4096, 16), (4096, 12288, 16), (24576, 4096, 1), (304, 1000, 16), (1024, 576, 1)]
+
+
+def eight_of(n: int, k: int, grain: int) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.randn(n, k, device="cuda") * k**-0.5
+    return matrices.quantized(drawn, (n // grain, -(-k // BLOCK) if grain > 1 else 1))
+
+
+def rows_of(m: int, k: int) -> torch.Tensor:
+    sizes = 10 ** (4 * torch.rand(m, 1, device="cuda") - 2)
+    return (torch.randn(m, k, device="cuda") * sizes).bfloat16()
+
+
+@pytest.mark.parametrize("m", [1, 17, 300])
+def test_activations_are_rounded_as_by_the_definition(m: int) -> None:
+    torch.manual_seed(2)
+    for k in (128, 1000, 4096):
+        x = rows_of(m, k)
+        (values, scales), (wanted, of_wanted) = eight_bits(x), eight_bits_ref(x)
+        assert torch.equal(values.view(torch.uint8), wanted.view(torch.uint8))
+        assert torch.equal(scales, of_wanted)
+
+
+@pytest.mark.parametrize("m", [1, 8, 33, 64, 65, 300, 2048])
+@pytest.mark.parametrize(("n", "k", "grain"), SHAPES)
+def test_products_are_the_definition_s(m: int, n: int, k: int, grain: int) -> None:
+    torch.manual_seed(3)
+    x, (w, scales) = rows_of(m, k), eight_of(n, k, grain)
+    for product, wanted in ((scaled_product, scaled_product_ref),
+                            (scaled_gated_product, scaled_gated_product_ref)):  # fmt: skip
+        got, exact = product(x, w, scales).double(), wanted(x, w, scales).double()
+        assert float((got - exact).norm() / exact.norm()) < 4e-3, product.__name__
+
+
+@pytest.mark.parametrize(("n", "k", "grain"), SHAPES)
+def test_a_row_of_a_product_is_the_same_in_any_batch(n: int, k: int, grain: int) -> None:
+    torch.manual_seed(4)
+    x, (w, scales) = rows_of(2048, k), eight_of(n, k, grain)
+    for counts in ((1, 2, 16, 33, 63, 64), (65, 128, 300, 1024, 2048)):
+        whole = scaled_product(x[: counts[-1]], w, scales)
+        for count in counts:
+            assert torch.equal(scaled_product(x[:count], w, scales), whole[:count]), count
+    x[1:] = float("nan")
+    assert torch.equal(scaled_product(x[:64], w, scales)[0], scaled_product(x[:1], w, scales)[0])
+
+
+@pytest.mark.parametrize("count", [1, 20, 200, 1024])
+def test_experts_are_the_definition_s_and_rows_the_same_in_any_batch(count: int) -> None:
+    torch.manual_seed(5)
+    shape, held, size = ExpertShape(64, 8, 256, renormalizes=True), Held(0, 64), 512
+    x, gate = torch.randn(count, size, device="cuda").bfloat16(), rows_of(64, size)
+    stacks = [
+        matrices.quantized(torch.randn(64, n, k, device="cuda") * k**-0.5, (64, n // 16, k // 128))
+        for n, k in ((512, size), (size, 256))
+    ]
+    (up, of_up), (down, of_down) = stacks
+
+    def computed(x: torch.Tensor, products: Any = expert_products) -> torch.Tensor:
+        routes = route(x, gate, None, 0, shape, held, new_load(held, x.device))
+        return products(x, routes, up, down, held, scales=(of_up, of_down))
+
+    got, exact = computed(x), computed(x, expert_products_ref)
+    norm = exact.float().norm(dim=-1).clamp_min(1e-3)
+    assert ((got.float() - exact.float()).norm(dim=-1) / norm).max() < 2**-6
+    for few in {1, count // 3 or 1, count - 1 or 1}:
+        assert torch.equal(computed(x[:few]), got[:few])
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("qwen3", "fp8"), ("phi3", "channel"), ("experts", "fp8"), ("gated", "block")],
+)
+@pytest.mark.parametrize("way", ["here", "pulled", "preempted"])
+def test_a_model_in_eight_bits_says_the_same_whatever_serves_it(kind, form, way) -> None:
+    """Through graphs, which a start compares with eager steps bit for bit."""
+    kv = "float8_e4m3fn" if kind == "qwen3" else "auto"
+    wanted = laws.served(kind, form, "here", kv, device="cuda", strict=True)
+    assert laws.served(kind, form, way, kv, device="cuda", strict=True) == wanted
