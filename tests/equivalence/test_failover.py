@@ -5,6 +5,7 @@ sends it again to the other worker. That workers die is in tests/fault/test_kill
 """
 
 import inspect
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +14,14 @@ import pytest
 
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.queue import Queue
+from tests.equivalence.test_quantized_files import published
 from tests.fault.router_doubles import Served, routed
 from tests.support.engines import running, value
 from tests.support.pairwise import more, whole
 from tests.support.prompts import TINY
 from worker.api import TokenChunk
 from worker.draw.grammar import Grammars
+from worker.start import load
 
 NUM_TOKENS = 24
 STRIDE = 1 if whole else 5  # from one token at which a request is lost to the next
@@ -47,11 +50,12 @@ BODIES: dict[str, dict[str, Any]] = {
     "min_tokens": {"temperature": 1.0, "seed": 8, "min_tokens": 16},
 }
 FEW = ("choices", "grammar")  # for ways to serve beyond the first, without --whole
-# Drafter, ranks of each decode worker, and the dtype of KV if it is not the model's.
+# Drafter, ranks of each decode worker, and the dtype of KV if it is not the model's; "both": so is
+# that of the weights.
 SERVED = [
     *(("none", 1, "auto"), ("chain", 2, "auto")),
     *more(("none", 2, "auto"), ("chain", 1, "auto"), ("dflash", 2, "auto"), ("ngram", 1, "auto")),
-    *more(("none", 1, "fp8")),
+    *more(("none", 1, "fp8"), ("none", 1, "both")),
 ]
 
 
@@ -77,21 +81,27 @@ class Losing:
 
 
 @pytest.fixture(scope="module", params=SERVED, ids=str)
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    drafter, tp, kv_dtype = request.param
+def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
+    drafter, tp, dtype = request.param
+    model: dict[str, Any] = {"dtype": "float32", "max_model_len": 256}
+    if dtype == "both":
+        path = shutil.copytree(TINY, tmp_path_factory.mktemp("eight") / "tiny")
+        published(path, "fp8")
+        model["path"] = str(path)
     sections: dict[str, dict[str, Any]] = {
-        "model": {"dtype": "float32", "max_model_len": 256},
+        "model": model,
         "engine": {"threads": 1, "max_num_reqs": 8, "num_pages": 200, "strict": True},
-        "kv": {"dtype": kv_dtype},
+        "kv": {"dtype": "fp8" if dtype == "both" else dtype},
         "disaggregation": {"mode": "always"},
         "spec": {} if drafter == "none" else {"drafter": drafter, "widths": [1, 4]},
     }
-    with running(sections, num_decode=2, decode_tp=tp) as cluster:
-        members = cluster.members
-        with routed(TINY, members) as (router, url):
-            yield Served(None, url, router)  # type: ignore[arg-type]
-        for worker in cluster.workers.values():
-            assert not value(worker.engine.metrics.running)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "multiplies_eight_bits", lambda _: True)  # on a CPU, too
+        with running(sections, num_decode=2, decode_tp=tp) as cluster:
+            with routed(TINY, cluster.members) as (router, url):
+                yield Served(None, url, router)  # type: ignore[arg-type]
+            for worker in cluster.workers.values():
+                assert not value(worker.engine.metrics.running)
 
 
 def told(served: Served, kind: str, **more: Any) -> Any:
@@ -114,7 +124,7 @@ def told(served: Served, kind: str, **more: Any) -> Any:
         (each, kind)
         for each in SERVED[1:]
         for kind in (BODIES if whole else FEW)
-        if (each[2], kind) != ("fp8", "choices")
+        if kind != "choices" or each[2] == "auto"
     ],  # in eight bits logprobs differ by more
     indirect=["served"],
     ids=str,
