@@ -3,8 +3,10 @@
 Against itself, not against `transformers`, which computes with other activations.
 """
 
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,14 +32,15 @@ from worker.errors import UserError
 from worker.model import shard
 from worker.model.decoder import Decoder
 from worker.model.layers import Linear
-from worker.model.matrices import EightBitMatrix, Scales, Stack, quantized
+from worker.model.matrices import EightBitMatrix, ScaleGrid, Stack, quantized
 from worker.model.quantized import EightBits
+from worker.model.shape import read_model_shape
 from worker.model.shard import Part
 from worker.ops.experts import product as experts
 from worker.ops.experts.route import new_load, route
 from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.scaled import BLOCK, E4M3
-from worker.start.check import check_directories
+from worker.start.check import _divided_widths, check_directories
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
 SIZES = {
@@ -129,7 +132,7 @@ def test_experts_are_those_of_what_they_are_worth() -> None:
         drawn *= torch.tensor([1.0, 8.0, 0.2, 3.0]).view(-1, 1, 1)
         tensor, scales = quantized(drawn, (4, sizes[0] // 16, -(-sizes[1] // BLOCK)))
         columns = Part(sizes[1], slice(0, sizes[1]))
-        stacks.append(Stack(as_weight(tensor), Scales(as_weight(scales), 16, columns)))
+        stacks.append(Stack(as_weight(tensor), ScaleGrid(as_weight(scales), 16, columns)))
     routes = route(x, gate, None, 0, shape, held, new_load(held, torch.device("cpu")))
     up, down = stacks
     assert up.scales is not None
@@ -156,6 +159,19 @@ def test_what_the_files_leave_alone_is_left_alone(tmp_path: Path) -> None:
     models.edit(tmp_path / "model", quantization_config=wrong | {"modules_to_not_convert": "gate"})
     with pytest.raises(UserError, match="modules_to_not_convert: must be a list of names"):
         models.load(tmp_path / "model")
+    for ignored, kind, alone in (
+        ("model.layers.0.mlp.gate_up_proj", "phi3", "layers.0.feed_forward.gate_up"),
+        ("model.layers.0.self_attn.qkv_proj", "phi3", "layers.0.attention.qkv"),
+        (r"re:.*\.experts\.3\.down_proj", "experts", "layers.1.feed_forward"),
+    ):
+        path = shutil.copytree(saved(kind, "block"), tmp_path / alone)
+        form = json.loads((path / "config.json").read_text())["quantization_config"]
+        models.edit(path, quantization_config=form | {"ignore": [ignored]})
+        found = linears(models.load(path, eight=True))
+        plain = {name for name, each in found.items() if not is_eight(each)}
+        assert {name.removesuffix(".down").removesuffix(".gate_up") for name in plain} == {
+            alone.removesuffix(".gate_up")
+        }, ignored
     left = wrong | {"modules_to_not_convert": ["lm_head", "model.layers.1.self_attn.q_proj"]}
     models.edit(tmp_path / "model", quantization_config=left)
     held = linears(models.load(tmp_path / "model", eight=True))
@@ -222,6 +238,14 @@ def test_ranks_that_would_share_a_block_are_refused_by_name() -> None:
     ranks: Any = {"prefill.engine.tensor_parallel": (2, "auto")}
     with pytest.raises(UserError, match=r"prefill\.engine\.tensor_parallel: .* of 168 .* fewer"):
         check_directories(model, SpecConfig(), ranks)
+    shape = read_model_shape(saved("gated"))
+    assert shape.delta is not None
+    sparse = replace(
+        shape, intermediate_size=5472, experts=ExpertShape(8, 2, 256, True, 384),
+        is_sparse=(True,) * shape.num_layers,
+    )  # fmt: skip
+    widths = {*_divided_widths(sparse)}
+    assert widths == {shape.num_heads * shape.head_dim, 384, shape.delta.value_width}
 
 
 @cache
@@ -230,7 +254,12 @@ def alone(kind: str, form: str) -> list[list[int]]:
 
 
 def served(
-    kind: str, form: str, way: str, kv_dtype: str = "auto", **engine: Any
+    kind: str,
+    form: str,
+    way: str,
+    kv_dtype: str = "auto",
+    dtype: str = "float32",
+    **engine: Any,
 ) -> list[list[int]]:
     """The ids of each prompt, the second time, with cached prefixes."""
     config = WAYS[way].copy()
@@ -239,7 +268,7 @@ def served(
     ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
     widths = config.pop("widths", None)
     made = plain_sections(saved(kind, form), **config, **engine)
-    made["kv"]["dtype"] = kv_dtype
+    made["kv"]["dtype"], made["model"]["dtype"] = kv_dtype, dtype
     if widths:
         made["spec"] = {"drafter": "ngram", "widths": widths}
     with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:

@@ -128,7 +128,8 @@ def test_products_are_the_definition_s(m: int, n: int, k: int, grain: int) -> No
     for product, wanted in ((scaled_product, scaled_product_ref),
                             (scaled_gated_product, scaled_gated_product_ref)):  # fmt: skip
         got, exact = product(x, w, scales).double(), wanted(x, w, scales).double()
-        assert float((got - exact).norm() / exact.norm()) < 4e-3, product.__name__
+        off = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert float(off.max()) < 8e-3, product.__name__
 
 
 @pytest.mark.parametrize(("n", "k", "grain"), SHAPES)
@@ -169,9 +170,10 @@ def test_experts_are_the_definition_s_and_rows_the_same_in_any_batch(count: int)
     ("kind", "form"),
     [("qwen3", "fp8"), ("phi3", "channel"), ("experts", "fp8"), ("gated", "block")],
 )
-@pytest.mark.parametrize("way", ["here", "pulled", "preempted"])
-def test_a_model_in_eight_bits_says_the_same_whatever_serves_it(kind, form, way) -> None:
+def test_a_model_in_eight_bits_says_the_same_whatever_serves_it(kind: str, form: str) -> None:
     """Through graphs, which a start compares with eager steps bit for bit."""
     kv = "float8_e4m3fn" if kind == "qwen3" else "auto"
-    wanted = laws.served(kind, form, "here", kv, device="cuda", strict=True)
-    assert laws.served(kind, form, way, kv, device="cuda", strict=True) == wanted
+    for dtype, ways in (("bfloat16", ["pulled"]), ("float32", ["pulled", "preempted"])):
+        wanted = laws.served(kind, form, "here", kv, dtype, device="cuda", strict=True)
+        for way in ways:
+            assert laws.served(kind, form, way, kv, dtype, device="cuda", strict=True) == wanted

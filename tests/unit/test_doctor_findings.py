@@ -221,6 +221,9 @@ int nvmlSystemGetDriverVersion(char *to, unsigned n) { strncpy(to, "580.159.04",
 int nvmlSystemGetCudaDriverVersion_v2(int *to) { *to = 13010; return 0; }
 int nvmlDeviceGetCount_v2(unsigned *to) { *to = 2; return 0; }
 int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **to) { *to = (void *)(BASE + i); return 0; }
+int nvmlDeviceGetMemoryInfo(void *gpu, unsigned long long *to) {
+    to[0] = gpu == (void *)BASE ? 4000000000 : 2000000000; to[1] = to[2] = 0; return 0;
+}
 int nvmlDeviceGetName(void *gpu, char *to, unsigned n) {
     strncpy(to, gpu == (void *)BASE ? "first" : "second", n); return 0;
 }
@@ -231,7 +234,6 @@ int nvmlDeviceGetP2PStatus(void *reader, void *owner, int what, int *to) {
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_model_s_eight_bits_are_told() -> None:
     """Of tiny, whose numbers are counted by torch here."""
     config = load(None, ["model.path=tiny"])
@@ -249,6 +251,7 @@ def test_a_model_s_eight_bits_are_told() -> None:
     assert f"{rooms[1] // 8192} rows of 8,192" in found.what
 
 
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
     """A library in the place of the driver's."""
     (tmp_path / "driver.c").write_text(DRIVER)
@@ -258,6 +261,8 @@ def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
     assert code == 1
     (gpus,) = [row["what"] for row in rows if row["subject"] == "gpus"]
     assert gpus.startswith("1 x first, 1 x second, driver 580.159.04 for CUDA 13.1, torch for ")
+    (eight,) = [row for row in rows if row["subject"] == "fp8"]
+    assert eight["figures"]["kv_tokens"] * 3072 < 1.7e9, "of the smaller one"
     (peers,) = [row for row in rows if row["subject"] == "peers"]
     assert "memory: 1 from 0 (" in peers["what"], "GPU 1 cannot read GPU 0's, and else all can"
     assert peers["level"] == "warning"

@@ -147,6 +147,7 @@ class SelfAttention(nn.Module):
             placement,
             bias=features.qkv_bias,
             moved=bool(self._moved) or self._fused or features.output_gate,
+            modules=["qkv_proj"] if self._fused else ["q_proj", "k_proj", "v_proj"],
         )
         self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None

@@ -48,9 +48,10 @@ class FeedForward(nn.Module):
         if not shape.features.gated:
             del rows["gate_proj"]
         self._activation = activation_of(shape.features.activation)
-        self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias)
-        self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
         self._fused = shape.features.fused_gate_up
+        modules = ["gate_up_proj"] if self._fused else ()
+        self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias, modules=modules)
+        self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
         assert not (self._fused and bias)
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:

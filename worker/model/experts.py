@@ -39,12 +39,14 @@ class Experts(nn.Module):
         assert names is not None
         self._names, self._part = names, Part(self.shape.width, columns)
         self.gate = placement.empty(self.shape.num_experts, size)
-        first = f"experts.{self.held.first}"
-        rows = {f"{first}.{name}": self._part for name in (names.gate, names.up)}
-        self.gate_up = placement.stack(self.held.count, rows, all_of(size))
-        self.down = placement.stack(
-            self.held.count, {f"{first}.{names.down}": all_of(size)}, self._part
+        kept = placement.where_kept(
+            f"experts.{i}.{name}"
+            for i in range(self.held.first, self.held.first + self.held.count)
+            for name in (names.gate, names.up, names.down)
         )
+        rows = {names.gate: self._part, names.up: self._part}
+        self.gate_up = kept.stack(self.held.count, rows, all_of(size))
+        self.down = kept.stack(self.held.count, {names.down: all_of(size)}, self._part)
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None

@@ -59,8 +59,8 @@ def tensor_names(path: Path, files: Sequence[Path] | None = None) -> set[str]:
 def count_weights(path: Path) -> tuple[int, int]:
     """(numbers in matrices of layers, other numbers) of the model in directory `path`.
 
-    The former may be in eight bits; embeddings, heads, norms and routers are not. Raises UserError
-    as `weight_files`.
+    The former may be in eight bits; embeddings, heads, norms, routers and delta nets' inputs are
+    not. Raises UserError as `weight_files`.
     """
     matrices = others = 0
     for file in weight_files(path):
@@ -68,7 +68,8 @@ def count_weights(path: Path) -> tuple[int, int]:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
                 shape = reader.get_slice(name).get_shape()
                 in_layer = ".layers." in name and name.endswith(".weight")
-                if len(shape) == 2 and in_layer and not name.endswith("gate.weight"):
+                alone = name.endswith("gate.weight") or ".in_proj_" in name
+                if len(shape) == 2 and in_layer and not alone:
                     matrices += math.prod(shape)
                 elif not name.endswith(("_scale", "_scale_inv")):
                     others += math.prod(shape)

@@ -1,13 +1,13 @@
 """The blocks of a layer, divided among ranks: linear layers, norms, embedding and head."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain, Scales, Stack
+from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain, ScaleGrid, Stack
 from worker.model.quantized import EightBits
 from worker.model.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
@@ -38,8 +38,15 @@ class Placement:
         """The same for the module `name` of this one."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
+    def where_kept(self, modules: Iterable[str]) -> "Placement":
+        """The same if the files have all these modules in eight bits; else in the model's dtype."""
+        eight = self.eight
+        if eight is None or all(eight.takes(f"{self.path}.{name}") for name in modules):
+            return self
+        return replace(self, eight=None)
+
     def matrix(self, rows: Mapping[str, Part], columns: Part, *, moved: bool) -> Matrix:
-        """An uninitialised matrix of these rows, one below the other, by the names of modules.
+        """An uninitialised matrix of these rows, one below the other.
 
         moved: the rows of one head may lie apart from one another in the checkpoint.
         """
@@ -47,22 +54,22 @@ class Placement:
         return Plain(tensor) if scales is None else EightBitMatrix(tensor, scales)
 
     def stack(self, count: int, rows: Mapping[str, Part], columns: Part) -> Stack:
-        """As many uninitialised matrices; rows: by the names of the first one's modules."""
+        """As many uninitialised matrices, of these rows each."""
         return Stack(*self._stores((count,), rows, columns, moved=False))
 
     def _stores(
         self, lead: tuple[int, ...], rows: Mapping[str, Part], columns: Part, moved: bool
-    ) -> tuple[nn.Parameter, Scales | None]:
+    ) -> tuple[nn.Parameter, ScaleGrid | None]:
         """Values, and scales if they are in eight bits."""
         num_rows, eight = sum(map(len, rows.values())), self.eight
-        if eight is None or not all(eight.takes(f"{self.path}.{name}") for name in rows):
+        if eight is None:
             return self.empty(*lead, num_rows, len(columns)), None
         grain = 1
         if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
             grain = GRAIN
         part = coarse(columns, BLOCK) if eight.by_block else all_of(1)
         scales = self.empty(*lead, num_rows // grain, len(part), dtype=torch.float32)
-        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), Scales(scales, grain, part)
+        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), ScaleGrid(scales, grain, part)
 
 
 class Linear(nn.Module):
@@ -79,12 +86,17 @@ class Linear(nn.Module):
         *,
         bias: bool,
         moved: bool = False,
+        modules: Iterable[str] = (),
     ) -> None:
-        """moved: see Placement.matrix."""
+        """moved: see Placement.matrix.
+
+        modules: that have the rows in the checkpoint; (): `rows` names them.
+        """
         super().__init__()
         self._rows, self.columns = dict(rows), columns
         self.part_sizes = [len(part) for part in rows.values()]
         num_rows = sum(self.part_sizes)
+        placement = placement.where_kept(modules or rows)
         self.weight = placement.matrix(rows, columns, moved=moved)
         self.bias = placement.empty(num_rows) if bias else None
 
@@ -112,8 +124,11 @@ class ColumnParallelLinear(Linear):
         *,
         bias: bool,
         moved: bool = False,
+        modules: Iterable[str] = (),
     ) -> None:
-        super().__init__(rows, all_of(in_features), placement, bias=bias, moved=moved)
+        """moved, modules: as of Linear."""
+        columns = all_of(in_features)
+        super().__init__(rows, columns, placement, bias=bias, moved=moved, modules=modules)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
         """The last `num_parts` of forward()'s parts alone: [num_tokens, sum of their sizes]."""

@@ -41,7 +41,7 @@ class Plain(nn.Module):
         return _shards(self.tensor, None, parts, columns)
 
 
-class Scales(NamedTuple):
+class ScaleGrid(NamedTuple):
     """Of a matrix in e4m3, or of a stack of them."""
 
     tensor: Tensor  # [(count,) num_rows / grain, columns] f32
@@ -52,7 +52,7 @@ class Scales(NamedTuple):
 class EightBitMatrix(nn.Module):
     """A matrix [num_rows, num_columns] in e4m3, with scales; see ops.scaled."""
 
-    def __init__(self, tensor: nn.Parameter, scales: Scales) -> None:
+    def __init__(self, tensor: nn.Parameter, scales: ScaleGrid) -> None:
         super().__init__()
         self.tensor, self.scales = tensor, scales.tensor
         self.grain, self._columns = scales.grain, scales.columns
@@ -60,7 +60,7 @@ class EightBitMatrix(nn.Module):
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
-        """As Plain.product; `first_row`: a multiple of 16."""
+        """As Plain.product; `first_row`: a multiple of `grain`."""
         rows, scales = self.tensor, self.scales
         if first_row:
             assert first_row % self.grain == 0
@@ -73,7 +73,7 @@ class EightBitMatrix(nn.Module):
         return scaled_gated_product(x, self.tensor, self.scales)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        scales = Scales(self.scales, self.grain, self._columns)
+        scales = ScaleGrid(self.scales, self.grain, self._columns)
         return _shards(self.tensor, scales, parts, columns)
 
 
@@ -83,7 +83,7 @@ Matrix = Plain | EightBitMatrix
 class Stack(nn.Module):
     """Matrices [count, num_rows, num_columns] of experts, in the model's dtype or with scales."""
 
-    def __init__(self, tensor: nn.Parameter, scales: Scales | None) -> None:
+    def __init__(self, tensor: nn.Parameter, scales: ScaleGrid | None) -> None:
         super().__init__()
         self.tensor, self._of = tensor, scales
         self.scales = None if scales is None else scales.tensor
@@ -97,7 +97,7 @@ class Stack(nn.Module):
 
 
 def _shards(
-    tensor: Tensor, scales: Scales | None, parts: Mapping[str, Part], columns: Part
+    tensor: Tensor, scales: ScaleGrid | None, parts: Mapping[str, Part], columns: Part
 ) -> dict[str, Shard]:
     """Of a matrix of the parts of modules of these names."""
     named = {f"{name}.weight": part for name, part in parts.items()}

@@ -1,6 +1,6 @@
 """Weights in eight bits as they are published: which forms are read, and where their scales are.
 
-Matrices of layers stay in eight bits (`matrices.EightBitMatrix`); what is elsewhere in eight bits
+Most matrices of layers stay in eight bits (`layers.Placement.matrix`); what else is in eight bits
 becomes the model's dtype while it is loaded. Free of torch until a file is read.
 """
 

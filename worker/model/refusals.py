@@ -19,7 +19,7 @@ ADVISED = {
     MISTRAL: "MistralForCausalLM", OLMO: "Olmo2ForCausalLM", PHI: "Phi3ForCausalLM",
     GEMMA: "Gemma3ForCausalLM",
 }  # fmt: skip
-READ = "kvlane reads bf16, f16 and f32 safetensors"
+READ = "kvlane reads bf16, f16, f32 and FP8 safetensors"
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
 
 # Of `architectures`: pattern -> (what such models need, what to do instead). The first counts.

@@ -58,11 +58,14 @@ def scaled_gated_product_ref(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether a device multiplies e4m3 numbers: GPUs do from compute capability 8.9 on.
+    """Whether products here are in e4m3: on Hopper, and on what has as much shared memory.
 
-    A CPU would have to make f32 of each weight in each step, which takes six times as long.
+    Tiles do not fit into that of compute capability 8.9 and 12. A CPU would have to make f32 of
+    each weight in each step, which takes six times as long.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    if device.type != "cuda":
+        return False
+    return (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0)
 
 
 def strides_of(scales: Tensor | None) -> tuple[int, int]:

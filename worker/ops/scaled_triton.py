@@ -17,7 +17,7 @@ from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
 ROWS = 8  # of x, that a program brings into eight bits
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_scales"])
 def _eight_bits_kernel(
     x, values, scales, M, K, stride_x, stride_scales,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
@@ -49,7 +49,7 @@ def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales.t()[:m]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "stride_column"])
 def _scaled_gemm_kernel(
     x, of_rows, w, of_weights, out, M, N, K, stride_column, stride_rows, stride_blocks, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
@@ -138,7 +138,10 @@ def scaled_gemm(
 def scaled_product_triton(
     x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """See scaled_product_ref; up to OWN_ROWS rows, and from there on, a row depends on itself."""
+    """See scaled_product_ref.
+
+    A row's result is the same in any batch of up to OWN_ROWS rows, and in any larger one.
+    """
     m, n = len(x), len(w)
     out = x.new_empty(m, n) if out is None else out
     if m == 0:
@@ -161,7 +164,7 @@ def scaled_gated_product_triton(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
 
 def _streamed(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
     """The tile of the kernel for few rows; None: there are many."""
-    if x.dtype not in DTYPES or len(x) > OWN_ROWS:
+    if x.dtype not in DTYPES or not 0 < len(x) <= OWN_ROWS:
         return None
     tile = choose(len(x), *w.shape, product_follows=product_follows, eight=True)
     return tile if tile.num_tiles(len(w)) <= MAX_TILES else None

@@ -1,6 +1,6 @@
 """What can be checked of workers before one starts: names and directories. Free of torch."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -137,12 +137,21 @@ def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
             if isinstance(shape, ModelShape) and shape.delta is not None:
                 split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
             if isinstance(shape, ModelShape) and shape.eight is not None and shape.eight.by_block:
-                widths = {shape.intermediate_size, shape.num_heads * shape.head_dim}
-                widths |= {shape.delta.value_width} if shape.delta is not None else set()
-                for width in widths:  # of matrices whose columns are divided
+                for width in _divided_widths(shape):
                     coarse(Part(width, slice(0, width // size)), BLOCK)
         except UserError as error:
             raise type(error)(f"{path}: {error}", path) from error
+
+
+def _divided_widths(shape: ModelShape) -> Iterator[int]:
+    """Columns of the matrices, but experts', whose columns ranks divide."""
+    yield shape.num_heads * shape.head_dim
+    if not all(shape.is_sparse or (False,)):
+        yield shape.intermediate_size
+    if shape.experts is not None:
+        yield shape.experts.shared_width
+    if shape.delta is not None:
+        yield shape.delta.value_width
 
 
 def _check_drafter(model: ModelConfig, spec: SpecConfig, target: ModelShape, ranks: Ranks) -> None:

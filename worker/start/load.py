@@ -155,7 +155,11 @@ def _load_weights(start: Start) -> Weights:
     drafter, models = None, dict[str, Loadable](target=model)
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
-    noise = dummy_digest(seed, dtype, device) if load_format == "dummy" else ""
+    noise = (
+        dummy_digest(seed, dtype, device, in_eight=eight is not None)
+        if load_format == "dummy"
+        else ""
+    )
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
 
 
