@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cluster.diagnose import greet
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
 from worker.transfer import doors
@@ -206,6 +206,26 @@ def test_strangers_who_say_nothing_keep_nobody_out(endpoint: Endpoint) -> None:
     assert is_over(silent[0]), "the oldest"
     for each in silent:
         each.close()
+
+
+def test_one_address_cannot_hold_all_connections(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "MAX_OF_ADDRESS", 4)
+    held = [dialed(endpoint) for _ in range(4)]
+    with strangers(endpoint) as refused:
+        assert is_over(refused)
+    port = int(endpoint.name.rpartition(":")[2])
+    with socket.create_connection((HOST, port), HANG_S, ("127.0.0.2", 0)) as other:
+        assert greeted(other)
+    for each in held:
+        each.close()
+
+    def is_open() -> bool:  # what was held is given back
+        with strangers(endpoint) as again:
+            return not is_over(again)
+
+    until(is_open)
 
 
 @pytest.mark.parametrize("staged", [False, True])

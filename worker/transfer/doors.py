@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -29,7 +29,7 @@ MAX_PIECES = 256  # of a request
 GREETING_S = 5.0  # for whoever has connected to say who it is
 STALLED = struct.pack("ll", 30, 0)  # seconds after which a peer that takes nothing is let go
 MAX_STRANGERS = 16  # connections that have not shown that they know the secret; the oldest goes
-MAX_CONNECTIONS = 1024
+MAX_CONNECTIONS, MAX_OF_ADDRESS = 1024, 256  # so a member gone bad leaves room for others
 BACKLOG = 128
 
 
@@ -98,6 +98,7 @@ class Door:
         self._refusals = Refusals()
         self._strangers = deque[socket.socket]()
         self._threads = dict[socket.socket, threading.Thread]()
+        self._held = Counter[str]()  # connections of each address
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._thread.start()
@@ -116,19 +117,24 @@ class Door:
     def _accept(self) -> None:
         while True:
             try:
-                connection = self._listener.accept()[0]
+                connection, (address, *_) = self._listener.accept()
             except OSError:  # it was closed, or there are no descriptors left
                 if self._closing:
                     return
                 threading.Event().wait(0.1)
                 continue
             thread = threading.Thread(
-                target=self._greet_and_serve, args=(connection,), name="kv-door-peer", daemon=True
+                target=self._greet_and_serve,
+                args=(connection, address),
+                name="kv-door-peer",
+                daemon=True,
             )
             with self._lock:
-                if self._closing or len(self._threads) >= MAX_CONNECTIONS:
+                is_full = len(self._threads) >= MAX_CONNECTIONS
+                if self._closing or is_full or self._held[address] >= MAX_OF_ADDRESS:
                     connection.close()
                     continue
+                self._held[address] += 1
                 self._threads[connection] = thread
                 self._strangers.append(connection)
                 thread.start()  # before `close` may join it
@@ -136,7 +142,7 @@ class Door:
             if oldest is not None:
                 _cut(oldest)
 
-    def _greet_and_serve(self, connection: socket.socket) -> None:
+    def _greet_and_serve(self, connection: socket.socket, address: str) -> None:
         try:
             with suppress(OSError):
                 if self._is_member(connection):
@@ -144,6 +150,9 @@ class Door:
         finally:
             with self._lock:
                 del self._threads[connection]
+                self._held[address] -= 1
+                if not self._held[address]:
+                    del self._held[address]
                 if connection in self._strangers:
                     self._strangers.remove(connection)
             connection.close()
