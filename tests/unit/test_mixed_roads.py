@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,12 +12,13 @@ import pytest
 
 from tests.contract.test_transport import Memory
 from tests.support.kv_sources import CONNECT_S, registered
+from tests.support.patience import until
 from tests.support.pulls import OK, ended
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
 from worker.transfer.base import Endpoint, KVTransport, Peer, Run
 from worker.transfer.host import addresses_in
-from worker.transfer.sockets import LANES, SocketTransport
+from worker.transfer.sockets import LANES, SocketLane, SocketPull, SocketTransport
 
 ROW = ("mixed", "shm")
 HOSTS = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
@@ -114,6 +116,24 @@ def test_a_network_that_fails_costs_no_pull(ends: Ends, caplog) -> None:
     assert len(other.lanes) == LANES * (len(HOSTS) - 1)
     assert "KV comes on other networks" in caplog.text
     assert ends.pulls(other)
+
+
+@pytest.mark.parametrize("num_well", [0, 1, LANES])
+def test_what_a_lane_leaves_others_do_that_were_through(
+    num_well: int, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, move = ends.here.connect(ends.there.endpoint(), CONNECT_S), SocketLane._move
+    well = peer.lanes[:num_well]
+
+    def last(lane: SocketLane, pull: SocketPull) -> Any:
+        if lane in well:
+            return move(lane, pull)
+        batch = pull.next()
+        until(lambda: not pull._inside & {*well} and not pull._num_awaited)
+        return ("broken", [batch]) if batch else ("", [])
+
+    monkeypatch.setattr(SocketLane, "_move", last)
+    assert ends.pulls(peer) is bool(well)
 
 
 def test_networks_are_interfaces_or_ranges() -> None:

@@ -89,6 +89,7 @@ class SocketPull(Pull):
         self._lock = threading.Lock()  # of what follows
         self._inside = set[SocketLane]()  # lanes that may write
         self._num_awaited = 0  # lanes that have it in their queues
+        self._failed = dict[SocketLane, str]()  # lanes that do no more of it, and why
         self._why = ""  # it can no longer be well
         self._is_begun = False
 
@@ -116,15 +117,15 @@ class SocketPull(Pull):
     def enter(self, lane: "SocketLane", why: str) -> bool:
         """Whether the lane may write from now on until it leaves.
 
-        why: it has no connection; "" if it has. Other lanes do its part; the last of them fails.
+        why: it has no connection; "" if it has. Other lanes do its part.
         """
         with self._lock:
             self._num_awaited -= 1
             if self.state is not PullState.RUNNING or self._why:
                 return False
             if why:
-                if not self._num_awaited and not self._inside and self._batches:
-                    self._why = why
+                self._failed[lane] = why
+                self._ask_again()
                 return False
             self._inside.add(lane)
             return True
@@ -138,10 +139,23 @@ class SocketPull(Pull):
         """why: it has failed, "" if not. undone: what it took, which other lanes may do."""
         with self._lock:
             self._inside.remove(lane)
-            if undone and (self._inside or self._num_awaited):
-                self._batches.extend(undone)
-            else:
+            self._batches.extend(undone)
+            if undone:
+                self._failed[lane] = why
+            else:  # with an error of ours nobody knows what it has not done
                 self._why = self._why or why
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        """With the lock: lanes that were through before another failed do what that one left."""
+        if not self._batches or self._inside or self._num_awaited or self._why:
+            return
+        others = [each for each in self._peer.lanes if each not in self._failed]
+        self._num_awaited = len(others)
+        for each in others:
+            each.pulls.put(self)
+        if not others:
+            self._why = next(reversed(self._failed.values()))
 
 
 class SocketLane:
