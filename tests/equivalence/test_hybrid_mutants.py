@@ -183,8 +183,7 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
 COSTS_MUCH = [pytest.mark.whole]  # an engine in a process of its own
 CASES = [
     pytest.param(
-        law, where, *change, id=f"{where}-{number}",
-        marks=COSTS_MUCH * (law is served and where != "schedule.req:PrefillReq.num_target_tokens"),
+        law, where, *change, id=f"{where}-{number}", marks=COSTS_MUCH * (law is served)
     )
     for law, places in MUTANTS.items()
     for where, changes in places.items()
@@ -210,7 +209,10 @@ def test_a_mutant_is_red(
         law(tmp_path)
 
 
-@pytest.mark.parametrize("law", MUTANTS, ids=lambda law: law.__name__)
+@pytest.mark.parametrize(
+    "law",
+    [pytest.param(law, id=law.__name__, marks=COSTS_MUCH * (law is served)) for law in MUTANTS],
+)
 def test_without_a_mutant_the_law_is_green(law: Law, tmp_path: Path) -> None:
     law(tmp_path)
 
