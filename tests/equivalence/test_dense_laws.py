@@ -4,7 +4,7 @@ The oracle is `transformers`; test_models.py compares logits. All in float32.
 """
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -97,19 +97,35 @@ def paired(ways: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("case", "how"), paired(SERVED))
-def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
-    path, wanted = saved(case)
-    config = SERVED[how].copy()
+def served(
+    path: Path,
+    how: Mapping[str, Any],
+    kv_dtype: str = "auto",
+    dtype: str = "float32",
+    **engine: Any,
+) -> list[list[int]]:
+    """The ids of each prompt, served in this way, the same with cached prefixes as without."""
+    config = {**how}
     ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
     widths = config.pop("widths", None)
-    made = sections(path, **config)
+    made = sections(path, **config, **engine)
+    made["kv"]["dtype"], made["model"]["dtype"] = kv_dtype, dtype
     if widths:
         made["spec"] = {"drafter": "ngram", "widths": widths}
     with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
-        for _ in range(2):  # the second time with cached prefixes
-            answers = cluster.client.generate(prompts(), GREEDY)
-            assert [answer.tokens for answer in ended(answers)] == wanted
+        first, second = (
+            [answer.tokens for answer in ended(cluster.client.generate(prompts(), GREEDY))]
+            for _ in range(2)
+        )
+    assert first == second
+    assert all(len(ids) == GREEDY.max_tokens for ids in first)
+    return first
+
+
+@pytest.mark.parametrize(("case", "how"), paired(SERVED))
+def test_whatever_serves_a_request_changes_nothing(case: str, how: str) -> None:
+    path, wanted = saved(case)
+    assert served(path, SERVED[how]) == wanted
 
 
 @pytest.mark.parametrize("case", ["gemma2", "command-r-norms", "mistral-window"])

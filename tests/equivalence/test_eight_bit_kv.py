@@ -4,6 +4,7 @@ Against itself, not against `transformers`: it is another model than the one in 
 one (`python -m benchmarks.accuracy --set kv.dtype=float8_e4m3fn`).
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,12 +13,10 @@ import torch
 
 from benchmarks.train.problems import held_out_problems
 from tests.contract import test_eight_bits as contract
+from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
-from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts, saved
-from tests.equivalence.test_dense_laws import sections as plain_sections
+from tests.equivalence.test_dense_laws import SERVED, saved
 from tests.equivalence.test_hybrid_mutants import mutate
-from tests.support.engines import running
-from tests.support.laws import ended
 from tests.support.pairwise import in_whole
 from tests.support.prompts import chat_ids, tokenizer
 from worker.config import BUNDLED, ModelConfig
@@ -35,19 +34,7 @@ def alone(case: str) -> list[list[int]]:
 
 
 def served(case: str, way: str, dtype: str = EIGHT) -> list[list[int]]:
-    """The ids of each prompt, the second time, with cached prefixes."""
-    config = WAYS[way].copy()
-    ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
-    widths = config.pop("widths", None)
-    made = plain_sections(saved(case)[0], **config)
-    made["kv"]["dtype"] = dtype
-    if widths:
-        made["spec"] = {"drafter": "ngram", "widths": widths}
-    with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
-        for _ in range(2):
-            answers = ended(cluster.client.generate(prompts(), GREEDY))
-        assert all(len(answer.tokens) == GREEDY.max_tokens for answer in answers)
-        return [answer.tokens for answer in answers]
+    return dense_laws.served(saved(case)[0], WAYS[way], dtype)
 
 
 SHORT = ("pulled", "preempted")  # of gemma2 alone without --whole
@@ -86,6 +73,21 @@ def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.Mon
         )
 
 
+def mean_kl(whole: Callable[[], models.Engine], eight: Callable[[], models.Engine]) -> float:
+    """Of the next token's distribution over problems with their answers, in nats."""
+    problems, diverged = held_out_problems(8), list[torch.Tensor]()
+    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
+    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
+    for pair in zip(texts[::2], texts[1::2], strict=True):
+        found = []
+        for made in (whole, eight):
+            engine = made()
+            found.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
+            engine.pool.close()
+        diverged.append(((found[0] - found[1]) * found[0].exp()).sum(-1))
+    return float(torch.cat(diverged).mean())
+
+
 @pytest.mark.parametrize("name", BUNDLED)
 def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean KL of the next token's distribution over problems with their answers, in nats.
@@ -93,17 +95,11 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
     Nearly all of it is of the questions, which the models were not taught to say.
     """
     monkeypatch.setattr(models, "PAGE_SIZE", 16)
-    path, diverged = ModelConfig(path=name).directory, []
-    problems = held_out_problems(8)
-    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
-    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
-    for pair in zip(texts[::2], texts[1::2], strict=True):
-        found = []
-        for dtype in ("float32", EIGHT):
-            engine = models.Engine(models.load(path), kv_dtype=dtype)
-            found.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
-            engine.pool.close()
-        diverged.append(((found[0] - found[1]) * found[0].exp()).sum(-1))
-    kl = float(torch.cat(diverged).mean())
-    print(f"{name}: mean KL {kl:.2g} nats over {sum(map(len, texts))} tokens")
+    path = ModelConfig(path=name).directory
+    engines = [
+        lambda dtype=dtype: models.Engine(models.load(path), kv_dtype=dtype)
+        for dtype in ("float32", EIGHT)
+    ]
+    kl = mean_kl(*engines)
+    print(f"{name}: mean KL {kl:.2g} nats")
     assert 0 < kl <= 0.02

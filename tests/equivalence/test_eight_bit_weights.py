@@ -15,18 +15,15 @@ import pytest
 import torch
 
 import worker.start.load
-from benchmarks.train.problems import held_out_problems
+from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
-from tests.equivalence.test_dense_laws import GREEDY, SERVED, prompts
-from tests.equivalence.test_dense_laws import sections as plain_sections
+from tests.equivalence.test_dense_laws import SERVED
+from tests.equivalence.test_eight_bit_kv import mean_kl
 from tests.equivalence.test_hybrid_mutants import mutate
 from tests.equivalence.test_quantized_files import FORMS, published
-from tests.support.engines import running
-from tests.support.laws import ended
 from tests.support.pairwise import in_whole
 from tests.support.places import place
 from tests.support.processes import on_ranks
-from tests.support.prompts import chat_ids, tokenizer
 from worker.config import ModelConfig, SpecConfig
 from worker.errors import UserError
 from worker.model import shard
@@ -261,21 +258,10 @@ def served(
     dtype: str = "float32",
     **engine: Any,
 ) -> list[list[int]]:
-    """The ids of each prompt, the second time, with cached prefixes."""
     config = WAYS[way].copy()
     if kind == "gated" and "max_prefill_tokens" in config:
         config["max_prefill_tokens"] = 64  # a delta net's block
-    ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
-    widths = config.pop("widths", None)
-    made = plain_sections(saved(kind, form), **config, **engine)
-    made["kv"]["dtype"], made["model"]["dtype"] = kv_dtype, dtype
-    if widths:
-        made["spec"] = {"drafter": "ngram", "widths": widths}
-    with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
-        for _ in range(2):
-            answers = ended(cluster.client.generate(prompts(), GREEDY))
-        assert all(len(answer.tokens) == GREEDY.max_tokens for answer in answers)
-        return [answer.tokens for answer in answers]
+    return dense_laws.served(saved(kind, form), config, kv_dtype, dtype, **engine)
 
 
 SHORT = ("preempted", "pulled, two ranks, ngram")
@@ -296,30 +282,18 @@ def test_with_kv_in_eight_bits_too() -> None:
     assert both[0] == both[1]
 
 
-def taken_apart(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a model over problems with their answers, and so in eight bits."""
-    source, path = ModelConfig(path=name).directory, place("eight") / name
-    shutil.copytree(source, path)
-    published(path, "fp8")
-    problems = held_out_problems(8)
-    texts = [[*chat_ids(each.question), *tokenizer().encode(each.answer).ids] for each in problems]
-    texts = [text[: models.PAGE_SIZE * 12] for text in texts]
-    found: list[list[torch.Tensor]] = [[], []]
-    for pair in zip(texts[::2], texts[1::2], strict=True):
-        for held, at, eight in zip(found, (source, path), (False, True), strict=True):
-            engine = models.Engine(models.load(at, eight=eight))
-            held.append(torch.cat(engine.step([0, 0], list(pair))).log_softmax(-1))
-            engine.pool.close()
-    return torch.cat(found[0]), torch.cat(found[1])
-
-
 @pytest.mark.parametrize("name", ["tiny", "tiny-hybrid"])
 def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Mean KL of the next token's distribution over problems with their answers, in nats."""
     monkeypatch.setattr(models, "PAGE_SIZE", 16)
-    whole, eight = taken_apart(name)
-    kl = float(((whole - eight) * whole.exp()).sum(-1).mean())
-    print(f"{name}: mean KL {kl:.2g} nats over {len(whole)} tokens")
+    source, path = ModelConfig(path=name).directory, place("eight") / name
+    shutil.copytree(source, path)
+    published(path, "fp8")
+    kl = mean_kl(
+        lambda: models.Engine(models.load(source)),
+        lambda: models.Engine(models.load(path, eight=True)),
+    )
+    print(f"{name}: mean KL {kl:.2g} nats")
     assert 0 < kl <= 0.02
 
 
