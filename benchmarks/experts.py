@@ -17,9 +17,11 @@ from torch import Tensor
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.recurrent import kernels_us
 from benchmarks.timing import DEVICE, product_speed, read_bandwidth, times_ms
+from worker.model.matrices import GRAIN, quantized
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
 from worker.ops.experts.shape import ExpertShape, Held
+from worker.ops.scaled import BLOCK
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),
@@ -31,7 +33,7 @@ SHAPES = {  # hidden size, experts
 class Experts:
     """Weights of some layers of experts."""
 
-    def __init__(self, name: str, num_layers: int) -> None:
+    def __init__(self, name: str, num_layers: int, *, eight: bool) -> None:
         self.size, self.shape = SHAPES[name]
         self.num_layers, self.held = num_layers, Held(0, self.shape.num_experts)
         self.dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -40,6 +42,15 @@ class Experts:
         self.gates = [self.noise(e, h) for _ in range(num_layers)]
         self.ups = [self.noise(e, 2 * i, h) for _ in range(num_layers)]
         self.downs = [self.noise(e, h, i) for _ in range(num_layers)]
+        self.scales: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        if eight:
+            for layer, stacks in enumerate(zip(self.ups, self.downs, strict=True)):
+                made = [
+                    quantized(w.float(), (e, w.shape[1] // GRAIN, -(-w.shape[2] // BLOCK)))
+                    for w in stacks
+                ]
+                (self.ups[layer], of_up), (self.downs[layer], of_down) = made
+                self.scales[layer] = of_up, of_down
 
     def noise(self, *sizes: int) -> Tensor:
         """Normal numbers that keep the scale of what is multiplied by them."""
@@ -55,10 +66,10 @@ class Experts:
 
     def run(self, x: Tensor) -> Callable[[], object]:
         """All layers."""
-        layers = list(zip(self.gates, self.ups, self.downs, strict=True))
+        layers = list(zip(self.gates, self.ups, self.downs, self.scales, strict=True))
         return lambda: [
-            expert_products(x, self.routed(x, gate), up, down, self.held)
-            for gate, up, down in layers
+            expert_products(x, self.routed(x, gate), up, down, self.held, scales=scales)
+            for gate, up, down, scales in layers
         ]
 
     def distinct(self, x: Tensor) -> float:
@@ -73,17 +84,18 @@ def main() -> None:
     add("--model", choices=sorted(SHAPES), default="30b")
     add("--tokens", type=ints, default="1,8,32,128,256,512,2048,8192", help="of steps, by commas")
     add("--layers", type=int, default=8)
+    add("--eight", action="store_true", help="weights in e4m3, with scales as of blocks")
     add("--parts", action="store_true", help="the kernels of each case, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth, speed, figures = read_bandwidth(), product_speed(), []
     print(f"reads {bandwidth / 1e9:.1f} GB/s, products {speed / 1e12:.1f} TFLOP/s")
-    experts = Experts(options.model, options.layers)
+    experts = Experts(options.model, options.layers, eight=options.eight)
     numbers = 3 * experts.size * experts.shape.width  # of an expert's weights
     for count in options.tokens:
         x = experts.tokens(count)
         distinct = experts.distinct(x)
-        reading = distinct * numbers * x.element_size() / bandwidth
+        reading = distinct * numbers * experts.ups[0].element_size() / bandwidth
         multiplying = 2 * count * experts.shape.top_k * numbers / speed
         floor_us = 1e6 * max(reading, multiplying)
         work = experts.run(x)

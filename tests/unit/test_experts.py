@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
 from worker.model.matrices import quantized
+from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
@@ -91,7 +92,7 @@ if not INTERPRETED:
         for text in ptx.values():
             assert not re.search(r"\b(st|ld)\.local\b", text)  # nothing spills
         eight, scales = zip(*(in_eight_bits(each) for each in (up, down)), strict=True)
-        with compiling(product_triton) as ptx:
+        with compiling(product_triton) as ptx, compiling(scaled_triton, "_eight_bits_kernel"):
             expert_products_triton(x, routes, *eight, held, scales=scales)
         text = ptx["_grouped_kernel"]
         assert re.search(rf"wgmma\S+m64n{columns}k32\.f32\.e4m3\.e4m3", text)

@@ -105,24 +105,29 @@ if not INTERPRETED:
     needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     NO_FLOAT_ATOMICS = r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)"
 
+    def assert_all_loads_overlap(ptx: str) -> None:
+        """Scales come as tiles do: waiting for one's load in each step takes longer than the step."""
+        assert "cp.async.cg.shared.global" in ptx, "tiles"
+        assert "cp.async.ca.shared.global" in ptx, "scales, 4 bytes each"
+
     @needs_triton
     @pytest.mark.parametrize(
         ("split", "gated", "block_m", "grain"),
         [(1, True, 64, 16), *in_whole((4, False, 16, 1), (1, False, 32, 16), (8, False, 64, 16))],
     )
     def test_few_rows_compile_for_hopper_without_one(split, gated, block_m, grain) -> None:
-        types = {"x": "*bf16", "w": "*fp8e4nv", "scales": "*fp32", "out": "*bf16"}
-        types |= {"partial": "*fp32", "arrivals": "*i32"}
-        sizes = "M", "N", "K", "stride_x", "stride_out", "stride_rows", "stride_blocks"
-        types |= dict.fromkeys(sizes, "i32")
+        types = {"x": "*fp8e4nv", "of_rows": "*fp32", "w": "*fp8e4nv", "scales": "*fp32"}
+        types |= {"out": "*bf16", "partial": "*fp32", "arrivals": "*i32"}
+        sizes = "M", "N", "K", "x", "out", "column", "rows", "blocks"
+        types |= {name if name.isupper() else f"stride_{name}": "i32" for name in sizes}
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": BLOCK, "SPLIT": split, "STEPS": 16,
-            "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+            "STAGES": 4, "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
             "GATED": gated, "GRAIN": grain,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k32.f32.e4m3.e4m3" in ptx
-        assert "cp.async.cg.shared.global" in ptx
+        assert_all_loads_overlap(ptx)
         assert not re.search(NO_FLOAT_ATOMICS, ptx)
 
     @needs_triton
@@ -132,11 +137,12 @@ if not INTERPRETED:
         sizes = "M", "N", "K", "stride_column", "stride_rows", "stride_blocks", "stride_out"
         types |= {"out": "*bf16", **dict.fromkeys(sizes, "i32")}
         constants = {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK": BLOCK, "GRAIN": grain, "GROUP": 8,
-            "EVEN_K": True, "UPCAST": False, "PDL": True,
+            "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK": BLOCK, "GRAIN": grain, "GROUP": 8,
+            "STAGES": 4, "EVEN_K": True, "UPCAST": False, "PDL": True,
         }  # fmt: skip
-        ptx = ptx_of(_scaled_gemm_kernel, types, constants, num_warps=8, num_stages=3)
-        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(128|256)k32\.f32\.e4m3\.e4m3", ptx)
+        ptx = ptx_of(_scaled_gemm_kernel, types, constants, num_warps=4, num_stages=4)
+        assert "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3" in ptx
+        assert_all_loads_overlap(ptx)
         assert not re.search(NO_FLOAT_ATOMICS, ptx)
 
 else:
@@ -148,7 +154,9 @@ else:
         workspace = workspace_of([(tile, len(w))])
         workspace.partial.fill_(float("nan"))
         out = around[1:-1, :width]
-        skinny_gemm(x, w, out, workspace, tile, gated=gated, scales=scales)
+        values, of_rows = eight_bits_triton(x)
+        scaled = of_rows, scales
+        skinny_gemm(values, w, out, workspace, tile, gated=gated, scaled=scaled)
         found = out.clone()
         around[1:-1, :width] = 77.0
         assert (around == 77.0).all()

@@ -58,13 +58,13 @@ if not INTERPRETED:
     )  # fmt: skip
     def test_it_compiles_for_hopper_without_one(split, gated, block_m):
         types = dict.fromkeys(("x", "w", "out"), "*bf16") | {"partial": "*fp32", "arrivals": "*i32"}
-        types |= {"scales": "constexpr"}
-        sizes = "M", "N", "K", "stride_x", "stride_out", "stride_rows", "stride_blocks"
-        types |= dict.fromkeys(sizes, "i32")
+        types |= {"of_rows": "constexpr", "scales": "constexpr"}
+        sizes = "M", "N", "K", "x", "out", "column", "rows", "blocks"
+        types |= {name if name.isupper() else f"stride_{name}": "i32" for name in sizes}
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": split, "STEPS": 16,
             "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
-            "GATED": gated, "GRAIN": 0,
+            "GATED": gated, "GRAIN": 0, "STAGES": None,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert f"wgmma.mma_async.sync.aligned.m64n{block_m}k16.f32.bf16.bf16" in ptx

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionShape
+from worker.attention.eight_bits_triton import exponents_at, power_of
 from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import (
     FIELDS,
@@ -26,7 +27,6 @@ from worker.attention.paged_triton import (
     item_at,
     plan_items,
     scale_of,
-    scales_of,
     sink_of,
     zero_padding,
 )
@@ -80,8 +80,10 @@ def _gather_kernel(
         if k_cache.dtype.element_ty == tl.float8e4nv:
             of_page = at.to(tl.int64) * stride_page + head * stride_cache_head + PAGE * HEAD_DIM
             there = first + slot < num_keys
-            key = key.to(tl.float32) * scales_of(k_cache, of_page + slot, there)[:, None]
-            value = value.to(tl.float32) * scales_of(v_cache, of_page + slot, there)[:, None]
+            of_keys = power_of(exponents_at(k_cache, of_page + slot, there))
+            of_values = power_of(exponents_at(v_cache, of_page + slot, there))
+            key = key.to(tl.float32) * of_keys[:, None]
+            value = value.to(tl.float32) * of_values[:, None]
         tl.store(keys + dest, key.to(keys.dtype.element_ty))
         tl.store(values + dest, value.to(values.dtype.element_ty))
 

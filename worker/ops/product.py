@@ -18,7 +18,7 @@ MAX_STREAMED_ROWS = 64
 # product, but 3 % slower in a chain, where its kernels do not overlap. At 96 and 128 rows the
 # libraries are 4 to 9 % faster than our best tiles (benchmarks/results/kernels.md, ADR 0010).
 OWN_ROWS = 64
-MAX_PARTIALS = 3 << 18  # floats of workspace: the most that a tile of `choose` asks for
+MAX_PARTIALS = 1 << 21  # floats of workspace: the most that a tile of `choose` asks for
 MAX_TILES = 1 << 13
 
 

@@ -53,12 +53,13 @@ def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled_gemm_kernel(
     x, of_rows, w, of_weights, out, M, N, K, stride_column, stride_rows, stride_blocks, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
-    GROUP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x · tiles of w); GROUP tiles of x follow one another over all tiles of w.
 
     x: [M, K], w: [N, K], contiguous; of_rows: [M, blocks of K], contiguous along M; of_weights:
-    [N / GRAIN, blocks of K]; out: [M, N], rows contiguous.
+    [N / GRAIN, blocks of K]; out: [M, N], rows contiguous. STAGES: see _skinny_gemm_kernel.
     """
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     first = tl.program_id(0) // (GROUP * tiles_n) * GROUP
@@ -73,7 +74,7 @@ def _scaled_gemm_kernel(
     row_at, weight_at = of_rows + rows, of_weights + lines // GRAIN * stride_rows
     enter(PDL)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for begin in range(0, K, BLOCK):
+    for begin in tl.range(0, K, BLOCK, num_stages=STAGES):
         if EVEN_K:
             x_tile, w_tile = tl.load(x_at), tl.load(w_at)
         else:
@@ -105,8 +106,8 @@ class ScaledTile:
 
 @cache
 def choose_scaled(m: int, n: int) -> ScaledTile:
-    """The tile for [m, n]: a small one where there are few; sums do not depend on it."""
-    return ScaledTile(128, 128, 8, 3) if m * n >= 1 << 22 else ScaledTile(64, 128, 4, 4)
+    """The tile for [m, n], measured on an H200; sums do not depend on it."""
+    return ScaledTile(128, 64, 4, 4 if m * n >= 1 << 20 else 6)
 
 
 def scaled_gemm(
@@ -128,7 +129,7 @@ def scaled_gemm(
         x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GRAIN=n // len(scales),
-            GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
+            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         ),
     )  # fmt: skip
@@ -146,25 +147,31 @@ def scaled_product_triton(
     out = x.new_empty(m, n) if out is None else out
     if m == 0:
         return out
-    if (tile := _streamed(x, w)) is not None:
-        pdl = overlap(x)["PDL"]
-        return skinny_gemm(x, w, out, workspace_of(x.device), tile, pdl=pdl, scales=scales)
+    if (tile := _tile(x, w)) is not None:
+        return _streamed(x, w, scales, out, tile)
     return scaled_gemm(*eight_bits_triton(x), w, scales, out, choose_scaled(m, n))
 
 
 def scaled_gated_product_triton(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
     m, n = len(x), len(w)
-    tile = _streamed(x, w, product_follows=True)
+    tile = _tile(x, w, product_follows=True)
     if tile is None or not tile.gates(n):
         return swiglu(scaled_product_triton(x, w, scales))
-    out, pdl = x.new_empty(m, n // 2), overlap(x)["PDL"]
-    workspace = workspace_of(x.device)
-    return skinny_gemm(x, w, out, workspace, tile, pdl=pdl, gated=True, scales=scales)
+    return _streamed(x, w, scales, x.new_empty(m, n // 2), tile, gated=True)
 
 
-def _streamed(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
-    """The tile of the kernel for few rows; None: there are many."""
+def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
+    """That of the kernel for few rows; None: there are many."""
     if x.dtype not in DTYPES or not 0 < len(x) <= OWN_ROWS:
         return None
     tile = choose(len(x), *w.shape, product_follows=product_follows, eight=True)
     return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
+
+
+def _streamed(
+    x: Tensor, w: Tensor, scales: Tensor, out: Tensor, tile: SkinnyTile, *, gated: bool = False
+) -> Tensor:
+    values, of_rows = eight_bits_triton(x)
+    workspace, pdl = workspace_of(x.device), overlap(x)["PDL"]
+    scaled = of_rows, scales
+    return skinny_gemm(values, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=scaled)

@@ -11,8 +11,8 @@ are in flight: about 0.8 µs less a launch. Prefetches, TMA and other tiles did 
 A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
 before it stores them, which saves a kernel and half of the writes.
 
-Weights in eight bits have scales (see scaled.py). A program brings its block of x into eight bits
-as it loads it: for so few rows that costs less than a kernel before.
+Weights in eight bits have scales, and so has x then (see scaled.py): a step of BLOCK_K = 128
+columns has one for each row of both.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import BLOCK, E4M3, strides_of
@@ -41,17 +40,19 @@ def skinny_gemm_ref(x: Tensor, w: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["M"])
 def _skinny_gemm_kernel(
-    x, w, scales, out, partial, arrivals,
-    M, N, K, stride_x, stride_out, stride_rows, stride_blocks,
+    x, w, of_rows, scales, out, partial, arrivals,
+    M, N, K, stride_x, stride_out, stride_column, stride_rows, stride_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GRAIN: tl.constexpr,
-    SPLIT: tl.constexpr, STEPS: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of w's rows, SPLIT).
 
     x: [M, K], w: [N, K], out: [M, N]; rows contiguous, all of w contiguous.
     GATED: w is [2 N, K], gate rows before up rows, and SPLIT is 1.
-    GRAIN: rows of w that share a scale, of [N / GRAIN, blocks of K]; 0: w has no scales.
+    GRAIN: rows of w that share a scale, of [N / GRAIN, blocks of K]; 0: neither w nor x has scales.
+    of_rows: x's, [M, blocks of K], contiguous along M.
+    STAGES: of the pipeline, if loads that no product needs are to be part of it, as scales are.
     STEPS: blocks of K in one of the SPLIT ranges (a constant, as the interpreter needs one).
     partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
     TRIGGER: after which step the next kernel may start; below 0, at once.
@@ -79,8 +80,9 @@ def _skinny_gemm_kernel(
     x_at = x + tokens[:, None] * stride_x + (k_begin + ks)[None, :]
     if GRAIN:
         scales_at = scales + rows // GRAIN * stride_rows + part * STEPS * stride_blocks
+        row_at = of_rows + tokens + part * STEPS * stride_column
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for step in range(STEPS):
+    for step in tl.range(0, STEPS, num_stages=STAGES):
         if EVEN_K:
             w_tile = tl.load(w_at)
             x_tile = tl.load(x_at, mask=here, other=0.0)
@@ -88,17 +90,20 @@ def _skinny_gemm_kernel(
             inside = (k_begin + step * BLOCK_K + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here & inside, other=0.0)
-        if GRAIN:
-            x_tile, x_scale = block_in_e4m3(x_tile, UPCAST)
         if UPCAST:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         if GRAIN:
+            known = tokens < M
             if EVEN_K:
                 w_scale = tl.load(scales_at)
             else:
-                w_scale = tl.load(scales_at, mask=k_begin + step * BLOCK_K < K, other=0.0)
+                there = k_begin + step * BLOCK_K < K
+                known &= there
+                w_scale = tl.load(scales_at, mask=there, other=0.0)
+            x_scale = tl.load(row_at, mask=known, other=0.0)
             acc += tl.dot(w_tile, tl.trans(x_tile)) * (w_scale[:, None] * x_scale[None, :])
             scales_at += stride_blocks
+            row_at += stride_column
         else:
             acc = tl.dot(w_tile, tl.trans(x_tile), acc)
         w_at += BLOCK_K
@@ -174,6 +179,14 @@ _TABLE = (
     (1536, 64, 4, 4, 5, AT_ONCE),
     (0, 64, 8, 4, 5, AT_ONCE),
 )
+# In eight bits a step has half the bytes, so that more of them are in flight. (smallest n, split, and
+# (block_n, num_warps, num_stages) for up to 16, 32 and 64 rows.)
+_EIGHT = (
+    (16384, 1, ((128, 8, 4), (128, 4, 4), (128, 4, 4))),
+    (6144, 2, ((128, 8, 8), (128, 4, 6), (64, 4, 4))),
+    (3072, 4, ((128, 8, 8), (128, 4, 6), (64, 4, 4))),
+    (0, 8, ((64, 4, 8), (64, 4, 6), (64, 4, 4))),
+)
 
 
 @cache
@@ -187,16 +200,19 @@ def choose(
     compete with ours.
     """
     assert 0 < m <= MAX_ROWS
-    block_m = max(16, 1 << (m - 1).bit_length())
-    _, block_n, split, num_warps, num_stages, trigger = next(row for row in _TABLE if n >= row[0])
+    block_m, block_k = max(16, 1 << (m - 1).bit_length()), 128
+    if eight:  # what brings the next product's x into eight bits is small, and starts at once
+        _, split, tiles = next(row for row in _EIGHT if n >= row[0])
+        block_n, num_warps, num_stages = tiles[block_m.bit_length() - 5]
+        split = 1 if product_follows and n >= 6144 else split  # so that it can be gated
+        trigger = AT_ONCE
+    else:
+        _, block_n, split, num_warps, num_stages, trigger = next(r for r in _TABLE if n >= r[0])
+        if block_m == MAX_ROWS and num_stages == 3:  # a block of x is as large as one of w
+            block_k, num_stages = 64, 4
+        trigger = trigger if product_follows else AT_ONCE
     while split > 1 and split * 128 > k:
         split //= 2
-    block_k = 128
-    if (
-        block_m == MAX_ROWS and num_stages == 3 and not eight
-    ):  # a block of x is as large as one of w
-        block_k, num_stages = 64, 4
-    trigger = trigger if product_follows else AT_ONCE
     return SkinnyTile(block_m, block_n, block_k, split, num_warps, num_stages, trigger)
 
 
@@ -217,23 +233,25 @@ def skinny_gemm(
     *,
     pdl: bool = False,
     gated: bool = False,
-    scales: Tensor | None = None,
+    scaled: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """out[:] = x @ w.T, or the same bits as its swiglu; allocates nothing, so graphs may hold it.
 
-    x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous; out: [m, n] of
-    x's dtype, rows contiguous.
+    x: [m, k] bf16 or f16, m <= tile.block_m, rows contiguous; w: [n, k] contiguous of x's dtype;
+    out: [m, n] bf16 or f16, rows contiguous.
     `pdl` (Hopper and later): it starts while the kernel before it still runs, and waits for that
     kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
     `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
     `tile.gates(n)`.
-    `scales`: of w in e4m3; see scaled_product_ref.
+    `scaled`: of x and w in e4m3 the scales: [m, blocks of k], contiguous along m, and w's, as
+    scaled_product_ref takes them.
     """
     (m, k), n = x.shape, w.shape[0]
-    assert x.dtype in DTYPES
-    assert x.dtype == out.dtype
-    assert w.dtype == (x.dtype if scales is None else E4M3)
+    of_rows, scales = scaled or (None, None)
+    assert out.dtype in DTYPES
+    assert x.dtype == w.dtype == (out.dtype if scales is None else E4M3)
     assert scales is None or tile.block_k == BLOCK
+    assert of_rows is None or of_rows.stride(0) == 1
     assert 0 < m <= tile.block_m
     assert w.is_contiguous()
     assert x.stride(1) == out.stride(1) == 1
@@ -243,7 +261,8 @@ def skinny_gemm(
     steps = -(-k // (tile.block_k * tile.split))
     constants: dict[str, Any] = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
-        "SPLIT": tile.split, "STEPS": steps, "EVEN_N": n % tile.block_n == 0,
+        "SPLIT": tile.split, "STEPS": steps,
+        "STAGES": None if scales is None else tile.num_stages, "EVEN_N": n % tile.block_n == 0,
         "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
         "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
         "GRAIN": 0 if scales is None else n // len(scales),
@@ -252,8 +271,9 @@ def skinny_gemm(
     if pdl:
         constants["launch_pdl"] = True
     _skinny_gemm_kernel[(tile.num_tiles(n), tile.split)](
-        x, w, scales, out, workspace.partial, workspace.arrivals,
-        m, n // 2 if gated else n, k, x.stride(0), out.stride(0), *strides_of(scales),
+        x, w, of_rows, scales, out, workspace.partial, workspace.arrivals,
+        m, n // 2 if gated else n, k, x.stride(0), out.stride(0),
+        0 if of_rows is None else of_rows.stride(1), *strides_of(scales),
         **constants,
     )  # fmt: skip
     return out

@@ -12,13 +12,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled_triton import eight_bits_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,18 @@ def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: 
 
 @triton.jit
 def _grouped_kernel(
-    x, w, scales, weights, starts, order, out, N, K, stride_x, num_tiles,
-    stride_expert, stride_rows, stride_blocks,
+    x, of_rows, w, scales, weights, starts, order, out, N, K, stride_x, num_tiles,
+    stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    GRAIN: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    GRAIN: tl.constexpr, STAGES: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
     GATED: x: [n, K] by token; w: [COUNT, 2 · N, K], gates before ups; out: [rows, N].
     Else x: [rows, K]; w: [COUNT, N, K]; out: [n · TOP_K, N] by assignment, times its weight.
-    GRAIN: see _skinny_gemm_kernel.
+    GRAIN, STAGES, of_rows: see _skinny_gemm_kernel.
     """
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of the output
     item, tile = tl.program_id(0) // num_tiles, tl.program_id(0) % num_tiles
@@ -114,8 +115,9 @@ def _grouped_kernel(
     x_at = x + source.to(tl.int64)[:, None] * stride_x + ks[None, :]
     if GRAIN:
         scales_at = scales + expert.to(tl.int64) * stride_expert + lines // GRAIN * stride_rows
+        row_at = of_rows + source
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    for begin in range(0, K, BLOCK_K):
+    for begin in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
             w_tile = tl.load(w_at)
             x_tile = tl.load(x_at, mask=here[:, None], other=0.0)
@@ -123,14 +125,13 @@ def _grouped_kernel(
             inside = (begin + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here[:, None] & inside, other=0.0)
-        if GRAIN:
-            x_tile, x_scale = block_in_e4m3(x_tile, UPCAST)
         if UPCAST:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         if GRAIN:
-            scale = tl.load(scales_at)[:, None] * x_scale[None, :]
+            scale = tl.load(scales_at)[:, None] * tl.load(row_at, mask=here, other=0.0)[None, :]
             acc += tl.dot(w_tile, tl.trans(x_tile), input_precision="ieee") * scale
             scales_at += stride_blocks
+            row_at += stride_column
         else:
             acc = tl.dot(w_tile, tl.trans(x_tile), acc, input_precision="ieee")
         w_at += BLOCK_K
@@ -200,14 +201,19 @@ def expert_products_triton(
         tile = choose(n, top_k, held.count, gated=gated, eight=of_w is not None)
         num_items = min(num_rows, num_rows // tile.tokens + min(held.count, num_rows))
         columns, k = result.shape[1], source.shape[1]
+        of_rows = None
+        if of_w is not None:
+            source, of_rows = eight_bits_triton(source)
         num_tiles = -(-columns // (tile.rows // 2 if gated else tile.rows))
         _grouped_kernel[(num_items * num_tiles,)](
-            source, w, of_w, routes.weights, routes.starts, routes.order, result, columns, k,
-            source.stride(0), num_tiles, *_strides(of_w),
+            source, of_rows, w, of_w, routes.weights, routes.starts, routes.order, result, columns,
+            k, source.stride(0), num_tiles, 0 if of_rows is None else of_rows.stride(1),
+            *_strides(of_w),
             **overlap(
                 x, COUNT=held.count, COUNT_POW2=power_of_two(held.count), TOP_K=top_k,
                 BLOCK_T=tile.tokens, BLOCK_N=tile.rows, BLOCK_K=tile.block_k, GATED=gated,
                 GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
+                STAGES=None if of_w is None else tile.num_stages,
                 EVEN_K=k % tile.block_k == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             ),
