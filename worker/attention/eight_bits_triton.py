@@ -77,14 +77,18 @@ def _bytes_of(words, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def key_dims(BLOCK_D: tl.constexpr):
-    """The dims of a key tile's places."""
+def key_dims(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The dims of the places of a key tile that so many rows are multiplied with."""
     at = tl.arange(0, BLOCK_D)
-    return at // 32 * 32 + at // 2 % 2 * 16 + at // 4 % 4 * 4 + at // 16 % 2 * 2 + at % 2
+    if BLOCK_M < 64:
+        at = at // 32 * 32 + at // 2 % 2 * 16 + at // 4 % 4 * 4 + at // 16 % 2 * 2 + at % 2
+    return at
 
 
 @triton.jit
-def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def key_tile(
+    words, BLOCK_M: tl.constexpr, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """[keys, BLOCK_D / 4] i32 as numbers [BLOCK_D, keys], in the order of key_dims."""
     if INTERPRETED:
         a, b, c, d = _bytes_of(words, DTYPE)  # type: ignore[misc]
@@ -96,7 +100,10 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., of a pair, which pair]
-    tile = tl.permute(tl.reshape(pairs, (KEYS, WORDS // 8, 2, 4, 2, 2)), (1, 5, 3, 2, 4, 0))
+    if BLOCK_M < 64:
+        tile = tl.permute(tl.reshape(pairs, (KEYS, WORDS // 8, 2, 4, 2, 2)), (1, 5, 3, 2, 4, 0))
+    else:  # the tensor cores read keys from shared memory
+        tile = tl.permute(pairs, (1, 3, 2, 0))
     return tl.reshape(tile, (4 * WORDS, KEYS)).to(DTYPE)
 
 

@@ -321,7 +321,7 @@ def _blocks(
             v_tile = tl.load(v_at)
         page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
         if EIGHT:
-            k_tile = key_tile(k_tile, DTYPE, INTERPRETED)
+            k_tile = key_tile(k_tile, q_tile.shape[0], DTYPE, INTERPRETED)
         else:
             k_tile = tl.trans(k_tile)
         if INTERPRETED:
@@ -425,7 +425,7 @@ def _attend_kernel(
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     if k_cache.dtype.element_ty == tl.float8e4nv:
-        q_dims = key_dims(BLOCK_D)
+        q_dims = key_dims(BLOCK_M, BLOCK_D)
     else:
         q_dims = dims
     for turn in range(

@@ -6,7 +6,7 @@ rows that are there ends at once. Sums over K ascend; how many tokens stand besi
 changes no sum of a row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -38,6 +38,8 @@ _TABLE: dict[int, tuple[tuple[int, int, int, int], tuple[int, int, int, int]]] =
     64: ((64, 128, 4, 3), (128, 64, 4, 4)),
     128: ((128, 64, 8, 3), (128, 64, 4, 3)),
 }
+# In eight bits, on an H200: most tokens -> (rows, num_warps, num_stages).
+_EIGHT: dict[int, tuple[int, int, int]] = {16: (128, 8, 4), 32: (64, 4, 6), 64: (128, 4, 4)}
 
 
 @cache
@@ -46,12 +48,12 @@ def choose(
 ) -> Tile:
     """The tile for so many tokens, of which an expert has its even share up to twice."""
     share = power_of_two(max(1, 2 * num_tokens * top_k // num_experts))
-    tokens = min(max(16, share), max(_TABLE))
+    tokens = min(max(16, share), max(_EIGHT if eight else _TABLE))
+    if eight:
+        rows, num_warps, num_stages = _EIGHT[tokens]
+        return Tile(tokens, rows, BLOCK, num_warps, num_stages)
     shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
-    tile = Tile(tokens, *shapes[not gated])
-    if eight:  # a block of columns at a time, which takes registers while its scales are found
-        tile = replace(tile, block_k=BLOCK, num_warps=8 if tokens > 64 else tile.num_warps)
-    return tile
+    return Tile(tokens, *shapes[not gated])
 
 
 @triton.jit
