@@ -5,6 +5,7 @@ place of the GPU. FlashInfer's runs over a double of the library. Both as they a
 tests/gpu/test_attention_on_cuda.py.
 """
 
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -590,13 +591,19 @@ if not INTERPRETED:
     @pytest.mark.parametrize(
         ("num_reqs", "width", "tensor_core"), [(8, 1, "mma.sync"), (4, 512, "wgmma")]
     )
-    @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1), KeyMask(1, False, 512)])
-    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask):
+    @pytest.mark.parametrize(
+        ("mask", "kept"),
+        [
+            (CAUSAL, "*bf16"), (KeyMask(1), "*bf16"), (KeyMask(1, False, 512), "*bf16"),
+            (CAUSAL, "*fp8e4nv"),
+        ],
+    )  # fmt: skip
+    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask, kept):
         from worker.attention import paged_triton as paged
         from worker.attention.paged_tiles import choose
 
         tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), 128, 2, 132)
-        types = dict.fromkeys(("q", "out", "k_cache", "v_cache"), "*bf16")
+        types = {"q": "*bf16", "out": "*bf16", "k_cache": kept, "v_cache": kept}
         types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
         types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32", "sinks": "constexpr"}
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
@@ -608,6 +615,8 @@ if not INTERPRETED:
         ptx = asm["ptx"]
         assert tensor_core in ptx
         assert "cp.async" in ptx
+        # Which products a tensor core adds at once, whatever width the cache has.
+        assert set(re.findall(r"kWidth = (\d+)", asm["ttgir"])) == {"2"}
         # All fields of the next item come to the next turn: Triton has dropped one.
         turns = next(line for line in asm["ttgir"].splitlines() if "scf.for %turn" in line)
         assert turns.split("->")[1].count("i32") == paged.FIELDS + 1  # and the number of the turn

@@ -106,7 +106,7 @@ if not INTERPRETED:
     NO_FLOAT_ATOMICS = r"\b(red|atom)\.\S*\.(f16|bf16|f32|f64)"
 
     def assert_all_loads_overlap(ptx: str) -> None:
-        """Scales come as tiles do: waiting for one's load in each step takes longer than the step."""
+        """Scales come as tiles do: a step that waits for their load takes several times as long."""
         assert "cp.async.cg.shared.global" in ptx, "tiles"
         assert "cp.async.ca.shared.global" in ptx, "scales, 4 bytes each"
 

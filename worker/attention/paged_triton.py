@@ -24,16 +24,7 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionShape
-from worker.attention.eight_bits_triton import (
-    apart,
-    block_exponents,
-    in_order,
-    key_dims,
-    key_tile,
-    power_of,
-    value_tiles,
-    words_at,
-)
+from worker.attention.eight_bits_triton import block_exponents, in_16_bits, power_of
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
 from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
@@ -246,32 +237,6 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def _weights(
-    scores, keys, position, limit, scale, top, weight, MASKED: tl.constexpr,
-    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """A step of the online softmax: (weights of these keys, what the sums before them shrink by,
-    the sum of weights and the highest score with them)."""
-    scores *= scale
-    if CAP > 0:
-        scores = capped(scores, CAP)
-    if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
-        seen = keys[None, :] <= limit[:, None]
-        if FIRST_KEY:
-            seen &= (keys >= FIRST_KEY)[None, :]
-        if WINDOW:
-            seen &= keys[None, :] > position[:, None] - WINDOW
-        scores = tl.where(seen, scores, float("-inf"))
-    higher = tl.maximum(top, tl.max(scores, 1))
-    base = higher
-    if MASKED:
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
-    shrink = tl.exp2(top - base)
-    p = tl.exp2(scores - base[:, None])
-    return p, shrink[:, None], weight * shrink + tl.sum(p, 1), higher
-
-
-@triton.jit
 def _blocks(
     acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
     limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
@@ -281,16 +246,14 @@ def _blocks(
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
     Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
-    the block after the last is returned. Keys from `end` on have no page.
+    the block after the last is returned. Keys from `end` on have no page. Exponents are loaded a
+    block before their use: Triton overlaps no loads of single bytes.
     """
     EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
-    COLUMNS: tl.constexpr = BLOCK_D // 4 if EIGHT else BLOCK_D
-    if EIGHT:
-        acc_0, acc_1, acc_2, acc_3 = apart(acc)  # type: ignore[misc]
-        of_keys, of_values = block_exponents(  # type: ignore[misc]
-            k_head, v_head, page, stride_page, begin + tl.arange(0, BLOCK_N), end, HEAD_DIM, PAGE
-        )
-    dims = tl.arange(0, COLUMNS)
+    of_keys, of_values = block_exponents(  # type: ignore[misc]
+        k_head, v_head, page, stride_page, begin + tl.arange(0, BLOCK_N), end, HEAD_DIM, PAGE
+    )
+    dims = tl.arange(0, BLOCK_D)
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
         keys = key + block
@@ -298,61 +261,58 @@ def _blocks(
             spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
         else:
             spot = page * stride_page + (block % PAGE) * HEAD_DIM
-        if EIGHT:
-            k_at, v_at = words_at(k_head, spot, COLUMNS), words_at(v_head, spot, COLUMNS)
-            wide = (4 * dims < HEAD_DIM)[None, :]
-        else:
-            k_at = k_head + spot[:, None] + dims[None, :]
-            v_at = v_head + spot[:, None] + dims[None, :]
-            wide = (dims < HEAD_DIM)[None, :]
         if MASKED:
             inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
             if FIRST_KEY:
                 inside &= (keys >= FIRST_KEY)[:, None]
             if HEAD_DIM < BLOCK_D:
-                inside &= wide
-            k_tile = tl.load(k_at, mask=inside, other=0)
-            v_tile = tl.load(v_at, mask=inside, other=0)
+                inside &= (dims < HEAD_DIM)[None, :]
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
         elif HEAD_DIM < BLOCK_D:
-            k_tile = tl.load(k_at, mask=wide, other=0)
-            v_tile = tl.load(v_at, mask=wide, other=0)
+            wide = (dims < HEAD_DIM)[None, :]
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
         else:
-            k_tile = tl.load(k_at)
-            v_tile = tl.load(v_at)
-        page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
-        if EIGHT:
-            k_tile = key_tile(k_tile, q_tile.shape[0], DTYPE, INTERPRETED)
-        else:
-            k_tile = tl.trans(k_tile)
-        if INTERPRETED:
-            k_tile = k_tile.to(tl.float32)
-        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
+            k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
+            v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
         if EIGHT:  # powers of two: scores and weights take them with the same bits as keys would
-            scores *= power_of(of_keys)[None, :]
-        p, shrink, weight, top = _weights(  # type: ignore[misc]
-            scores, keys, position, limit, scale, top, weight, MASKED, FIRST_KEY, WINDOW, CAP
+            k_scales, v_scales = power_of(of_keys), power_of(of_values)
+            k_tile = in_16_bits(k_tile, DTYPE, INTERPRETED)
+            v_tile = in_16_bits(v_tile, DTYPE, INTERPRETED)
+        page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
+        of_keys, of_values = block_exponents(  # type: ignore[misc]
+            k_head, v_head, page, stride_page, keys + BLOCK_N, end, HEAD_DIM, PAGE
         )
+        if INTERPRETED:
+            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if EIGHT:
+            scores *= k_scales[None, :]
+        scores *= scale
+        if CAP > 0:
+            scores = capped(scores, CAP)
+        if MASKED:  # the last block may pass `end`; no row of the tile sees keys there
+            seen = keys[None, :] <= limit[:, None]
+            if FIRST_KEY:
+                seen &= (keys >= FIRST_KEY)[None, :]
+            if WINDOW:
+                seen &= keys[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
+        shrink = tl.exp2(top - base)
+        p = tl.exp2(scores - base[:, None])
+        weight = weight * shrink + tl.sum(p, 1)
         p = p.to(DTYPE)
         if EIGHT:
-            p *= power_of(of_values).to(DTYPE)[None, :]
-            v_0, v_1, v_2, v_3 = value_tiles(v_tile, DTYPE, INTERPRETED)  # type: ignore[misc]
-            of_keys, of_values = block_exponents(  # type: ignore[misc]
-                k_head, v_head, page, stride_page, keys + BLOCK_N, end, HEAD_DIM, PAGE
-            )
-            if INTERPRETED:
-                p = p.to(tl.float32)
-                v_0, v_1 = v_0.to(tl.float32), v_1.to(tl.float32)
-                v_2, v_3 = v_2.to(tl.float32), v_3.to(tl.float32)
-            acc_0 = tl.dot(p, v_0, acc_0 * shrink, input_precision="ieee")
-            acc_1 = tl.dot(p, v_1, acc_1 * shrink, input_precision="ieee")
-            acc_2 = tl.dot(p, v_2, acc_2 * shrink, input_precision="ieee")
-            acc_3 = tl.dot(p, v_3, acc_3 * shrink, input_precision="ieee")
-        else:
-            if INTERPRETED:
-                p, v_tile = p.to(tl.float32), v_tile.to(tl.float32)
-            acc = tl.dot(p, v_tile, acc * shrink, input_precision="ieee")
-    if EIGHT:
-        acc = in_order(acc_0, acc_1, acc_2, acc_3)
+            p *= v_scales.to(DTYPE)[None, :]
+        if INTERPRETED:
+            p = p.to(tl.float32)
+        acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
+        top = higher
     return acc, weight, top, page
 
 
@@ -424,10 +384,6 @@ def _attend_kernel(
     )
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
-    if k_cache.dtype.element_ty == tl.float8e4nv:
-        q_dims = key_dims(BLOCK_M, BLOCK_D)
-    else:
-        q_dims = dims
     for turn in range(
         bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
         bound_of(num_programs, INTERPRETED),
@@ -443,13 +399,15 @@ def _attend_kernel(
         if not CAUSAL:
             limit = tl.zeros_like(column) + (past + num_r // GROUP - 1)
         table = page_table + req.to(tl.int64) * stride_table
-        q_at = q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None]
+        q_at = (
+            q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None] + dims[None, :]
+        )
         # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
         # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
         inside = here[:, None]
         if HEAD_DIM < BLOCK_D:
-            inside &= (q_dims < HEAD_DIM)[None, :]
-        q_tile = tl.load(q_at + q_dims[None, :], mask=inside & (begin >= 0), other=0.0)
+            inside &= (dims < HEAD_DIM)[None, :]
+        q_tile = tl.load(q_at, mask=inside & (begin >= 0), other=0.0)
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -468,10 +426,7 @@ def _attend_kernel(
         if num_splits == 1:
             out_at = out + _row_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
-            known = here[:, None]
-            if HEAD_DIM < BLOCK_D:
-                known &= (dims < HEAD_DIM)[None, :]
-            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=known)
+            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=inside)
         else:
             slot = tl.cast(flat, tl.int64)
             part_at = partial + (slot * ROWS + local)[:, None] * BLOCK_D + dims[None, :]

@@ -129,8 +129,8 @@ def scaled_gemm(
         x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=BLOCK, GRAIN=n // len(scales),
-            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % BLOCK == 0, UPCAST=INTERPRETED,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         ),
     )  # fmt: skip
     return out

@@ -44,7 +44,8 @@ def _skinny_gemm_kernel(
     M, N, K, stride_x, stride_out, stride_column, stride_rows, stride_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of w's rows, SPLIT).
 
@@ -179,8 +180,8 @@ _TABLE = (
     (1536, 64, 4, 4, 5, AT_ONCE),
     (0, 64, 8, 4, 5, AT_ONCE),
 )
-# In eight bits a step has half the bytes, so that more of them are in flight. (smallest n, split, and
-# (block_n, num_warps, num_stages) for up to 16, 32 and 64 rows.)
+# In eight bits a step has half the bytes, so that more of them are in flight. (smallest n, split,
+# and (block_n, num_warps, num_stages) for up to 16, 32 and 64 rows.)
 _EIGHT = (
     (16384, 1, ((128, 8, 4), (128, 4, 4), (128, 4, 4))),
     (6144, 2, ((128, 8, 8), (128, 4, 6), (64, 4, 4))),
