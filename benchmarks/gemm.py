@@ -107,17 +107,21 @@ class EightBits:
 
     def __init__(self, step: Step) -> None:
         self._held = {
-            id(weight): quantized(
-                weight.float(), (len(weight) // GRAIN, -(-weight.shape[1] // BLOCK))
-            )
+            id(weight): self._published(weight.float())
             for weights in step.weights.values()
             for weight in weights
-            if not len(weight) % GRAIN
+            if not len(weight) % BLOCK
         }
+
+    @staticmethod
+    def _published(weight: Tensor) -> tuple[Tensor, Tensor]:
+        """In blocks of 128 x 128, whose scales are kept as layers keep them."""
+        values, scales = quantized(weight, (len(weight) // BLOCK, -(-weight.shape[1] // BLOCK)))
+        return values, scales.repeat_interleave(BLOCK // GRAIN, 0)
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
         found = self._held.get(id(w))
-        return product(x, w) if found is None else scaled_product(x, *found)
+        return product(x, w) if found is None else scaled_product(x, *found, True)
 
 
 def error(got: Tensor, expected: Tensor) -> float:

@@ -129,7 +129,7 @@ def test_experts_are_those_of_what_they_are_worth() -> None:
         drawn *= torch.tensor([1.0, 8.0, 0.2, 3.0]).view(-1, 1, 1)
         tensor, scales = quantized(drawn, (4, sizes[0] // 16, -(-sizes[1] // BLOCK)))
         columns = Part(sizes[1], slice(0, sizes[1]))
-        stacks.append(Stack(as_weight(tensor), ScaleGrid(as_weight(scales), 16, columns)))
+        stacks.append(Stack(as_weight(tensor), ScaleGrid(as_weight(scales), 16, False, columns)))
     routes = route(x, gate, None, 0, shape, held, new_load(held, torch.device("cpu")))
     up, down = stacks
     assert up.scales is not None

@@ -29,6 +29,7 @@ from worker.ops.scaled import (
     scaled_product,
     scaled_product_ref,
 )
+from worker.ops.scaled_library import agrees
 
 pytestmark = pytest.mark.gpu(1)
 EIGHT, PAGE, HEADS, KV_HEADS = "float8_e4m3fn", 64, 32, 8
@@ -138,6 +139,20 @@ def test_products_are_the_definition_s(m: int, n: int, k: int, grain: int) -> No
     for product, wanted in ((scaled_product, scaled_product_ref),
                             (scaled_gated_product, scaled_gated_product_ref)):  # fmt: skip
         got, exact = product(x, w, scales).double(), wanted(x, w, scales).double()
+        off = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+        assert float(off.max()) < 8e-3, product.__name__
+
+
+@pytest.mark.parametrize("m", [65, 300, 2049])
+def test_torch_multiplies_whole_blocks(m: int) -> None:
+    torch.manual_seed(3)
+    x, (w, scales) = rows_of(m, 4096), eight_of(1536, 4096, BLOCK)
+    assert agrees(x.device)
+    scales = scales.repeat_interleave(BLOCK // 16, 0)
+    for product, wanted in ((scaled_product, scaled_product_ref),
+                            (scaled_gated_product, scaled_gated_product_ref)):  # fmt: skip
+        got, exact = product(x, w, scales, True).double(), wanted(x, w, scales).double()
+        assert got.shape == exact.shape
         off = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
         assert float(off.max()) < 8e-3, product.__name__
 

@@ -8,6 +8,7 @@ import torch
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from tests.support.products import noise, workspace_of
+from worker.ops import scaled_triton as tiles
 from worker.ops.jit import HAS_TRITON
 from worker.ops.scaled import (
     BLOCK,
@@ -16,11 +17,13 @@ from worker.ops.scaled import (
     scaled_gated_product_ref,
     scaled_product_ref,
 )
+from worker.ops.scaled_library import agrees
 from worker.ops.scaled_triton import (
     ScaledTile,
     _scaled_gemm_kernel,
     eight_bits_triton,
     scaled_gemm,
+    scaled_product_triton,
 )
 from worker.ops.skinny_triton import SkinnyTile, _skinny_gemm_kernel, choose, skinny_gemm
 
@@ -220,3 +223,43 @@ else:
             others = torch.full_like(x, spoil)
             others[row] = x[row]
             assert torch.equal(product(others, w, scales)[row], alone[row])
+
+    def test_the_library_gets_operands_as_it_wants_them(monkeypatch) -> None:
+        """Its layouts are checked, and what it would compute is; it runs on GPUs alone."""
+
+        class Recipe:
+            BlockWise1x128, BlockWise128x128 = "rows", "blocks"
+
+        def scaled_mm(x, w, of_rows, by_row, of_blocks, by_block, *, output_dtype) -> torch.Tensor:
+            (m, k), n = x.shape, w.shape[1]
+            assert (by_row, by_block, m % 4) == ("rows", "blocks", 0)
+            assert (of_rows.shape, of_rows.stride()) == ((m, k // BLOCK), (1, m))
+            assert (of_blocks.shape, of_blocks.stride()) == (
+                (k // BLOCK, n // BLOCK),
+                (1, k // BLOCK),
+            )
+            whole = of_blocks.t().repeat_interleave(BLOCK, 0)
+            return (worth(x, of_rows) @ worth(w.t(), whole).T).to(output_dtype)
+
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm, raising=False)
+        monkeypatch.setattr(torch.nn.functional, "ScalingType", Recipe, raising=False)
+        x, (w, _) = activations(67, 512), matrix(256, 512)
+        scales = matrix(2, 512, "rows")[1].repeat_interleave(BLOCK // 16, 0)
+        agrees.cache_clear()
+        found = scaled_product_triton(x, w, scales, True)
+        assert agrees(x.device)
+        assert near(found, scaled_product_ref(x, w, scales))
+        out = torch.empty(67, 256, dtype=x.dtype)
+        assert scaled_product_triton(x, w, scales, True, out) is out
+        assert torch.equal(out, found)
+        own = []
+        monkeypatch.setattr(tiles, "multiplied", lambda *args: own.append(args))
+        scaled_product_triton(x, w, scales)
+        scaled_product_triton(x[:64], w, scales, True)
+        scaled_product_triton(x.half(), w, scales, True)
+        scaled_product_triton(x[:, :384].contiguous(), w[:, :384].contiguous(), scales[:, :3], True)
+        assert not own
+        agrees.cache_clear()
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda x, w, *_, **__: x.float() @ w)
+        assert not agrees(x.device)
+        agrees.cache_clear()

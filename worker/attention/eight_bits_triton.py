@@ -38,4 +38,4 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=4
         )
-    return tile.to(DTYPE)
+    return tile.to(DTYPE)  # pyright: ignore[reportArgumentType]

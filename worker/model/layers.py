@@ -64,12 +64,15 @@ class Placement:
         num_rows, eight = sum(map(len, rows.values())), self.eight
         if eight is None:
             return self.empty(*lead, num_rows, len(columns)), None
-        grain = 1
+        grain, whole_blocks = 1, False
         if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
+            held = [part.held for part in rows.values()]
             grain = GRAIN
+            whole_blocks = not any(each.start % BLOCK or each.stop % BLOCK for each in held)
         part = coarse(columns, BLOCK) if eight.by_block else all_of(1)
         scales = self.empty(*lead, num_rows // grain, len(part), dtype=torch.float32)
-        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), ScaleGrid(scales, grain, part)
+        grid = ScaleGrid(scales, grain, whole_blocks, part)
+        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), grid
 
 
 class Linear(nn.Module):

@@ -46,6 +46,7 @@ class ScaleGrid(NamedTuple):
 
     tensor: Tensor  # [(count,) num_rows / grain, columns] f32
     grain: int  # rows that share a scale
+    whole_blocks: bool  # of 128 rows in the file none is cut, so scales are equal within 128 here
     columns: Part  # a block of the matrix's columns each, or one for all
 
 
@@ -55,26 +56,26 @@ class EightBitMatrix(nn.Module):
     def __init__(self, tensor: nn.Parameter, scales: ScaleGrid) -> None:
         super().__init__()
         self.tensor, self.scales = tensor, scales.tensor
-        self.grain, self._columns = scales.grain, scales.columns
+        self._grid = scales
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
-        """As Plain.product; `first_row`: a multiple of `grain`."""
+        """As Plain.product; `first_row`: where one of the stacked matrices begins."""
         rows, scales = self.tensor, self.scales
         if first_row:
-            assert first_row % self.grain == 0
-            rows, scales = rows[first_row:], scales[first_row // self.grain :]
-        y = scaled_product(x, rows, scales) if out is None else scaled_product(x, rows, scales, out)
+            assert first_row % self._grid.grain == 0
+            rows, scales = rows[first_row:], scales[first_row // self._grid.grain :]
+        more = (self._grid.whole_blocks, *(() if out is None else (out,)))
+        y = scaled_product(x, rows, scales, *more)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Tensor) -> Tensor:
         """silu(gate) · up, where gate is the product with the first half of the rows."""
-        return scaled_gated_product(x, self.tensor, self.scales)
+        return scaled_gated_product(x, self.tensor, self.scales, self._grid.whole_blocks)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
-        scales = ScaleGrid(self.scales, self.grain, self._columns)
-        return _shards(self.tensor, scales, parts, columns)
+        return _shards(self.tensor, self._grid, parts, columns)
 
 
 Matrix = Plain | EightBitMatrix

@@ -35,11 +35,14 @@ def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 eight_bits = op(eight_bits_ref)
 
 
-def scaled_product_ref(x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None = None) -> Tensor:
+def scaled_product_ref(
+    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False, out: Tensor | None = None
+) -> Tensor:
     """x Wᵀ, rounded once: [m, n] of x's dtype.
 
     x: [m, k]; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one column for all, and
-    W is w · scales. out: [m, n], where the result goes; None: to new memory.
+    W is w · scales. whole_blocks: they are equal within each 128 rows, so that a library for
+    published blocks may multiply. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
     values, of_rows = eight_bits_ref(x)
@@ -52,8 +55,10 @@ def scaled_product_ref(x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None 
     return total.to(x.dtype) if out is None else out.copy_(total)
 
 
-def scaled_gated_product_ref(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
-    """swiglu(scaled_product(x, w, scales)): [m, n / 2]; w has gates in its first half, then ups."""
+def scaled_gated_product_ref(
+    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False
+) -> Tensor:
+    """swiglu(scaled_product(..)): [m, n / 2]; w has gates in its first half, then ups."""
     return swiglu(scaled_product_ref(x, w, scales))
 
 

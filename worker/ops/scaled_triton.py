@@ -12,6 +12,7 @@ from worker.ops.launch import aligned, overlap
 from worker.ops.norms import swiglu
 from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
 from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled_library import agrees, multiplied, suits
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
 
 ROWS = 8  # of x, that a program brings into eight bits
@@ -37,16 +38,22 @@ def _eight_bits_kernel(
 
 def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     """See eight_bits_ref; columns of scales begin at multiples of 16 bytes."""
+    values, scales = _in_eight_bits(x)
+    return values[: len(x)], scales[: len(x)]
+
+
+def _in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, with room for a multiple of 4 rows."""
     m, k = x.shape
     assert x.stride(1) == 1
     num_blocks, height = -(-k // BLOCK), aligned(m)
-    values = torch.empty(m, k, dtype=E4M3, device=x.device)
+    values = torch.empty(height, k, dtype=E4M3, device=x.device)
     scales = torch.empty(num_blocks, height, dtype=torch.float32, device=x.device)
     _eight_bits_kernel[(num_blocks, -(-m // ROWS))](
         x, values, scales, m, k, x.stride(0), height,
         **overlap(x, ROWS=ROWS, BLOCK=BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
     )  # fmt: skip
-    return values, scales.t()[:m]
+    return values, scales.t()
 
 
 @triton.jit(do_not_specialize=["M", "stride_column"])
@@ -137,13 +144,17 @@ def scaled_gemm(
 
 
 def scaled_product_triton(
-    x: Tensor, w: Tensor, scales: Tensor, out: Tensor | None = None
+    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False, out: Tensor | None = None
 ) -> Tensor:
     """See scaled_product_ref.
 
-    A row's result is the same in any batch of up to OWN_ROWS rows, and in any larger one.
+    A row's result is the same in any batch of up to OWN_ROWS rows. Beyond it depends on the number
+    of rows, too, if torch's library computes it.
     """
     m, n = len(x), len(w)
+    if m > OWN_ROWS and whole_blocks and suits(x, w, scales) and agrees(x.device):
+        product = multiplied(*_in_eight_bits(x), w, scales)[:m]
+        return product if out is None else out.copy_(product)
     out = x.new_empty(m, n) if out is None else out
     if m == 0:
         return out
@@ -152,11 +163,13 @@ def scaled_product_triton(
     return scaled_gemm(*eight_bits_triton(x), w, scales, out, choose_scaled(m, n))
 
 
-def scaled_gated_product_triton(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
+def scaled_gated_product_triton(
+    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False
+) -> Tensor:
     m, n = len(x), len(w)
     tile = _tile(x, w, product_follows=True)
     if tile is None or not tile.gates(n):
-        return swiglu(scaled_product_triton(x, w, scales))
+        return swiglu(scaled_product_triton(x, w, scales, whole_blocks))
     return _streamed(x, w, scales, x.new_empty(m, n // 2), tile, gated=True)
 
 

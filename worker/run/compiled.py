@@ -86,13 +86,13 @@ GATED_PRODUCT = _custom_op(
 )
 SCALED_PRODUCT = _custom_op(
     scaled_product,
-    "(Tensor x, Tensor w, Tensor scales) -> Tensor",
-    lambda x, w, _: x.new_empty(x.shape[0], w.shape[0]),
+    "(Tensor x, Tensor w, Tensor scales, bool whole_blocks=False) -> Tensor",
+    lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0]),
 )
 SCALED_GATED_PRODUCT = _custom_op(
     scaled_gated_product,
-    "(Tensor x, Tensor w, Tensor scales) -> Tensor",
-    lambda x, w, _: x.new_empty(x.shape[0], w.shape[0] // 2),
+    "(Tensor x, Tensor w, Tensor scales, bool whole_blocks=False) -> Tensor",
+    lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0] // 2),
 )
 RMS_NORM = _custom_op(
     rms_norm,
