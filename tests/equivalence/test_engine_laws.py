@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import pairwise
 from tests.support.engines import Client, Running, running, value
-from tests.support.laws import ended, sections
+from tests.support.laws import ended, one_that_stops, sections
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling, TokenChunk
 
@@ -137,9 +137,7 @@ def test_a_second_turn_finds_what_was_computed_and_no_more(mode: str, alone: Run
 
 
 def test_finish_reasons_and_limits(alone: Running) -> None:
-    prompt = problem_ids(1)[0]
-    full = alone.client.generate([prompt], Sampling(max_tokens=300, temperature=0.0))[0]
-    assert full.finish_reason is FinishReason.STOP
+    prompt, full = one_that_stops(alone.client)
     cut = alone.client.generate([prompt], Sampling(max_tokens=5, temperature=0.0))[0]
     assert (cut.tokens, cut.finish_reason) == (full.tokens[:5], FinishReason.LENGTH)
     stop = Sampling(max_tokens=300, temperature=0.0, stop_ids=(full.tokens[7],))

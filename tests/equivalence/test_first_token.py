@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.support.books import check_book
 from tests.support.engines import Answer, Running, running, value
-from tests.support.laws import ended, sections
+from tests.support.laws import ended, one_that_stops, sections
 from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
@@ -68,10 +68,9 @@ Asked = tuple[tuple[int, ...], Sampling, int]  # text, sampling, tokens of it th
 
 def resumed(alone: Running) -> list[Asked]:
     """As after the death of a decode worker; in the first the next token is the end's."""
-    prompt = problem_ids(1)[0]
+    prompt, whole = one_that_stops(alone.client)
     num = len(prompt)
-    (whole,) = alone.client.generate([prompt], Sampling(300, temperature=0.0))
-    assert (whole.finish_reason, whole.tokens[-1]) == (FinishReason.STOP, EOS)
+    assert whole.tokens[-1] == EOS
     limit = Sampling(300, temperature=0.0)
     num_all = len(whole.tokens)
     late = Sampling(num_all + 20, temperature=0.0, min_tokens=num_all + 2)

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tests.support.engines import Answer
+from tests.support.engines import Answer, Client
+from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
+from worker.api import FinishReason, Sampling
 
 
 def sections(
@@ -18,6 +20,16 @@ def sections(
         "kv": {"page_size": page_size},
         "disaggregation": {"mode": mode, "first_token": first_token},
     }
+
+
+def one_that_stops(client: Client) -> tuple[tuple[int, ...], Answer]:
+    """A prompt, and its greedy answer of 12 to 299 tokens and the end of text."""
+    prompts = problem_ids(24)
+    answers = client.generate(prompts, Sampling(300, temperature=0.0))
+    stopped = FinishReason.STOP
+    found = zip(prompts, answers, strict=True)
+    fits = (each for each in found if each[1].finish_reason is stopped)
+    return next(each for each in fits if len(each[1].tokens) > 12)
 
 
 def ended(answers: Sequence[Answer]) -> Sequence[Answer]:
