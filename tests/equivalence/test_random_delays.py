@@ -55,7 +55,7 @@ def mixed() -> Plain:
     asked = mix()
     answers, workers = served(asked, num_prefill=0)
     engine = workers.engines[DECODE]
-    assert value(engine.metrics.preemptions) > 5, "pages were not short enough"
+    assert value(engine.metrics.preemptions) > 3, "pages were not short enough"
     assert value(engine.metrics.cached_tokens) > 0, "nothing was shared"
     reasons = [each.finish_reason for ask, each in zip(asked, answers, strict=True) if not ask.cut]
     assert min(reasons.count(each) for each in (FinishReason.STOP, FinishReason.LENGTH)) > 3

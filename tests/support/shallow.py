@@ -17,7 +17,7 @@ from tests.support.places import place
 from tests.support.prompts import TINY
 
 LAYERS = {2: ("0", "5"), 4: ("0", "1", "4", "5")}
-END, OFTEN = 2, 4
+END, OFTEN = 2, 82
 EMBEDDING = "model.embed_tokens.weight"
 
 

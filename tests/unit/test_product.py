@@ -12,15 +12,21 @@ COLUMNS = (*range(1, 6300, 31), 1535, 1536, 3071, 3072, 6143, 6144, 16383, 24576
 
 @pytest.mark.parametrize("m", [1, 17, OWN_ROWS])
 @pytest.mark.parametrize("k", [64, 512, 4096, 12288])
-def test_the_scratch_holds_every_product_and_its_counters(m, k):
+@pytest.mark.parametrize("eight", [False, True])
+def test_the_scratch_holds_every_product_and_its_counters(m, k, eight):
     for n in COLUMNS:
-        tile = choose(m, n, k)
+        tile = choose(m, n, k, eight=eight)
         assert tile.num_partials(n) <= MAX_PARTIALS
         assert tile.num_tiles(n) <= MAX_TILES
 
 
 def test_no_scratch_lies_idle():
-    assert max(choose(OWN_ROWS, n, 4096).num_partials(n) for n in COLUMNS) == MAX_PARTIALS
+    asked = [
+        choose(OWN_ROWS, n, 4096, eight=eight).num_partials(n)
+        for n in COLUMNS
+        for eight in (False, True)
+    ]
+    assert max(asked) <= MAX_PARTIALS < 2 * max(asked)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
