@@ -123,7 +123,7 @@ def check_completions(client: openai.OpenAI) -> None:
 
 
 def check_four_choices_and_seed(client: openai.OpenAI) -> None:
-    asked: Any = {**ASKED, "n": 4, "temperature": 1.0, "max_tokens": 20}
+    asked: Any = {**ASKED, "n": 4, "temperature": 2.0, "max_tokens": 60}
     texts = []
     for seed in (7, 7, 8):
         choices = whole(client, **asked, seed=seed).choices
