@@ -238,21 +238,19 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _blocks(
-    acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin, stop, end, position,
-    limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
+    acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page, begin,
+    stop, end, position, limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
-    Without MASKED every row sees all of these keys. `page` is that of the first block; the page of
-    the block after the last is returned. Keys from `end` on have no page. Exponents are loaded a
-    block before their use: Triton overlaps no loads of single bytes.
+    Without MASKED every row sees all of these keys. `page`, of_keys and of_values are the page and
+    the exponents of the first block; those of the block after the last are returned. Keys from
+    `end` on have no page. Exponents are loaded a block before their use: Triton overlaps no loads
+    of single bytes.
     """
     EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
-    of_keys, of_values = block_exponents(  # type: ignore[misc]
-        k_head, v_head, page, stride_page, begin + tl.arange(0, BLOCK_N), end, HEAD_DIM, PAGE
-    )
     dims = tl.arange(0, BLOCK_D)
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
@@ -313,7 +311,7 @@ def _blocks(
             p = p.to(tl.float32)
         acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
         top = higher
-    return acc, weight, top, page
+    return acc, weight, top, page, of_keys, of_values
 
 
 @triton.jit
@@ -333,20 +331,23 @@ def _online(
         page = first_page.to(tl.int64)
     else:
         page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
+    of_keys, of_values = block_exponents(  # type: ignore[misc]
+        k_head, v_head, page, stride_page, begin + block, end, HEAD_DIM, PAGE
+    )
     masked = begin
     # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
     # the pipeline of loads, so short queries have one loop only.
     if MANY and not (FIRST_KEY or WINDOW):
         masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
-        acc, weight, top, page = _blocks(  # type: ignore[misc]
-            acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, begin,
-            tl.minimum(masked, end), end, position, limit, scale, DTYPE, False, BLOCK_N, HEAD_DIM,
-            BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
+        acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
+            acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
+            begin, tl.minimum(masked, end), end, position, limit, scale, DTYPE, False, BLOCK_N,
+            HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
         )  # fmt: skip
-    acc, weight, top, page = _blocks(  # type: ignore[misc]
-        acc, weight, top, q_tile, k_head, v_head, table, page, stride_page, masked, end, end,
-        position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW,
-        CAP, INTERPRETED,
+    acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
+        acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
+        masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE,
+        FIRST_KEY, WINDOW, CAP, INTERPRETED,
     )  # fmt: skip
     return acc, weight, top
 

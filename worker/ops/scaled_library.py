@@ -1,7 +1,7 @@
 """Products in eight bits of many rows by torch's scaled_mm, for weights whose blocks lie whole.
 
 On an H200 (torch 2.11) cuBLASLt takes 0.63 to 0.67 of its bf16 products' time from 1024 rows on,
-and half to nine tenths of our tiles' from 65 rows on (benchmarks/results/kernels.md).
+and half to nine tenths of our tiles' from 65 rows on (benchmarks/results/eight_bits.md).
 """
 
 import logging
