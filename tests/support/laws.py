@@ -23,9 +23,9 @@ def sections(
 
 
 def one_that_stops(client: Client) -> tuple[tuple[int, ...], Answer]:
-    """A prompt, and its greedy answer of 12 to 299 tokens and the end of text."""
-    prompts = problem_ids(24)
-    answers = client.generate(prompts, Sampling(300, temperature=0.0))
+    """A prompt, and its greedy answer of 12 to 99 tokens and the end of text."""
+    prompts = problem_ids(12)
+    answers = client.generate(prompts, Sampling(100, temperature=0.0))
     stopped = FinishReason.STOP
     found = zip(prompts, answers, strict=True)
     fits = (each for each in found if each[1].finish_reason is stopped)
