@@ -29,7 +29,7 @@ from worker.errors import UserError
 from worker.model import shard
 from worker.model.decoder import Decoder
 from worker.model.layers import Linear
-from worker.model.matrices import EightBitMatrix, ScaleGrid, Stack, quantized
+from worker.model.matrices import GRAIN, EightBitMatrix, ScaleGrid, Stack, quantized
 from worker.model.quantized import EightBits
 from worker.model.shape import read_model_shape
 from worker.model.shard import Part
@@ -202,6 +202,17 @@ def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
             least = found.abs().max() * 2**-16
             assert bool(((found - drawn).abs() <= torch.maximum(drawn.abs() / 16, least)).all())
             assert not torch.equal(found, drawn)
+
+
+@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["files", "noise"])
+def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str, str]) -> None:
+    """Else torch's product, which takes one of 128 rows, would be another than the kernels'."""
+    made = linears(models.load(saved("qwen3", "fp8"), eight=True, **options))
+    found = [each for each in made.values() if is_eight(each) and each._grid.whole_blocks]
+    assert found, "no matrix of this model has rows by 128"
+    for matrix in found:
+        by_block = matrix.scales.unflatten(0, (-1, BLOCK // GRAIN))
+        assert torch.equal(by_block, by_block[:, :1].expand_as(by_block))
 
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:

@@ -66,9 +66,9 @@ class Placement:
             return self.empty(*lead, num_rows, len(columns)), None
         grain, whole_blocks = 1, False
         if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
-            held = [part.held for part in rows.values()]
-            grain = GRAIN
-            whole_blocks = not any(each.start % BLOCK or each.stop % BLOCK for each in held)
+            grain, parts = GRAIN, rows.values()
+            ends = [end for part in parts for end in (part.size, part.held.start, part.held.stop)]
+            whole_blocks = not any(end % BLOCK for end in ends)
         part = coarse(columns, BLOCK) if eight.by_block else all_of(1)
         scales = self.empty(*lead, num_rows // grain, len(part), dtype=torch.float32)
         grid = ScaleGrid(scales, grain, whole_blocks, part)

@@ -15,7 +15,7 @@ from worker.model.decoder import Decoder
 from worker.model.files import listed, weight_files
 from worker.model.layers import Placement
 from worker.model.matrices import quantized
-from worker.model.quantized import Scaled, Scales
+from worker.model.quantized import BLOCK, Scaled, Scales
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Shard, scales_of, tensor_of
 from worker.observe.metrics import Progress, no_progress
@@ -146,6 +146,12 @@ def fill_with_noise(
             whole *= shard.full_shape[-1] ** -0.5
         if shard.what == "values":
             of_it = shards[scales_of(name)]
-            whole, scales = quantized(whole, of_it.full_shape)
-            of_it.fill(scales[of_it.index])
+            height, *width = of_it.full_shape
+            # In blocks as published, however finely their scales are kept; so for any number of
+            # ranks, and for what multiplies whole blocks.
+            blocks = height
+            if height < len(whole) and len(whole) % BLOCK == 0:
+                blocks = len(whole) // BLOCK
+            whole, scales = quantized(whole, (blocks, *width))
+            of_it.fill(scales.repeat_interleave(height // blocks, 0)[of_it.index])
         shard.fill(whole[shard.index])

@@ -66,8 +66,8 @@ class EightBitMatrix(nn.Module):
         if first_row:
             assert first_row % self._grid.grain == 0
             rows, scales = rows[first_row:], scales[first_row // self._grid.grain :]
-        more = (self._grid.whole_blocks, *(() if out is None else (out,)))
-        y = scaled_product(x, rows, scales, *more)
+        operands = x, rows, scales, self._grid.whole_blocks
+        y = scaled_product(*operands) if out is None else scaled_product(*operands, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Tensor) -> Tensor:

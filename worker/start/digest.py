@@ -67,7 +67,7 @@ def dummy_digest(
     seed: int, dtype: torch.dtype, device: torch.device, *, in_eight: bool = False
 ) -> str:
     """Replaces weights_digest for noise (`load_format: dummy`), which follows from these alone."""
-    return _sha256(["noise 1", seed, str(dtype), device.type, *["e4m3"] * in_eight])
+    return _sha256(["noise 1", seed, str(dtype), device.type, *["e4m3 by 128"] * in_eight])
 
 
 def model_digest(shape: LayerShape, weights: str) -> str:
