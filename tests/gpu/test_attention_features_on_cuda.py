@@ -66,14 +66,16 @@ def check(case: plain.Case, options: dict[str, Any], name: str = "triton") -> No
     assert not out[int(case.batch.query_start[-1]) :].any()
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("head_dim", DTYPES)
-@pytest.mark.parametrize("asked", ASKED)
-def test_the_paged_kernel_matches_the_reference(asked: str, head_dim: int, shapes: str) -> None:
-    for heads in ((8, 2), (32, 8), (4, 4)):
-        for page in (16, 64):
-            case = plain.make(SHAPES[shapes], heads, head_dim, page, 4, DTYPES[head_dim])
-            check(case, ASKED[asked])
+@pytest.mark.product(
+    asked=tuple(ASKED),
+    head_dim=tuple(DTYPES),
+    shapes=tuple(SHAPES),
+    heads=((8, 2), (32, 8), (4, 4)),
+    page=(16, 64),
+)
+def test_the_paged_kernel_matches_the_reference(asked, head_dim, shapes, heads, page) -> None:
+    case = plain.make(SHAPES[shapes], heads, head_dim, page, 4, DTYPES[head_dim])
+    check(case, ASKED[asked])
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])
@@ -81,16 +83,15 @@ def test_float32_is_float32(head_dim: int) -> None:
     check(plain.make(plain.WIDTHS, head_dim=head_dim, dtype="float32"), ASKED["all"])
 
 
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("head_dim", DTYPES)
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.product(
+    asked=tuple(ASKED), head_dim=tuple(DTYPES), page=(16, 64), number=tuple(range(len(plain.LONG)))
+)
 def test_the_kernel_of_long_chunks_matches_the_reference(
-    asked: str, head_dim: int, page: int, monkeypatch: pytest.MonkeyPatch
+    asked, head_dim, page, number, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_backend, "paged_attention", plain.only_prompts)
-    for shapes in plain.LONG:
-        case = plain.make(shapes, (8, 2), head_dim, page, 4, DTYPES[head_dim], padded_rows=40)
-        check(case, ASKED[asked])
+    shapes, dtype = plain.LONG[number], DTYPES[head_dim]
+    check(plain.make(shapes, (8, 2), head_dim, page, 4, dtype, padded_rows=40), ASKED[asked])
 
 
 @plain.needs_flashinfer
