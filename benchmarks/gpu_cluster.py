@@ -6,8 +6,9 @@
         --prompt-len 64 --output-len 16 --concurrency 4 --num 16 --repeat 1 --out results
     python -m benchmarks.gpu_cluster --gpus 2 --kind nvlink --loads 16,32,48,full \\
         --concurrency 256 --prompt-len 4096 --output-len 2048 --out results
+    python -m benchmarks.gpu_cluster --gpus 1 --kind nvlink --concurrency 256,32 --out results
 
-The last runs the loads of `benchmarks.serving`: --concurrency is then the number of rows and of
+The fourth runs the loads of `benchmarks.serving`: --concurrency is then the number of rows and of
 requests of `full` at a time, and the two lengths together are the longest request.
 
 Prompts and answers have exactly their lengths, and all KV is pulled from the prefill worker. For
@@ -32,7 +33,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
-from benchmarks.output import shown, write
+from benchmarks.output import ints, shown, write
 
 PULLED = "kvlane_kv_pulled_bytes_total"
 
@@ -53,7 +54,7 @@ def parse() -> argparse.Namespace:
     add("--mode", default="always", help="disaggregation.mode")
     add("--num", type=int, default=256, help="requests of a run")
     add("--repeat", type=int, default=3, help="runs")
-    add("--concurrency", type=int, default=32)
+    add("--concurrency", type=ints, default="32", help="requests at a time; 256,32: one by one")
     add("--prompt-len", type=int, default=512, help="tokens")
     add("--output-len", type=int, default=128, help="tokens")
     add("--loads", default="", metavar="16,32,full", help="those of benchmarks.serving instead")
@@ -78,7 +79,8 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
         "decode": {
             "num_gpus": num_gpus,
             "engine": {
-                **engine, "max_num_reqs": options.concurrency, "growth_tokens": options.output_len
+                **engine, "max_num_reqs": max(options.concurrency),
+                "growth_tokens": options.output_len,
             },
         },
         "transport": {"name": "mooncake", "kind": kind},
@@ -87,14 +89,16 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     }  # fmt: skip
 
 
-def run_load(url: str, model: Path, path: Path, options: argparse.Namespace, kind: str) -> int:
+def run_load(
+    url: str, model: Path, path: Path, options: argparse.Namespace, kind: str, at_a_time: int
+) -> int:
     """Run `benchmarks.load`, or with --loads `benchmarks.serving`, against `url`; its exit code."""
     if options.loads:
         harness = "serving"
         arguments = ["--name", kind, "--rates", options.loads]
-        arguments += ["--full", str(options.concurrency)]
+        arguments += ["--full", str(at_a_time)]
     else:
-        harness, num = "load", str(options.concurrency)
+        harness, num = "load", str(at_a_time)
         lengths = f"synthetic:{options.prompt_len},{options.output_len}"
         arguments = ["--source", lengths, "--concurrency", num, "--warmup", num]
         arguments += ["--num", str(options.num), "--repeat", str(options.repeat)]
@@ -130,8 +134,13 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
     Its configuration and its log are `serve-KIND.yaml` and `cluster-KIND.log` in `options.out`.
     """
     out: Path = options.out
-    path, config = out / f"load-{kind}.json", out / f"serve-{kind}.yaml"
-    path.unlink(missing_ok=True)  # of an earlier run
+    several, config = len(options.concurrency) > 1, out / f"serve-{kind}.yaml"
+    paths = {
+        num: out / (f"load-{kind}-{num}.json" if several else f"load-{kind}.json")
+        for num in options.concurrency
+    }
+    for path in paths.values():
+        path.unlink(missing_ok=True)  # of an earlier run
     config.write_text(yaml.safe_dump(serve_config(options, model, kind), sort_keys=False))
     sets = [word for each in options.set for word in ("--set", each)]
     began = time.monotonic()
@@ -139,28 +148,31 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
         with serving(["--config", str(config), *sets], options.port, keep=out) as url:
             start_s = time.monotonic() - began
             print(f"{kind}: ready after {start_s:.1f} s", flush=True)
-            code = run_load(url, model, path, options, kind)
+            codes = [run_load(url, model, path, options, kind, num) for num, path in paths.items()]
             (row,) = json.loads(get(f"{url}/v1/models"))["data"]
             sums = totals(url)
             about = {
-                "options": shown(options), "start_s": start_s, "totals": sums, "load": path.name,
+                "options": shown(options), "start_s": start_s, "totals": sums,
+                "load": ",".join(path.name for path in paths.values()),
                 "config": json.loads(get(f"{url}/config")), SIMULATED: row.get(SIMULATED, 0.0),
             }  # fmt: skip
     finally:
         if (out / "cluster.log").exists():
             (out / "cluster.log").rename(out / f"cluster-{kind}.log")
     write(out / f"cluster-{kind}.json", about)
-    measured, pulled = read(path), sums.get(PULLED, 0.0)
-    requests = [summary["requests"] for summary in measured.summaries]
-    num_asked = options.repeat * options.num
-    if options.loads:
-        num_asked = sum(counts["sent"] for counts in requests)
-    served = sum(counts["served"] for counts in requests)
-    name, gb = measured.named(kind), pulled / 1e9
-    print(f"{name}: {served} of {num_asked} served, {gb:.3f} GB of KV pulled", flush=True)
-    if code == 0 and (served < num_asked or (options.mode == "always" and not pulled)):
-        return 1
-    return code
+    pulled = sums.get(PULLED, 0.0)
+    is_whole = options.mode != "always" or pulled > 0
+    for path in paths.values():
+        measured = read(path)
+        requests = [summary["requests"] for summary in measured.summaries]
+        num_asked = options.repeat * options.num
+        if options.loads:
+            num_asked = sum(counts["sent"] for counts in requests)
+        served = sum(counts["served"] for counts in requests)
+        is_whole &= served >= num_asked
+        print(f"{measured.named(kind)}: {served} of {num_asked} served", flush=True)
+    print(f"{pulled / 1e9:.3f} GB of KV pulled", flush=True)
+    return next(filter(None, codes), 0 if is_whole else 1)
 
 
 def main() -> int:

@@ -58,6 +58,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     add("--cached", action="store_true", help="prompts are computed once and found in the cache")
     add("--page-size", type=int, default=64)
     add("--kv-dtype", default="auto", help="as kv.dtype")
+    add("--transport", default="", help="NAME/KIND, as transport.name and kind; default: auto")
     add("--weights", default="", choices=("", "fp8"), help="fp8: in blocks of 128 x 128")
     add("--chunk", type=int, default=4096, help="prompt tokens of one prefill step")
     add("--attention", type=backends, default="auto", help="a name, or prefill=NAME,decode=NAME")
@@ -112,6 +113,10 @@ def build(
             "role": "decode", "model": model, "engine": engine, "spec": spec, "tp": options.tp,
             "kv": {"page_size": page_size, "dtype": options.kv_dtype},
         }  # fmt: skip
+        if options.transport:
+            config["transport"] = dict(
+                zip(("name", "kind"), options.transport.split("/"), strict=True)
+            )
         return led_engine(WorkerConfig.model_validate(config))
 
 

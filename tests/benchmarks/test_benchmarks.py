@@ -128,7 +128,7 @@ def test_a_made_model_says_a_piece_of_text_for_every_token(tmp_path: Path) -> No
 def test_the_configuration_of_a_cluster_loads(num_gpus: int, share: float, tmp_path: Path) -> None:
     options = Namespace(
         gpus=num_gpus, model_config=MODELS / "qwen3-8b.json", prompt_len=512, output_len=128,
-        chunk=2048, concurrency=32, mode="always",
+        chunk=2048, concurrency=[32], mode="always",
     )  # fmt: skip
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(serve_config(options, TINY, "tcp")))
