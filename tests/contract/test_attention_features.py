@@ -193,7 +193,8 @@ if not INTERPRETED:
         types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
         types |= {"scale": "fp32"}
         shape = AttentionShape(32, 8, head_dim, 1.0, KeyMask(window=512), cap=50.0, sinks=True)
-        constants = paged.constants_of(tiles, shape, 64) | {"PDL": True}
+        dtype = torch.float8_e4m3fn if "fp8" in kv else torch.bfloat16
+        constants = paged.constants_of(tiles, shape, 64, dtype) | {"PDL": True}
         options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
         ptx = ptx_of(paged._attend_kernel, types, constants, **options)
         assert "cp.async" in ptx

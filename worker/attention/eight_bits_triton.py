@@ -1,6 +1,52 @@
-"""Keys and values in eight bits as kernels read them (cache/eight_bits.py)."""
+"""Keys and values in eight bits as operands of the tensor cores (cache/eight_bits.py).
+
+In tiles of up to 32 rows a program loads words of four numbers and widens them in the registers
+that the tensor cores read: through shared memory the wide ones would go a second time. There a
+thread has dims that follow one another, where an operand's layout has others. So tiles count dims
+in an order of their own: `key_dims` and `value_tiles` say which dim stands at a place. A tensor
+core adds sixteen products at once, in no order, and keys keep their dims within such sixteen: sums
+have the bits of those over keys and values that were 16 bits wide.
+
+Tiles of more rows are multiplied by wgmma, which reads keys from shared memory: they are converted
+before that (`in_16_bits`). In words they met wrong sums and illegal addresses there (Triton 3.6).
+"""
+
+from typing import Any
+
+import torch
 
 from worker.ops.jit import tl, triton
+
+# A byte S EEEE MMM in the upper half of 16 bits becomes bf16 S 0000EEEE MMM0000, which is 2^120
+# times too small, subnormal or not. e4m3's NaN becomes 480: rows that are not finite are marked by
+# their exponent.
+_BEGIN = "{ .reg .b32 t, a, u; mov.b32 u, 0x7b807b80;"
+_WIDEN = """
+    shr.b32 t, a, 4;
+    and.b32 t, t, 0x07f007f0;
+    lop3.b32 t, a, 0x80008000, t, 0xea;
+    mul.rn.bf16x2 {to}, t, u;
+"""
+_KEYS: Any = tl.constexpr(
+    _BEGIN
+    + "prmt.b32 a, $4, $4, 0x1100;"
+    + _WIDEN.format(to="a")
+    + "mov.b32 {$0, $1}, a; prmt.b32 a, $4, $4, 0x3322;"
+    + _WIDEN.format(to="a")
+    + "mov.b32 {$2, $3}, a; }"
+)
+_VALUES: Any = tl.constexpr(
+    _BEGIN
+    + "".join(
+        f"prmt.b32 a, $4, $5, 0x{4 + i}{4 + i}{i}{i};" + _WIDEN.format(to=f"${i}") for i in range(4)
+    )
+    + "}"
+)
+
+
+def in_words(dtype: torch.dtype, block_m: int, block_d: int) -> bool:
+    """Whether tiles of block_m rows read keys and values of this dtype in words."""
+    return dtype == torch.float8_e4m3fn and block_m <= 32 and block_d >= 32
 
 
 @triton.jit
@@ -39,3 +85,83 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=4
         )
     return tile.to(DTYPE)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def words_at(head, spot, WORDS: tl.constexpr):
+    """Where rows that begin `spot` bytes from `head` have their words: [rows, WORDS]."""
+    return head.to(tl.pointer_type(tl.int32)) + (spot // 4)[:, None] + tl.arange(0, WORDS)[None, :]
+
+
+@triton.jit
+def _bytes_of(words, DTYPE: tl.constexpr):
+    """The four numbers of each word, as the interpreter makes them."""
+    a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
+def key_dims(BLOCK_D: tl.constexpr):
+    """The dims of a key tile's places."""
+    at = tl.arange(0, BLOCK_D)
+    return at // 32 * 32 + at // 2 % 2 * 16 + at // 4 % 4 * 4 + at // 16 % 2 * 2 + at % 2
+
+
+@triton.jit
+def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[keys, BLOCK_D / 4] i32 as numbers [BLOCK_D, keys], in the order of key_dims."""
+    if INTERPRETED:
+        a, b, c, d = _bytes_of(words, DTYPE)  # type: ignore[misc]
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _KEYS,
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=1,
+        )
+    KEYS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., of a pair, which pair]
+    tile = tl.permute(tl.reshape(pairs, (KEYS, WORDS // 8, 2, 4, 2, 2)), (1, 5, 3, 2, 4, 0))
+    return tl.reshape(tile, (4 * WORDS, KEYS)).to(DTYPE)
+
+
+@triton.jit
+def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """[keys, BLOCK_D / 4] i32 as the first numbers of each word, the second ones, ..."""
+    if INTERPRETED:
+        a, b, c, d = _bytes_of(words, DTYPE)  # type: ignore[misc]
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _VALUES,
+            "=r,=r,=r,=r,r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def in_order(a, b, c, d):
+    """Sums over those tiles, [rows, BLOCK_D / 4] each, as [rows, BLOCK_D]."""
+    ROWS: tl.constexpr = a.shape[0]
+    WORDS: tl.constexpr = a.shape[1]
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, 4 * WORDS))
+
+
+@triton.jit
+def apart(sums):
+    """What in_order was given."""
+    ROWS: tl.constexpr = sums.shape[0]
+    WORDS: tl.constexpr = sums.shape[1] // 4
+    ac, bd = tl.split(tl.reshape(sums, (ROWS, WORDS, 2, 2)))
+    a, c = tl.split(ac)
+    b, d = tl.split(bd)
+    return a, b, c, d

@@ -1,14 +1,10 @@
 """Attention of ragged query rows over the paged KV cache, for decode, verify, draft and prefill.
 
 Rows are (token, query head) pairs. For each kv head, those of one request form tiles of `block_m`
-rows. The keys that a tile sees are cut into splits. `plan_items` lists all items (tile, split) of a
-batch on the device, once for all layers. So no launch depends on a length that the host does not
-know, and no program starts for an empty split.
-
-How a tile is cut depends on its own length and on the batch's padded shape alone (for prompts also
-on whether the bound of the keys is above SHORT_KEYS; see `paged_tiles`). So a row's result has the
-same bits whatever the other rows are. The last program to finish a tile adds its splits up in
-order.
+rows. The keys that a tile sees are cut into splits. `paged_plan_triton` lists all items (tile,
+split) of a batch, once for all layers, by each tile's own length. So a row's result has the same
+bits whatever the other rows are, and no program starts for an empty split. The last program to
+finish a tile adds its splits up in order.
 
 A KeyMask says which keys a row sees, by constants. With first_key or window all blocks compare
 every key, and those before the window of a tile's first row are not read. A head_dim that is no
@@ -17,28 +13,28 @@ power of two is computed as the next one, BLOCK_D, of which the rest is zeros.
 The twin in plain torch is `worker.attention.reference`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionShape
-from worker.attention.eight_bits_triton import block_exponents, in_16_bits, power_of
-from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
+from worker.attention.eight_bits_triton import (
+    apart,
+    block_exponents,
+    in_16_bits,
+    in_order,
+    in_words,
+    key_dims,
+    key_tile,
+    power_of,
+    value_tiles,
+    words_at,
+)
+from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at
+from worker.attention.paged_tiles import PagedTiles
 from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.launch import overlap, power_of_two
-
-FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
-
-
-@triton.jit
-def bound_of(x, INTERPRETED: tl.constexpr):
-    """x for range(): the interpreter's scalars are arrays of one element, which range refuses."""
-    if INTERPRETED:
-        return x.handle.data.item()
-    else:
-        return x
 
 
 @triton.jit
@@ -51,104 +47,6 @@ def capped(x, CAP: tl.constexpr):
 def sink_of(sinks, heads):
     """The logit of each of these heads that has no value, for exp2."""
     return tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
-
-
-@triton.jit
-def _cut(num_keys, shortest, most, BLOCK_N: tl.constexpr):
-    """How many splits num_keys keys are cut into, and the keys of each but the last."""
-    wanted = tl.minimum(tl.maximum(tl.cdiv(num_keys, shortest), 1), most)
-    length = tl.maximum(tl.cdiv(tl.cdiv(num_keys, wanted), BLOCK_N), 1) * BLOCK_N
-    return tl.maximum(tl.cdiv(num_keys, length), 1), length
-
-
-@triton.jit
-def _num_keys(
-    tile, query_len, seq_len, BLOCK_M: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr
-):
-    """Where the keys end that the last query row of a tile sees."""
-    if CAUSAL:
-        last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, query_len - 1)
-        return tl.maximum(seq_len - query_len + last + 1, 0)
-    else:
-        return tl.maximum(seq_len, 0)
-
-
-@triton.jit
-def _first_key(
-    tile, query_len, seq_len,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
-    """A multiple of BLOCK_N before which no row of a tile sees a key."""
-    if WINDOW:
-        position = seq_len - query_len + tile * BLOCK_M // GROUP
-        return tl.maximum(position - (WINDOW - 1), 0) // BLOCK_N * BLOCK_N
-    else:
-        return 0
-
-
-@triton.jit(do_not_specialize=["max_tiles", "shortest", "most", "stride_table"])
-def _plan_kernel(
-    query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Grid (requests,): each writes its own items behind those of all requests before it.
-
-    With SORTED those are the requests with more keys: programs start in the order of the items,
-    and a long row that starts last would run on alone.
-    """
-    req, num_reqs = tl.program_id(0), tl.num_programs(0)
-    own_seq_len = tl.load(seq_lens + req)
-    before = tl.zeros((BLOCK_R,), tl.int32)
-    everything = tl.zeros((BLOCK_R,), tl.int32)
-    for first in range(0, bound_of(num_reqs, INTERPRETED), BLOCK_R):
-        others = first + tl.arange(0, BLOCK_R)
-        there = others < num_reqs
-        other_start = tl.load(query_start + others, mask=there, other=0)
-        other_end = tl.load(query_start + others + 1, mask=there, other=0)
-        other_seq_len = tl.load(seq_lens + others, mask=there, other=0)
-        other_len = other_end - other_start
-        earlier = others < req
-        if SORTED:
-            earlier &= other_seq_len == own_seq_len
-            earlier |= other_seq_len > own_seq_len
-        for tile in range(bound_of(max_tiles, INTERPRETED)):
-            num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP, CAUSAL)
-            num_keys -= _first_key(tile, other_len, other_seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
-            num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
-            splits = tl.where(tile * BLOCK_M < other_len * GROUP, num_splits, 0)
-            before += tl.where(earlier, splits, 0)
-            everything += splits
-    item = tl.sum(before, 0)
-
-    start = tl.load(query_start + req)
-    end = tl.load(query_start + req + 1)
-    query_len = end - start
-    seq_len = own_seq_len
-    split = tl.arange(0, BLOCK_S)
-    table = page_table + req.to(tl.int64) * stride_table
-    num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
-    for tile in range(bound_of(num_tiles, INTERPRETED)):
-        num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP, CAUSAL)
-        first = _first_key(tile, query_len, seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
-        num_splits, length = _cut(num_keys - first, shortest, most, BLOCK_N)
-        at = items + (item + split) * FIELDS
-        listed = split < num_splits
-        begin = first + split * length
-        page = tl.load(table + begin // PAGE, mask=listed & (begin < num_keys), other=0)
-        tl.store(at, tl.zeros_like(split) + start, mask=listed)
-        tl.store(at + 1, tl.zeros_like(split) + query_len * GROUP, mask=listed)
-        tl.store(at + 2, tl.zeros_like(split) + (seq_len - query_len), mask=listed)
-        tl.store(at + 3, begin, mask=listed)
-        tl.store(at + 4, tl.minimum(begin + length, num_keys), mask=listed)
-        tl.store(at + 5, tl.zeros_like(split) + req, mask=listed)
-        tl.store(at + 6, page, mask=listed)
-        tl.store(at + 7, split + (num_splits * 256 + tile * 65536), mask=listed)
-        item += num_splits
-    if req == num_reqs - 1:
-        tl.store(counts, tl.sum(everything, 0))
-        tl.store(counts + 1, end)
 
 
 @triton.jit
@@ -191,21 +89,6 @@ def _row_offset(row, start, head, stride, GROUP: tl.constexpr, HEAD_DIM: tl.cons
 
 
 @triton.jit
-def item_at(items, index, wanted, FIELDS: tl.constexpr):
-    """The fields of one item, as _plan_kernel wrote them."""
-    at = items + index * FIELDS
-    start = tl.load(at, mask=wanted, other=0)
-    num_rows = tl.load(at + 1, mask=wanted, other=0)
-    past = tl.load(at + 2, mask=wanted, other=0)
-    begin = tl.load(at + 3, mask=wanted, other=0)
-    end = tl.load(at + 4, mask=wanted, other=0)
-    req = tl.load(at + 5, mask=wanted, other=0)
-    page = tl.load(at + 6, mask=wanted, other=0)
-    cut = tl.load(at + 7, mask=wanted, other=0)
-    return start, num_rows, past, begin, end, req, page, cut
-
-
-@triton.jit
 def zero_padding(
     out, num_rows, num_tokens, program, num_programs,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
@@ -241,7 +124,8 @@ def _blocks(
     acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page, begin,
     stop, end, position, limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
-    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
@@ -251,7 +135,12 @@ def _blocks(
     of single bytes.
     """
     EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
-    dims = tl.arange(0, BLOCK_D)
+    COLUMNS: tl.constexpr = BLOCK_D // 4 if WORDS else BLOCK_D
+    WIDTH: tl.constexpr = HEAD_DIM * COLUMNS // BLOCK_D  # columns of a key that there are
+    NOTHING: tl.constexpr = 0 if WORDS else 0.0  # pyright: ignore[reportAssignmentType]
+    if WORDS:
+        acc_0, acc_1, acc_2, acc_3 = apart(acc)  # type: ignore[misc]
+    dims = tl.arange(0, COLUMNS)
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
         keys = key + block
@@ -259,32 +148,41 @@ def _blocks(
             spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
         else:
             spot = page * stride_page + (block % PAGE) * HEAD_DIM
+        if WORDS:
+            k_at, v_at = words_at(k_head, spot, COLUMNS), words_at(v_head, spot, COLUMNS)
+        else:
+            k_at = k_head + spot[:, None] + dims[None, :]
+            v_at = v_head + spot[:, None] + dims[None, :]
+        wide = (dims < WIDTH)[None, :]
         if MASKED:
             inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
             if FIRST_KEY:
                 inside &= (keys >= FIRST_KEY)[:, None]
             if HEAD_DIM < BLOCK_D:
-                inside &= (dims < HEAD_DIM)[None, :]
-            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
-            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=inside, other=0.0)
+                inside &= wide
+            k_tile = tl.load(k_at, mask=inside, other=NOTHING)
+            v_tile = tl.load(v_at, mask=inside, other=NOTHING)
         elif HEAD_DIM < BLOCK_D:
-            wide = (dims < HEAD_DIM)[None, :]
-            k_tile = tl.load(k_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
-            v_tile = tl.load(v_head + spot[:, None] + dims[None, :], mask=wide, other=0.0)
+            k_tile = tl.load(k_at, mask=wide, other=NOTHING)
+            v_tile = tl.load(v_at, mask=wide, other=NOTHING)
         else:
-            k_tile = tl.load(k_head + spot[:, None] + dims[None, :])
-            v_tile = tl.load(v_head + spot[:, None] + dims[None, :])
+            k_tile, v_tile = tl.load(k_at), tl.load(v_at)
         if EIGHT:  # powers of two: scores and weights take them with the same bits as keys would
             k_scales, v_scales = power_of(of_keys), power_of(of_values)
-            k_tile = in_16_bits(k_tile, DTYPE, INTERPRETED)
-            v_tile = in_16_bits(v_tile, DTYPE, INTERPRETED)
         page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
         of_keys, of_values = block_exponents(  # type: ignore[misc]
             k_head, v_head, page, stride_page, keys + BLOCK_N, end, HEAD_DIM, PAGE
         )
+        if WORDS:
+            k_tile = key_tile(k_tile, DTYPE, INTERPRETED)
+        else:
+            if EIGHT:
+                k_tile = in_16_bits(k_tile, DTYPE, INTERPRETED)
+                v_tile = in_16_bits(v_tile, DTYPE, INTERPRETED)
+            k_tile = tl.trans(k_tile)
         if INTERPRETED:
-            k_tile, v_tile = k_tile.to(tl.float32), v_tile.to(tl.float32)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            k_tile = k_tile.to(tl.float32)
+        scores = tl.dot(q_tile, k_tile, input_precision="ieee")
         if EIGHT:
             scores *= k_scales[None, :]
         scores *= scale
@@ -309,8 +207,19 @@ def _blocks(
             p *= v_scales.to(DTYPE)[None, :]
         if INTERPRETED:
             p = p.to(tl.float32)
-        acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
+        if WORDS:
+            v_0, v_1, v_2, v_3 = value_tiles(v_tile, DTYPE, INTERPRETED)  # type: ignore[misc]
+            acc_0 = tl.dot(p, v_0, acc_0 * shrink[:, None], input_precision="ieee")
+            acc_1 = tl.dot(p, v_1, acc_1 * shrink[:, None], input_precision="ieee")
+            acc_2 = tl.dot(p, v_2, acc_2 * shrink[:, None], input_precision="ieee")
+            acc_3 = tl.dot(p, v_3, acc_3 * shrink[:, None], input_precision="ieee")
+        else:
+            if INTERPRETED:
+                v_tile = v_tile.to(tl.float32)
+            acc = tl.dot(p, v_tile, acc * shrink[:, None], input_precision="ieee")
         top = higher
+    if WORDS:
+        acc = in_order(acc_0, acc_1, acc_2, acc_3)
     return acc, weight, top, page, of_keys, of_values
 
 
@@ -319,7 +228,8 @@ def _online(
     q_tile, k_head, v_head, table, first_page, stride_page, begin, end, position, limit, scale,
     top, weight, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
-    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
@@ -342,12 +252,12 @@ def _online(
         acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
             begin, tl.minimum(masked, end), end, position, limit, scale, DTYPE, False, BLOCK_N,
-            HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, INTERPRETED,
+            HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
         )  # fmt: skip
     acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
         acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
         masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE,
-        FIRST_KEY, WINDOW, CAP, INTERPRETED,
+        FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
     )  # fmt: skip
     return acc, weight, top
 
@@ -360,7 +270,7 @@ def _attend_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
     USED: tl.constexpr, UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
     FIRST_KEY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
@@ -385,6 +295,7 @@ def _attend_kernel(
     )
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
+    q_dims = key_dims(BLOCK_D) if WORDS else dims
     for turn in range(
         bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
         bound_of(num_programs, INTERPRETED),
@@ -400,15 +311,13 @@ def _attend_kernel(
         if not CAUSAL:
             limit = tl.zeros_like(column) + (past + num_r // GROUP - 1)
         table = page_table + req.to(tl.int64) * stride_table
-        q_at = (
-            q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None] + dims[None, :]
-        )
+        q_at = q + _row_offset(rows, start, head, stride_q, GROUP, HEAD_DIM)[:, None]
         # Triton 3.6 and 3.7 take what only an inner loop's bounds need for dead and do not carry it
         # to the next turn (facebookexperimental/triton#687): so `begin` is needed here as well.
         inside = here[:, None]
         if HEAD_DIM < BLOCK_D:
-            inside &= (dims < HEAD_DIM)[None, :]
-        q_tile = tl.load(q_at, mask=inside & (begin >= 0), other=0.0)
+            inside &= (q_dims < HEAD_DIM)[None, :]
+        q_tile = tl.load(q_at + q_dims[None, :], mask=inside & (begin >= 0), other=0.0)
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -420,14 +329,18 @@ def _attend_kernel(
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
             stride_page, begin, end, position, limit, scale, top, weight, q.dtype.element_ty,
-            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, INTERPRETED,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, WORDS,
+            INTERPRETED,
         )  # fmt: skip
 
         stride_out = KV_HEADS * GROUP * HEAD_DIM
         if num_splits == 1:
             out_at = out + _row_offset(rows, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
             whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
-            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=inside)
+            known = here[:, None]
+            if HEAD_DIM < BLOCK_D:
+                known &= (dims < HEAD_DIM)[None, :]
+            tl.store(out_at + dims[None, :], whole.to(out.dtype.element_ty), mask=known)
         else:
             slot = tl.cast(flat, tl.int64)
             part_at = partial + (slot * ROWS + local)[:, None] * BLOCK_D + dims[None, :]
@@ -463,59 +376,6 @@ def _attend_kernel(
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PagedPlan:
-    """One batch cut into items. The layers of a pass run one after the other and share it all."""
-
-    tiles: PagedTiles
-    shape: AttentionShape
-    page_table: Tensor  # [num_reqs, max_pages] i32
-    items: Tensor  # [max_items, FIELDS] i32; the first counts[0] are valid
-    counts: Tensor  # [2] i32: items, query rows
-    arrivals: Tensor  # [max_items * kv_heads] i32; all 0 between launches
-    partial: Tensor  # [max_items * kv_heads * rows * power_of_two(head_dim)] f32; scratch
-    stats: Tensor  # [max_items * kv_heads * 2 * rows] f32; scratch
-
-
-def plan_items(
-    query_start: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    tiles: PagedTiles,
-    shape: AttentionShape,
-    page_size: int,
-) -> PagedPlan:
-    """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
-
-    Everything that a pass needs is allocated here; during a capture, from the graph's own pool.
-    """
-    assert query_start.dtype == seq_lens.dtype == page_table.dtype == torch.int32
-    assert page_table.stride(1) == 1
-    device, slots = seq_lens.device, tiles.max_items * shape.num_kv_heads
-    split_slots = slots if tiles.max_splits > 1 else 1
-    plan = PagedPlan(
-        tiles=tiles,
-        shape=shape,
-        page_table=page_table,
-        items=torch.empty(tiles.max_items, FIELDS, dtype=torch.int32, device=device),
-        counts=torch.empty(2, dtype=torch.int32, device=device),
-        arrivals=torch.zeros(slots, dtype=torch.int32, device=device),
-        partial=torch.empty(split_slots * tiles.rows * power_of_two(shape.head_dim), device=device),
-        stats=torch.empty(split_slots * tiles.rows * 2, device=device),
-    )
-    constants: dict[str, Any] = {
-        "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PAGE": page_size,
-        "GROUP": shape.num_heads // shape.num_kv_heads, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS,
-        "FIELDS": FIELDS, "CAUSAL": shape.mask.causal, "WINDOW": shape.mask.window or 0,
-        "SORTED": tiles.longest_first, "INTERPRETED": INTERPRETED,
-    }  # fmt: skip
-    _plan_kernel[(seq_lens.shape[0],)](
-        query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,
-        tiles.shortest, tiles.most, page_table.stride(0), **constants,
-    )  # fmt: skip
-    return plan
-
-
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -548,7 +408,7 @@ def paged_attention(
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, sinks, num_tokens, q.stride(0), k_cache.stride(0),
         k_cache.stride(1), plan.page_table.stride(0), scale_of(shape),
-        **constants_of(tiles, shape, k_cache.shape[2]), **options,
+        **constants_of(tiles, shape, k_cache.shape[2], k_cache.dtype), **options,
     )  # fmt: skip
     return out
 
@@ -558,12 +418,14 @@ def scale_of(shape: AttentionShape) -> float:
     return shape.scale / shape.cap if shape.cap else shape.scale * 1.4426950408889634
 
 
-def constants_of(tiles: PagedTiles, shape: AttentionShape, page_size: int) -> dict[str, Any]:
-    """The compile-time constants of _attend_kernel, except PDL."""
-    used = power_of_two(tiles.rows)
+def constants_of(
+    tiles: PagedTiles, shape: AttentionShape, page_size: int, kept: torch.dtype
+) -> dict[str, Any]:
+    """The compile-time constants of _attend_kernel, except PDL; kept: the cache's dtype."""
+    used, block_d = power_of_two(tiles.rows), power_of_two(shape.head_dim)
     return {
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "HEAD_DIM": shape.head_dim,
-        "BLOCK_D": power_of_two(shape.head_dim), "CAP": shape.cap,
+        "BLOCK_D": block_d, "CAP": shape.cap, "WORDS": in_words(kept, tiles.block_m, block_d),
         "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
         "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
         "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,

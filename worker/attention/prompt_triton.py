@@ -18,14 +18,10 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.attention.eight_bits_triton import exponents_at, power_of
+from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import (
-    FIELDS,
-    PagedPlan,
-    bound_of,
     capped,
-    item_at,
-    plan_items,
     scale_of,
     sink_of,
     zero_padding,

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
-from worker.attention.paged_triton import PagedPlan, constants_of, paged_attention, plan_items
+from worker.attention.paged_triton import constants_of, paged_attention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
@@ -79,7 +80,8 @@ class TritonAttention(PoolAttention):
             return "long", *prompt_constants(self.shape).values()
         tiles = self._tiles(bounds)
         options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
-        constants = constants_of(tiles, self.shape, self.region.page_size)
+        kept = self._layers[0][0].dtype
+        constants = constants_of(tiles, self.shape, self.region.page_size, kept)
         return *constants.values(), *options
 
     def _is_long(self, bounds: Bounds) -> bool:
