@@ -131,11 +131,17 @@ def with_transport(
     why = f"KV of {' and '.join(sorted(devices))}, on {where}"
     name, chosen = config.transport.name, Chosen()
     if name == "auto":
-        on_cpus, kind = devices == {"cpu"}, config.transport.kind
-        if kind == "auto":
-            name = ("shm" if one_node else "mixed") if on_cpus else "mooncake"
+        kind = config.transport.kind
+        if kind != "auto":
+            name = {"shm": "shm", "tcp": "sockets"}.get(kind, "mooncake")
+        elif devices == {"cpu"}:
+            name = "shm" if one_node else "mixed"
+        elif "cpu" in devices or not one_node:
+            name = "sockets"
+        elif peer_access is False:
+            name, why = "sockets", f"{why} with GPUs that cannot read each other's memory"
         else:
-            name = {"shm": "shm", "tcp": "sockets" if on_cpus else "mooncake"}.get(kind, "mooncake")
+            name = "mooncake"
         chosen["transport.name"] = name, why
     if name == "mooncake" and config.transport.kind == "auto":
         kind = "nvlink" if "cpu" not in devices and one_node else "tcp"

@@ -206,8 +206,7 @@ class RaySite(Site):
         if is_near and len(self._worker_nodes()) > 1:
             log.warning(
                 "%s is on another node now, which transport %s does not reach: decode workers "
-                "prefill by themselves; start again with --set transport.name=mooncake "
-                "--set transport.kind=tcp",
+                "prefill by themselves; start again with --set transport.name=sockets",
                 name,
                 local,
             )

@@ -4,7 +4,7 @@
     python -m tests.deploy.ray_job --up   # with the start commands of deploy/ray/cluster.yaml
 
 What is not as it stands there: kvlane is not installed anew, the model is the bundled one, and the
-hosts are network namespaces. Prefill runs on one, decode on the other, KV passes over mooncake TCP;
+hosts are network namespaces. Prefill runs on one, decode on the other, KV passes over sockets;
 the answers are those of the model alone. A second submit changes nothing, one with other settings
 is refused, `down` ends all, and a submit after that starts it again.
 """
@@ -101,7 +101,7 @@ def submit(hosts: list[Host]) -> None:
     places = dict(re.findall(r"^(prefill|decode)-0 .*?(10\.79\.0\.\d)", rows, re.MULTILINE))
     assert places == {"prefill": FIRST, "decode": SECOND}, rows
     print(f"prefill on {FIRST}, decode on {SECOND}")
-    # Asks for right answers, for all KV by mooncake/tcp, and for stages that add up.
+    # Asks for right answers, for all KV by sockets, and for stages that add up.
     print(hosts[1].run(f"python -m tests.e2e.check {URL} {NUM_QUESTIONS}", REPOSITORY, 300).strip())
 
 

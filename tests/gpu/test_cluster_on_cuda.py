@@ -38,6 +38,7 @@ SHARED = (
     "--set", "decode.num_gpus=0.5", "--set", "decode.engine.memory_fraction=0.3",
 )  # fmt: skip
 
+ROADS = {"tcp": "sockets/tcp", "nvlink": "mooncake/nvlink"}  # by transport.kind
 Answers = list[tuple[str, str | None]]
 
 
@@ -134,7 +135,7 @@ def test_two_workers_on_one_gpu(kind: str, cpu_answers: Answers, serve: Serve, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # of `serve`, however many there are
     arguments = (*COMMON, *SHARED, "--set", f"transport.kind={kind}")
     serve.start(*arguments).wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, f"mooncake/{kind}")
+    check(serve, cpu_answers, ROADS[kind])
 
 
 @pytest.mark.gpu(1)
@@ -165,7 +166,7 @@ def test_shares_that_do_not_fit_are_one_clear_error(serve: Serve, monkeypatch) -
 def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, serve: Serve) -> None:
     """Two ranks with a GPU each, whose steps have to be equal, beside a worker on the CPU."""
     serve.start(*COMMON, *ranks(several, other)).wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, "mooncake/tcp", replays=several == "decode")
+    check(serve, cpu_answers, "sockets/tcp", replays=several == "decode")
 
 
 @pytest.mark.gpu(2)
@@ -174,7 +175,7 @@ def test_a_worker_on_two_gpus(several: str, other: str, cpu_answers: Answers, se
 def test_experts_on_two_gpus(experts: str, moe_answers: Answers, serve: Serve) -> None:
     divided = ("--set", f"decode.engine.experts={experts}")
     serve.start(*COMMON, *MOE, *ranks("decode", "prefill"), *divided).wait_ready(READY_TIMEOUT_S)
-    check(serve, moe_answers, "mooncake/tcp", page_bytes=MOE_PAGE_BYTES)
+    check(serve, moe_answers, "sockets/tcp", page_bytes=MOE_PAGE_BYTES)
 
 
 @pytest.mark.gpu(2)
@@ -183,4 +184,4 @@ def test_experts_on_two_gpus(experts: str, moe_answers: Answers, serve: Serve) -
 def test_two_workers_on_two_gpus(kind: str, cpu_answers: Answers, serve: Serve) -> None:
     """What `serve` does by itself where there are GPUs: one each."""
     serve.start(*COMMON, "--set", f"transport.kind={kind}").wait_ready(READY_TIMEOUT_S)
-    check(serve, cpu_answers, f"mooncake/{kind}")
+    check(serve, cpu_answers, ROADS[kind])

@@ -181,11 +181,11 @@ def test_examples_load_and_fit_their_gpus(path: Path) -> None:
         ("transport.name=mooncake", False, "n1", None, ("mooncake", "tcp")),
         ("", True, "n1 n1", None, ("mooncake", "nvlink")),
         ("", True, "n1 n1", True, ("mooncake", "nvlink")),
-        ("", True, "n1 n1", False, ("mooncake", "tcp")),
+        ("", True, "n1 n1", False, ("sockets", "tcp")),
         ("transport.kind=nvlink", True, "n1 n1", False, ("mooncake", "nvlink")),
-        ("", True, "n1 n2", None, ("mooncake", "tcp")),
-        ("transport.kind=tcp", True, "n1 n1", None, ("mooncake", "tcp")),
-        ("prefill.engine.device=cpu", True, "n1 n1", None, ("mooncake", "tcp")),
+        ("", True, "n1 n2", None, ("sockets", "tcp")),
+        ("transport.kind=tcp", True, "n1 n1", None, ("sockets", "tcp")),
+        ("prefill.engine.device=cpu", True, "n1 n1", None, ("sockets", "tcp")),
     ],
 )
 def test_shm_and_nvlink_are_chosen_only_where_they_reach_everybody(
