@@ -3,6 +3,7 @@
 import ctypes
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,10 @@ import pytest
 from tests.contract.test_transport import Memory
 from tests.support.kv_sources import CONNECT_S, registered
 from tests.support.patience import until
-from tests.support.pulls import OK, ended
+from tests.support.pulls import FAILED, OK, ended
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
+from worker.transfer import sockets
 from worker.transfer.base import Endpoint, KVTransport, Peer, Run
 from worker.transfer.host import addresses_in
 from worker.transfer.sockets import LANES, SocketLane, SocketPull, SocketTransport
@@ -103,7 +105,7 @@ def ends() -> Iterator[Ends]:
 def test_every_network_has_connections_of_its_own(ends: Ends) -> None:
     peer = ends.here.connect(ends.there.endpoint(), CONNECT_S)
     assert len(peer.lanes) == LANES * len(HOSTS)
-    assert len({lane._address for lane in peer.lanes[: len(HOSTS)]}) == len(HOSTS)
+    assert len({lane.address for lane in peer.lanes[: len(HOSTS)]}) == len(HOSTS)
     assert ends.pulls(peer)
 
 
@@ -134,6 +136,26 @@ def test_what_a_lane_leaves_others_do_that_were_through(
 
     monkeypatch.setattr(SocketLane, "_move", last)
     assert ends.pulls(peer) is bool(well)
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tries"),
+    [(ConnectionResetError, LANES * len(HOSTS)), (BlockingIOError, len(HOSTS))],
+)
+def test_a_peer_that_hangs_is_waited_for_once_a_network(
+    error: type[OSError], num_tries: int, ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer, tried = ends.here.connect(ends.there.endpoint(), CONNECT_S), list[str]()
+
+    def receive(connection: socket.socket, *_: object) -> None:
+        tried.append(connection.getpeername()[0])
+        raise error("as if nothing came")
+
+    monkeypatch.setattr(sockets, "receive", receive)
+    pull = peer.pull([Run(0, 0, 0, 1)])
+    assert ended(pull) is FAILED
+    assert len(tried) == num_tries
+    assert set(tried) == {*HOSTS}
 
 
 def test_networks_are_interfaces_or_ranges() -> None:

@@ -123,8 +123,8 @@ class SocketPull(Pull):
             self._num_awaited -= 1
             if self.state is not PullState.RUNNING or self._why:
                 return False
-            if why:
-                self._failed[lane] = why
+            if why or lane.address in self._hung:
+                self._failed[lane] = why or next(reversed(self._failed.values()))
                 self._ask_again()
                 return False
             self._inside.add(lane)
@@ -146,11 +146,21 @@ class SocketPull(Pull):
                 self._why = self._why or why
             self._ask_again()
 
+    @property
+    def _hung(self) -> set[str]:
+        """Where nothing came any more: another lane there would wait as long again."""
+        return {each.address for each in self._failed if each.is_hung}
+
     def _ask_again(self) -> None:
         """With the lock: lanes that were through before another failed do what that one left."""
         if not self._batches or self._inside or self._num_awaited or self._why:
             return
-        others = [each for each in self._peer.lanes if each not in self._failed]
+        hung = self._hung
+        others = [
+            each
+            for each in self._peer.lanes
+            if each not in self._failed and each.address not in hung
+        ]
         self._num_awaited = len(others)
         for each in others:
             each.pulls.put(self)
@@ -165,10 +175,11 @@ class SocketLane:
         self, lane: Callable[[], Lane], address: str, secret: bytes, deadline: float
     ) -> None:
         """Raises Unreachable without a connection at the deadline, of time.monotonic."""
-        self._lane, self._address, self._secret = lane, address, secret
+        self._lane, self.address, self._secret = lane, address, secret
         self.pulls = queue.SimpleQueue[SocketPull | None]()
         self._connection: socket.socket | None = dial(address, secret, deadline)
         self._is_cut = False
+        self.is_hung = False  # its last connection ended because nothing came any more
         self._thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
         self._thread.start()
 
@@ -201,7 +212,8 @@ class SocketLane:
             if self._is_cut:
                 self._drop()
             if self._connection is None and pull.state is PullState.RUNNING:
-                self._connection = dial(self._address, self._secret, time.monotonic() + REDIAL_S)
+                self._connection = dial(self.address, self._secret, time.monotonic() + REDIAL_S)
+                self.is_hung = False
         except Unreachable as e:
             return str(e)
         return ""
@@ -223,7 +235,8 @@ class SocketLane:
                 waiting.popleft()
         except OSError as e:
             self._drop()
-            return f"reading from {self._address} failed: {e}", list(waiting)
+            self.is_hung = isinstance(e, BlockingIOError)
+            return f"reading from {self.address} failed: {e}", list(waiting)
 
     def _drop(self) -> None:
         connection, self._connection, self._is_cut = self._connection, None, False
