@@ -25,6 +25,7 @@ from benchmarks.train.data import IGNORED
 from benchmarks.train.model import save
 from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
+from tests.support.pairwise import in_whole
 from tests.support.patience import HANG_S
 from worker.api import Sampling
 from worker.model import loader
@@ -147,7 +148,7 @@ def bundled(kind: type[Drafter], target: Any) -> Any:
     return drafter
 
 
-@pytest.mark.parametrize(("kind", "gain"), [(ChainDrafter, 0.7), (BlockDrafter, 0.85)])
+@pytest.mark.parametrize(("kind", "gain"), [(ChainDrafter, 0.7), *in_whole((BlockDrafter, 0.85))])
 def test_a_few_steps_lower_the_loss_and_leave_a_checkpoint_of_the_bundled_form(
     kind: type[Drafter], gain: float, target: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,7 +124,7 @@ def told(served: Served, kind: str, **more: Any) -> Any:
         (each, kind)
         for each in SERVED[1:]
         for kind in (BODIES if whole else FEW)
-        if kind != "choices" or each[2] == "auto"
+        if kind != "choices" or (whole and each[2] == "auto")
     ],  # in eight bits logprobs differ by more
     indirect=["served"],
     ids=str,

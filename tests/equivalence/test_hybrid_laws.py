@@ -114,11 +114,10 @@ def test_settings_that_recurrent_layers_cannot_have_are_refused(section, message
 @pytest.mark.parametrize(
     ("spec", "chunks"),
     [
-        ({}, "whole"),
         ({"drafter": "mtp", "widths": [1, 4]}, "pieces"),
-        *in_whole(({}, "pieces"), ({"drafter": "mtp", "widths": [1, 4]}, "whole")),
+        *in_whole(({}, "whole"), ({}, "pieces"), ({"drafter": "mtp", "widths": [1, 4]}, "whole")),
     ],
-    ids=["plain-whole", "mtp-pieces", "plain-pieces", "mtp-whole"],
+    ids=["mtp-pieces", "plain-whole", "plain-pieces", "mtp-whole"],
 )
 def test_replays_change_nothing(
     chunks: str, spec: dict[str, object], expected, monkeypatch: pytest.MonkeyPatch

@@ -102,7 +102,9 @@ def made_of(changes: Changes, m: int, vocab: int, seed: int, dtype: torch.dtype)
 
 if not INTERPRETED:
 
-    @pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 1), (torch.float32, 4)])
+    @pytest.mark.parametrize(
+        ("dtype", "width"), [(torch.bfloat16, 4), *in_whole((torch.float32, 1))]
+    )
     def test_changed_draws_compile_for_hopper_without_one(dtype, width, monkeypatch) -> None:
         for module, name in (
             (draw, "SEARCH_BLOCK"),

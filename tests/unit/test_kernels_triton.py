@@ -172,7 +172,9 @@ if not INTERPRETED:
                 empty(2, 2048), rotation, (cache, cache), ids, None
             )
 
-    @pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, None), (torch.float32, 512)])
+    @pytest.mark.parametrize(
+        ("dtype", "block"), [(torch.bfloat16, None), *in_whole((torch.float32, 512))]
+    )
     def test_the_draw_compiles_for_hopper_without_one(dtype, block, monkeypatch) -> None:
         """Once with the blocks that it has; of smaller ones a compiler is done much sooner."""
         if block is not None:
