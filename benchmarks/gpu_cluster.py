@@ -50,7 +50,7 @@ def parse() -> argparse.Namespace:
     add("--set", action="append", default=[], metavar="A.B=C", help="more configuration for serve")
     add("--port", type=int, default=8000)
     add("--out", type=Path, required=True, help="a directory")
-    add("--kind", default="tcp", help="of mooncake; several, comma-separated, one after another")
+    add("--kind", default="tcp", help="transport.kind; several, comma-separated, one by one")
     add("--mode", default="always", help="disaggregation.mode")
     add("--num", type=int, default=256, help="requests of a run")
     add("--repeat", type=int, default=3, help="runs")
@@ -83,7 +83,7 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
                 "growth_tokens": options.output_len,
             },
         },
-        "transport": {"name": "mooncake", "kind": kind},
+        "transport": {"kind": kind},
         "disaggregation": {"mode": options.mode},
         "cluster": {"local_ray": {"num_gpus": options.gpus}},
     }  # fmt: skip
@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, model: Path, kind: str) -> int:
             num_asked = sum(counts["sent"] for counts in requests)
         served = sum(counts["served"] for counts in requests)
         is_whole &= served >= num_asked
-        print(f"{measured.named(kind)}: {served} of {num_asked} served", flush=True)
+        print(f"{path.stem}: {served} of {num_asked} served", flush=True)
     print(f"{pulled / 1e9:.3f} GB of KV pulled", flush=True)
     return next(filter(None, codes), 0 if is_whole else 1)
 

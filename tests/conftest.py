@@ -1,9 +1,9 @@
 """What all tests share: how the processes of pytest-xdist divide them, products, the gpu marker.
 
 With `-n 4`, what has costly fixtures stays together: a module is run by one process, one of SPLIT
-or for a GPU by any of them, test by test. What starts clusters is run one after another, as these
-have fixed ports and look at what is left of processes: by two processes where each is in namespaces
-of its own (those with a Ray of their own, and those that share one), else by one.
+by any of them, test by test. What starts clusters is run one after another, as these have fixed
+ports and look at what is left of processes: by two processes where each is in namespaces of its
+own (those with a Ray of their own, and those that share one), else by one.
 """
 
 import faulthandler
@@ -78,6 +78,11 @@ SPLIT = (
     "test_stages",
     "test_memory",
     "test_collective",
+    # Those on a GPU wait for the compiler, which takes one core.
+    "test_attention_features_on_cuda",
+    "test_attention_on_cuda",
+    "test_eight_bits_on_cuda",
+    "test_kernels_on_cuda",
 )
 
 
@@ -165,8 +170,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
         def _split_scope(self, nodeid: str) -> str:
             file, _, test = nodeid.partition("::")
             group = group_of(config.rootpath / file)
-            # Tests on a GPU wait for the compiler, which takes one core.
-            return f"{group}::{test}" if group in SPLIT or group.endswith("_on_cuda") else group
+            return f"{group}::{test}" if group in SPLIT else group
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -206,7 +206,8 @@ class RaySite(Site):
         if is_near and len(self._worker_nodes()) > 1:
             log.warning(
                 "%s is on another node now, which transport %s does not reach: decode workers "
-                "prefill by themselves; start again with --set transport.name=sockets",
+                "prefill by themselves; start again with --set transport.name=sockets "
+                "--set transport.kind=tcp",
                 name,
                 local,
             )

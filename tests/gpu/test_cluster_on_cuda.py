@@ -29,7 +29,6 @@ READY_TIMEOUT_S = 400.0  # kernels are compiled, by one worker after the other
 COMMON = (
     "--set", "model.dtype=float32",
     "--set", f"kv.page_size={PAGE_SIZE}",
-    "--set", "transport.name=mooncake",
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
 CPU = ("--set", "prefill.engine.device=cpu", "--set", "decode.engine.device=cpu")

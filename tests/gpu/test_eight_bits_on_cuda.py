@@ -77,7 +77,7 @@ def test_the_kernel_stores_what_the_definition_stores(head_dim: int) -> None:
         (1, 2048, 4096),
     ],
 )
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, 256, 96, 64])
 def test_attention_has_the_bits_of_what_the_cache_is_worth(
     head_dim, num_reqs, width, context, mask
 ) -> None:

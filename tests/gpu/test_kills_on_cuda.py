@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import Serve, processes
-from tests.gpu.test_cluster_on_cuda import COMMON, READY_TIMEOUT_S, SHARED
+from tests.gpu.test_cluster_on_cuda import COMMON, READY_TIMEOUT_S, ROADS, SHARED
 from tests.support.kills import SLACK_MIB, SURVIVOR, Killing, Steady, memory_used
 from tests.support.reference import reference_texts
 
@@ -40,7 +40,7 @@ def check(serve: Serve, kind: str, *arguments: str) -> None:
     serve.start(*COMMON, *UNCACHED, "--set", f"transport.kind={kind}", *arguments)
     serve.wait_ready(READY_TIMEOUT_S)
     load = Steady(NUM_PROBLEMS, MAX_TOKENS, NUM_AT_ONCE)
-    killing = Killing(serve, load, f"mooncake/{kind}", memory_used, RECOVERY_TIMEOUT_S)
+    killing = Killing(serve, load, ROADS[kind], memory_used, RECOVERY_TIMEOUT_S)
     asyncio.run(killing.repeat(NUM_KILLS))
     load.check()
     rows = serve.wait_idle()

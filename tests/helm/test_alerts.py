@@ -119,6 +119,19 @@ def test_alerts_link_to_a_runbook_only_where_its_address_is_given() -> None:
         assert rule["annotations"].keys() == {"summary", "description"}
 
 
+@pytest.mark.parametrize(
+    ("transport", "asked"),
+    [
+        ("{kind: tcp}", "sockets/tcp"), ("{name: mooncake, kind: tcp}", "mooncake/tcp"),
+        ("{kind: rdma}", "mooncake/rdma"), ("{name: mixed}", ".*"), ("{}", ".*"),
+    ],
+)  # fmt: skip
+def test_the_transport_that_is_asked_for_is_the_one_that_is_chosen(transport, asked) -> None:
+    done = template(values=f"{MONITORING}\nconfig: {{transport: {transport}}}")
+    rule = rules_of_chart(parsed(done.stdout))["KvlaneOtherTransport"]
+    assert f'transport!~"{asked}"' in rule["expr"]
+
+
 def test_readmes_say_how_many_there_are() -> None:
     for path in (REPOSITORY / "README.md", CHART / "README.md"):
         assert f" {len(NAMES)} alerts" in path.read_text()

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,11 +140,15 @@ def test_what_a_lane_leaves_others_do_that_were_through(
 
 
 @pytest.mark.parametrize(
-    ("error", "num_tries"),
-    [(ConnectionResetError, LANES * len(HOSTS)), (BlockingIOError, len(HOSTS))],
+    ("error", "brings", "num_tries"),
+    [
+        (ConnectionResetError, False, LANES * len(HOSTS)),
+        (BlockingIOError, False, len(HOSTS)),
+        (BlockingIOError, True, LANES * len(HOSTS)),  # one connection hung, and not the peer
+    ],
 )
 def test_a_peer_that_hangs_is_waited_for_once_a_network(
-    error: type[OSError], num_tries: int, ends: Ends, monkeypatch: pytest.MonkeyPatch
+    error: type[OSError], brings: bool, num_tries: int, ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer, tried = ends.here.connect(ends.there.endpoint(), CONNECT_S), list[str]()
 
@@ -151,6 +156,8 @@ def test_a_peer_that_hangs_is_waited_for_once_a_network(
         tried.append(connection.getpeername()[0])
         raise error("as if nothing came")
 
+    for lane in peer.lanes if brings else ():
+        lane.landed_at = time.monotonic()
     monkeypatch.setattr(sockets, "receive", receive)
     pull = peer.pull([Run(0, 0, 0, 1)])
     assert ended(pull) is FAILED

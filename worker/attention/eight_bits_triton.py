@@ -1,14 +1,15 @@
 """Keys and values in eight bits as operands of the tensor cores (cache/eight_bits.py).
 
 In tiles of up to 32 rows a program loads words of four numbers and widens them in the registers
-that the tensor cores read: through shared memory the wide ones would go a second time. There a
-thread has dims that follow one another, where an operand's layout has others. So tiles count dims
-in an order of their own: `key_dims` and `value_tiles` say which dim stands at a place. A tensor
-core adds sixteen products at once, in no order, and keys keep their dims within such sixteen: sums
-have the bits of those over keys and values that were 16 bits wide.
+that the tensor cores read. So the wide numbers need not go through shared memory again. A thread
+has four dims in a row there, where an operand's layout has others. So tiles count dims in an order
+of their own: `key_dims` and `value_tiles` say which dim stands at a place. A tensor core adds
+sixteen products at once, in no order, and keys keep their dims within such sixteen: sums have the
+bits of those over keys and values that were 16 bits wide.
 
-Tiles of more rows are multiplied by wgmma, which reads keys from shared memory: they are converted
-before that (`in_16_bits`). In words they met wrong sums and illegal addresses there (Triton 3.6).
+Tiles of more rows are multiplied by wgmma, which reads keys from shared memory. They are converted
+before that (`in_16_bits`): a kernel that widened words for wgmma gave wrong sums and read illegal
+addresses on an H200 (Triton 3.6).
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ import torch
 from worker.ops.jit import tl, triton
 
 # A byte S EEEE MMM in the upper half of 16 bits becomes bf16 S 0000EEEE MMM0000, which is 2^120
-# times too small, subnormal or not. e4m3's NaN becomes 480: rows that are not finite are marked by
-# their exponent.
-_BEGIN = "{ .reg .b32 t, a, u; mov.b32 u, 0x7b807b80;"
+# times too small, subnormal or not. e4m3's NaN becomes 480: what was NaN is a number then, and as
+# wrong. fma with -0 is a product for every compute capability from 8.0 on (mul: from 9.0).
+_BEGIN = "{ .reg .b32 t, a, u, z; mov.b32 u, 0x7b807b80; mov.b32 z, 0x80008000;"
 _WIDEN = """
     shr.b32 t, a, 4;
     and.b32 t, t, 0x07f007f0;
     lop3.b32 t, a, 0x80008000, t, 0xea;
-    mul.rn.bf16x2 {to}, t, u;
+    fma.rn.bf16x2 {to}, t, u, z;
 """
 _KEYS: Any = tl.constexpr(
     _BEGIN

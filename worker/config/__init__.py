@@ -112,9 +112,10 @@ class TransportConfig(Section):
     """How KV pages move, and who may speak to whom."""
 
     name: Auto | str = "auto"
-    """auto: on CPUs shm on one node and mixed on several, else mooncake. sockets is our own over
-    TCP: faster than mooncake's, and it asks for a secret. mixed: the memory that both ends share
-    within a host, sockets beyond; with GPUs it has to be asked for."""
+    """auto: on CPUs shm on one node and mixed on several; mooncake, for NVLink, between GPUs of one
+    node that read each other's memory; else sockets, our own over TCP, which asks for a secret.
+    mixed: the memory that both ends share within a host, sockets beyond; with GPUs it has to be
+    asked for."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
     """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node that read
     each other's memory, else tcp; for mixed, within a host, nvlink between GPUs, else shm."""

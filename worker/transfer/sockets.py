@@ -53,7 +53,7 @@ LANES = 4  # connections to a peer on each network; two are as fast between two 
 AHEAD = 2  # batches that a connection has asked for and not received
 SECRET_BYTES = 32
 REDIAL_S = 2.0  # for a connection in place of one that broke
-PROGRESS = struct.pack("ll", 3, 0)  # seconds without a byte after which a peer counts as hung
+PROGRESS_S = 3  # without a byte, after which a connection counts as hung
 
 
 class Batch(NamedTuple):
@@ -90,6 +90,7 @@ class SocketPull(Pull):
         self._inside = set[SocketLane]()  # lanes that may write
         self._num_awaited = 0  # lanes that have it in their queues
         self._failed = dict[SocketLane, str]()  # lanes that do no more of it, and why
+        self._hung = dict[str, str]()  # networks on which nothing comes any more, and why
         self._why = ""  # it can no longer be well
         self._is_begun = False
 
@@ -123,8 +124,8 @@ class SocketPull(Pull):
             self._num_awaited -= 1
             if self.state is not PullState.RUNNING or self._why:
                 return False
-            if why or lane.address in self._hung:
-                self._failed[lane] = why or next(reversed(self._failed.values()))
+            if why := why or self._hung.get(lane.address, ""):
+                self._failed[lane] = why
                 self._ask_again()
                 return False
             self._inside.add(lane)
@@ -142,24 +143,20 @@ class SocketPull(Pull):
             self._batches.extend(undone)
             if undone:
                 self._failed[lane] = why
+                if lane.timed_out and not self._peer.lands(lane.address, PROGRESS_S):
+                    self._hung[lane.address] = why  # another lane there would wait as long again
             else:  # with an error of ours nobody knows what it has not done
                 self._why = self._why or why
             self._ask_again()
-
-    @property
-    def _hung(self) -> set[str]:
-        """Where nothing came any more: another lane there would wait as long again."""
-        return {each.address for each in self._failed if each.is_hung}
 
     def _ask_again(self) -> None:
         """With the lock: lanes that were through before another failed do what that one left."""
         if not self._batches or self._inside or self._num_awaited or self._why:
             return
-        hung = self._hung
         others = [
             each
             for each in self._peer.lanes
-            if each not in self._failed and each.address not in hung
+            if each not in self._failed and each.address not in self._hung
         ]
         self._num_awaited = len(others)
         for each in others:
@@ -179,7 +176,8 @@ class SocketLane:
         self.pulls = queue.SimpleQueue[SocketPull | None]()
         self._connection: socket.socket | None = dial(address, secret, deadline)
         self._is_cut = False
-        self.is_hung = False  # its last connection ended because nothing came any more
+        self.timed_out = False  # its last connection ended because nothing came any more
+        self.landed_at = float("-inf")  # when a batch was last in its place, of time.monotonic
         self._thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
         self._thread.start()
 
@@ -213,14 +211,13 @@ class SocketLane:
                 self._drop()
             if self._connection is None and pull.state is PullState.RUNNING:
                 self._connection = dial(self.address, self._secret, time.monotonic() + REDIAL_S)
-                self.is_hung = False
         except Unreachable as e:
             return str(e)
         return ""
 
     def _move(self, pull: SocketPull) -> tuple[str, list[Batch]]:
         """Batches of the pull, until there are none; "" or why it ends before, and with which."""
-        waiting = deque[Batch]()
+        waiting, self.timed_out = deque[Batch](), False
         assert self._connection is not None
         try:
             while True:
@@ -232,10 +229,11 @@ class SocketLane:
                 here = waiting[0].here
                 receive(self._connection, self._memory.incoming(here))
                 self._memory.landed(here)
+                self.landed_at = time.monotonic()
                 waiting.popleft()
         except OSError as e:
             self._drop()
-            self.is_hung = isinstance(e, BlockingIOError)
+            self.timed_out = isinstance(e, BlockingIOError)
             return f"reading from {self.address} failed: {e}", list(waiting)
 
     def _drop(self) -> None:
@@ -269,7 +267,7 @@ def dial(address: str, secret: bytes, deadline: float) -> socket.socket:
         raise Unreachable(f"{address} {said}") from e
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, PROGRESS)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", PROGRESS_S, 0))
     return connection
 
 
@@ -288,6 +286,11 @@ class SocketPeer(Peer):
         pull = SocketPull(self, runs)
         self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
         return pull
+
+    def lands(self, address: str, seconds: float) -> bool:
+        """Whether any connection on this network has brought something within so long."""
+        since = time.monotonic() - seconds
+        return any(each.landed_at > since for each in self.lanes if each.address == address)
 
     def close(self) -> None:
         for pull in self._pulls:
