@@ -35,7 +35,13 @@ def stream(url: str) -> None:
 
 def tools(url: str) -> None:
     assert isinstance(model(url).create(**asked(response_model=Add)), Add)
-    calls = list(model(url).create_iterable(**asked(response_model=Add)))
+    calls = [  # how many, none too, is the model's choice
+        call
+        for seed in range(8)
+        for call in model(url).create_iterable(
+            **asked(response_model=Add, seed=seed, temperature=2)
+        )
+    ]
     assert calls
     assert all(isinstance(call, Add) for call in calls)
 

@@ -27,7 +27,7 @@ def chat(url: str) -> None:
     assert model(url).complete(QUESTION).text == made.message.content
     by_text = model(url)
     by_text.is_chat_model = False  # /v1/completions
-    assert by_text.complete(QUESTION, max_tokens=8).text
+    assert by_text.complete(f"{QUESTION}\n", max_tokens=8).text
 
 
 def stream(url: str) -> None:

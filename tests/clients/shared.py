@@ -39,7 +39,7 @@ class Solution(BaseModel):
 
     reasoning: str = Field(description="how it was found")
     first: Item
-    others: list[Item]
+    others: list[Item] = Field(max_length=3)  # the model would list more until its context ends
     total: int = Field(description="the number that was asked for")
     note: str | None = None
 
