@@ -28,10 +28,9 @@ from benchmarks.engine import Case
 from benchmarks.instruments import Bench, add_engine_options, build
 from benchmarks.output import parser, shown, write
 from benchmarks.timing import DEVICE
-from benchmarks.transfer import CONNECT_S, HOST, memfd_region, pull_s
+from benchmarks.transfer import CONNECT_S, memfd_region, open_transport, pull_s
 from worker.cache.layout import MemoryRegion
-from worker.registry import resolve
-from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, Run
+from worker.transfer.base import Endpoint, Peer, Run
 
 FIRST_STEPS = 8  # which are counted with the prompts
 
@@ -44,18 +43,11 @@ def region_of(num_bytes: int, device: str) -> tuple[object, MemoryRegion]:
     return memory, MemoryRegion("target", memory.data_ptr(), num_bytes, None)
 
 
-def opened(transport: str, region: MemoryRegion) -> KVTransport:
-    """NAME/KIND with the region registered."""
-    name, kind = transport.split("/")
-    made = resolve("transport", name, TRANSPORTS)(HOST, kind)
-    made.register([region])
-    return made
-
-
 def serve(transport: str, num_bytes: int, device: str, conn: Connection) -> None:
     """Main function of the source; ends with its parent."""
     _owner, region = region_of(num_bytes, device)
-    made = opened(transport, region)
+    name, kind = transport.split("/")
+    made = open_transport(name, region, kind=kind)
     conn.send_bytes(msgspec.msgpack.encode(made.endpoint()))
     with contextlib.suppress(EOFError):
         conn.recv_bytes()
@@ -73,7 +65,8 @@ def source(options: argparse.Namespace) -> Iterator[Peer]:
     process.start()
     theirs.close()
     _owner, region = region_of(num_bytes, DEVICE)
-    transport = opened(options.transport, region)
+    name, kind = options.transport.split("/")
+    transport = open_transport(name, region, kind=kind)
     try:
         endpoint = msgspec.msgpack.decode(ours.recv_bytes(), type=Endpoint)
         yield transport.connect(endpoint, CONNECT_S)

@@ -65,9 +65,11 @@ def memfd_region(num_bytes: int) -> tuple[np.ndarray, MemoryRegion]:
     return array, MemoryRegion("target", array.ctypes.data, num_bytes, fd)
 
 
-def open_transport(name: str, region: MemoryRegion, host: str = HOST) -> KVTransport:
-    """The transport `name` with `region` registered."""
-    transport = resolve("transport", name, TRANSPORTS)(host, KINDS[name])
+def open_transport(
+    name: str, region: MemoryRegion, host: str = HOST, kind: str = ""
+) -> KVTransport:
+    """The transport `name` with `region` registered; kind: if it is not that of KINDS."""
+    transport = resolve("transport", name, TRANSPORTS)(host, kind or KINDS[name])
     transport.register([region])
     return transport
 

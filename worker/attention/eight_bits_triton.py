@@ -95,12 +95,25 @@ def words_at(head, spot, WORDS: tl.constexpr):
 
 
 @triton.jit
-def _bytes_of(words, DTYPE: tl.constexpr):
-    """The four numbers of each word, as the interpreter makes them."""
-    a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+def _widened(
+    words, ASM: tl.constexpr, REGISTERS: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """The four numbers of each word, by instructions that take PACK words at once."""
+    if INTERPRETED:
+        a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            ASM,  # pyright: ignore[reportArgumentType]
+            REGISTERS,  # pyright: ignore[reportArgumentType]
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=PACK,  # pyright: ignore[reportArgumentType]
+        )
     return a, b, c, d
 
 
@@ -114,17 +127,7 @@ def key_dims(BLOCK_D: tl.constexpr):
 @triton.jit
 def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as numbers [BLOCK_D, keys], in the order of key_dims."""
-    if INTERPRETED:
-        a, b, c, d = _bytes_of(words, DTYPE)  # type: ignore[misc]
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _KEYS,
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=1,
-        )
+    a, b, c, d = _widened(words, _KEYS, "=h,=h,=h,=h,r", 1, DTYPE, INTERPRETED)  # type: ignore[misc]
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., of a pair, which pair]
@@ -135,17 +138,7 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as the first numbers of each word, the second ones, ..."""
-    if INTERPRETED:
-        a, b, c, d = _bytes_of(words, DTYPE)  # type: ignore[misc]
-    else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _VALUES,
-            "=r,=r,=r,=r,r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+    a, b, c, d = _widened(words, _VALUES, "=r,=r,=r,=r,r,r", 2, DTYPE, INTERPRETED)  # type: ignore[misc]
     return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)  # pyright: ignore[reportArgumentType]
 
 
