@@ -3,6 +3,7 @@
 import itertools
 import queue
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from worker.cache.layout import KVRegion, MemoryRegion, ModelLayout
 from worker.errors import Incompatible, Unreachable
 from worker.transfer.base import Endpoint, PullState, Run
 from worker.transfer.peers import PrefillPeers
+from worker.transfer.ranked import RankPulls
 from worker.transfer.sources import (
     DIALLED_BYTES,
     NUM_READS,
@@ -191,6 +193,31 @@ def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) 
     event = answer.get(timeout=HANG_S)  # all ranks are reached, and the first read fails
     assert "a first read failed: gone" in str(event.error)
     assert not transport.open
+
+
+def test_a_worker_that_ends_waits_for_its_dials_whose_reads_write_to_its_memory(
+    prefill: Ranks,
+) -> None:
+    may_read = threading.Event()
+
+    class Slow(Scripted):
+        def pull(self, runs: Sequence[Run]) -> ScriptedPull:
+            assert may_read.wait(HANG_S)
+            return super().pull(runs)
+
+    rank = local(Slow(), prefill)
+    rank.dial(prefill.member, lambda _: None)
+    peers = PrefillPeers(rank, lambda _: None, lambda *_: None, lambda *_: None)
+    pulls = RankPulls(rank, lambda _: None, lambda _: None)
+    ending = [threading.Thread(target=each.close) for each in (peers, pulls)]
+    for each in ending:
+        each.start()
+        each.join(0.1)
+    assert all(each.is_alive() for each in ending)
+    may_read.set()
+    for each in ending:
+        each.join(HANG_S)
+    assert not any(each.is_alive() for each in ending)
 
 
 def test_a_joined_pull_is_over_when_all_its_parts_are() -> None:

@@ -127,6 +127,7 @@ class PrefillPeers:
         return [self._rank.measure(member) for member in list(self._listed.values())]
 
     def close(self) -> None:
+        self._rank.wait_for_dials()
         self._listed = {}
         for peer in list(self.known):
             self.lose(peer)

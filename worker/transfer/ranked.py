@@ -163,7 +163,8 @@ class RankPulls:
             self._close_unused()
 
     def close(self) -> None:
-        """Close all links; blocks until their pulls are over, and reports nothing."""
+        """Close all links; blocks until dials and pulls are over, and reports nothing."""
+        self._own.wait_for_dials()
         for source in self._links.values():
             if source is not None:
                 source.close()

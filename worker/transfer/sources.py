@@ -153,6 +153,7 @@ class LocalRank:
     timeout_s: float  # to reach one remote rank
     tp_size: int = 1
     rank: int = 0
+    _dials: list[threading.Thread] = field(default_factory=list)
 
     def connect(self, member: Member) -> Sources:
         """Connect to the ranks of `member` that hold heads of this rank; may block.
@@ -195,9 +196,16 @@ class LocalRank:
 
     def dial(self, member: Member, answer: Callable[[Link | DialFailed], None]) -> None:
         """Connect and measure in a thread of its own, which ends with a call of `answer`."""
-        threading.Thread(
+        dialling = threading.Thread(
             target=lambda: answer(self._dialled(member)), name=f"dial {member.peer}", daemon=True
-        ).start()
+        )
+        dialling.start()
+        self._dials[:] = [*(each for each in self._dials if each.is_alive()), dialling]
+
+    def wait_for_dials(self) -> None:
+        """Return once none is under way: they measure by pulls into our memory."""
+        for dialling in self._dials:
+            dialling.join()
 
     def measure(self, member: Member) -> PullPath:
         """Measure the way from `member`, over connections opened for this."""
