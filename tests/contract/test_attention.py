@@ -620,6 +620,15 @@ if not INTERPRETED:
         # the dims of words as four in a row need it.
         widths = {"2", "4"} if constants["WORDS"] else {"2"}
         assert set(re.findall(r"kWidth = (\d+)", asm["ttgir"])) == widths
+        if constants["WORDS"]:  # warps that divide keys otherwise add them up otherwise
+            types, constants = (
+                types | dict.fromkeys(("k_cache", "v_cache"), "*bf16"),
+                constants | {"WORDS": False},
+            )
+            plain = asm_of(paged._attend_kernel, types, constants, **options)
+            warps = [re.findall(r"warpsPerCTA = \[\d, \d\], instr", each["ttgir"])
+                     for each in (asm, plain)]  # fmt: skip
+            assert warps[0] == warps[1] != []
         # All fields of the next item come to the next turn: Triton has dropped one.
         turns = next(line for line in asm["ttgir"].splitlines() if "scf.for %turn" in line)
         assert turns.split("->")[1].count("i32") == paged.FIELDS + 1  # and the number of the turn

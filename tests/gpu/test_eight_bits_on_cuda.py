@@ -104,7 +104,7 @@ def test_attention_has_the_bits_of_what_the_cache_is_worth(
         made: Any = TritonAttention(pool, shape)
         with forward_context(batch, made, made.plan(batch)):
             found.append(made.forward(q, 0))
-    assert torch.equal(*found)
+    assert int((found[0] != found[1]).sum()) == 0
     assert bool(found[0].isfinite().all())
 
 

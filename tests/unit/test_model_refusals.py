@@ -12,7 +12,7 @@ from worker.errors import Unsupported, UserError
 from worker.model.families import FAMILIES, served
 from worker.model.refusals import ADVISED, NEEDED, READ
 from worker.model.shape import read_model_shape
-from worker.start.check import check_directories
+from worker.start.check import EIGHT_BITS, check_directories, check_kv
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99,
@@ -160,6 +160,29 @@ def test_layers_without_rope_follow_from_an_interval_where_none_are_named(tmp_pa
     few = {"num_hidden_layers": 5, "no_rope_layers": [1, 0]}
     with pytest.raises(UserError, match="no_rope_layers: names 2 of 5 layers"):
         read_model_shape(write(tmp_path, "SmolLM3ForCausalLM", few))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "capability", "why"),
+    [
+        ("Qwen3ForCausalLM", "float16", (9, 0), "needs a model in bfloat16 or float32"),
+        ("Qwen3ForCausalLM", "bfloat16", (8, 0), "needs a GPU of compute capability 8.9 or later, not 8.0"),
+        ("Qwen2ForCausalLM", "bfloat16", (9, 0), "loses too much of keys with a bias"),
+        ("Qwen3ForCausalLM", "bfloat16", (8, 9), ""),
+        ("Qwen3ForCausalLM", "bfloat16", None, ""),
+    ],
+)
+def test_kv_in_eight_bits_is_refused_where_it_cannot_be(
+    architecture: str, dtype: str, capability: tuple[int, int] | None, why: str, tmp_path: Path
+) -> None:
+    shape = read_model_shape(write(tmp_path, architecture, {}))
+    check_kv("auto", dtype, shape, capability)
+    if not why:
+        check_kv(EIGHT_BITS, dtype, shape, capability)
+        return
+    with pytest.raises(UserError, match=f"kv.dtype: {EIGHT_BITS} {why}.*leave it auto") as caught:
+        check_kv(EIGHT_BITS, dtype, shape, capability)
+    assert caught.value.param == "kv.dtype"
 
 
 def test_the_readme_lists_what_is_served() -> None:

@@ -7,6 +7,9 @@ of their own: `key_dims` and `value_tiles` say which dim stands at a place. A te
 sixteen products at once, in no order, and keys keep their dims within such sixteen: sums have the
 bits of those over keys and values that were 16 bits wide.
 
+Keys become f16, for which there is an instruction, and queries with them: multiplied by a power of
+two for each row, they keep all bits unless one is 2^31 times smaller than the row's largest.
+
 Tiles of more rows are multiplied by wgmma, which reads keys from shared memory. They are converted
 before that (`in_16_bits`): a kernel that widened words for wgmma gave wrong sums and read illegal
 addresses on an H200 (Triton 3.6).
@@ -18,36 +21,34 @@ import torch
 
 from worker.ops.jit import tl, triton
 
-# A byte S EEEE MMM in the upper half of 16 bits becomes bf16 S 0000EEEE MMM0000, which is 2^120
-# times too small, subnormal or not. e4m3's NaN becomes 480: what was NaN is a number then, and as
-# wrong. fma with -0 is a product for every compute capability from 8.0 on (mul: from 9.0).
-_BEGIN = "{ .reg .b32 t, a, u, z; mov.b32 u, 0x7b807b80; mov.b32 z, 0x80008000;"
-_WIDEN = """
-    shr.b32 t, a, 4;
-    and.b32 t, t, 0x07f007f0;
-    lop3.b32 t, a, 0x80008000, t, 0xea;
-    fma.rn.bf16x2 {to}, t, u, z;
-"""
-_KEYS: Any = tl.constexpr(
-    _BEGIN
-    + "prmt.b32 a, $4, $4, 0x1100;"
-    + _WIDEN.format(to="a")
-    + "mov.b32 {$0, $1}, a; prmt.b32 a, $4, $4, 0x3322;"
-    + _WIDEN.format(to="a")
-    + "mov.b32 {$2, $3}, a; }"
-)
+# One instruction of sm_89 and later widens two numbers to f16, which holds each e4m3 and NaN.
+_KEYS: Any = tl.constexpr("""{
+    .reg .b16 s, t; .reg .b32 a, b;
+    mov.b32 {s, t}, $4;
+    cvt.rn.f16x2.e4m3x2 a, s; cvt.rn.f16x2.e4m3x2 b, t;
+    mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b;
+}""")
+# Weights have too wide a range for f16. A byte S EEEE MMM in the upper half of 16 bits becomes bf16
+# S 0000EEEE MMM0000, which is 2^120 times too small, subnormal or not. NaN becomes 480.
 _VALUES: Any = tl.constexpr(
-    _BEGIN
+    "{ .reg .b32 a, t;"
     + "".join(
-        f"prmt.b32 a, $4, $5, 0x{4 + i}{4 + i}{i}{i};" + _WIDEN.format(to=f"${i}") for i in range(4)
+        f"""prmt.b32 a, $4, $5, 0x{4 + i}{4 + i}{i}{i};
+        shr.b32 t, a, 4; and.b32 t, t, 0x07f007f0;
+        lop3.b32 ${i}, a, 0x80008000, t, 0xea;"""
+        for i in range(4)
     )
     + "}"
 )
 
 
 def in_words(dtype: torch.dtype, block_m: int, block_d: int) -> bool:
-    """Whether tiles of block_m rows read keys and values of this dtype in words."""
-    return dtype == torch.float8_e4m3fn and block_m <= 32 and block_d >= 32
+    """Whether tiles of block_m rows read keys and values of this dtype in words.
+
+    Heads of 64 do not: with the 16 columns of their value tiles, the warps would divide keys
+    otherwise than over 16 bits, and add them up otherwise.
+    """
+    return dtype == torch.float8_e4m3fn and block_m <= 32 and block_d >= 128
 
 
 @triton.jit
@@ -63,15 +64,23 @@ def power_of(exponents):
 
 
 @triton.jit
-def block_exponents(
-    k_head, v_head, page, stride_page, keys, end, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr
-):
-    """Those of a block of keys and values; where they are not in eight bits, nothing."""
-    if k_head.dtype.element_ty == tl.float8e4nv:
-        at = page * stride_page + PAGE * HEAD_DIM + keys % PAGE
-        return exponents_at(k_head, at, keys < end), exponents_at(v_head, at, keys < end)
-    else:
-        return end, end
+def queries_for_words(q_tile, DTYPE: tl.constexpr):
+    """[rows, dims] times powers of two that take each row's highest below 2^15, and what undoes
+    them: [rows] f32."""
+    wide = q_tile.to(tl.float32)
+    highest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+    highest = tl.minimum(tl.maximum(highest, 15), 254)
+    raised = wide * power_of(268 - highest)[:, None]
+    return raised.to(DTYPE), power_of(highest - 14)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def weight_power(exponents, MORE: tl.constexpr):
+    """What softmax weights are multiplied with for their values, times 2^MORE, f32; never infinite.
+
+    Weight 0 of a key that there is none of stays 0, whatever its exponent.
+    """
+    return power_of(tl.minimum(exponents.to(tl.int32) + MORE, 254))
 
 
 @triton.jit
@@ -89,31 +98,29 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def words_at(head, spot, WORDS: tl.constexpr):
-    """Where rows that begin `spot` bytes from `head` have their words: [rows, WORDS]."""
-    return head.to(tl.pointer_type(tl.int32)) + (spot // 4)[:, None] + tl.arange(0, WORDS)[None, :]
-
-
-@triton.jit
 def _widened(
     words, ASM: tl.constexpr, REGISTERS: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The four numbers of each word, by instructions that take PACK words at once."""
     if INTERPRETED:
-        a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
-        d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
+        a = (words & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        b = ((words >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        c = ((words >> 16) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        d = ((words >> 24) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
     else:
         a, b, c, d = tl.inline_asm_elementwise(
             ASM,  # pyright: ignore[reportArgumentType]
             REGISTERS,  # pyright: ignore[reportArgumentType]
             [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            dtype=(tl.int16, tl.int16, tl.int16, tl.int16),
             is_pure=True,
             pack=PACK,  # pyright: ignore[reportArgumentType]
         )
+        a = a.to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
+        b = b.to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
+        c = c.to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
+        d = d.to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
     return a, b, c, d
 
 
@@ -127,7 +134,7 @@ def key_dims(BLOCK_D: tl.constexpr):
 @triton.jit
 def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as numbers [BLOCK_D, keys], in the order of key_dims."""
-    a, b, c, d = _widened(words, _KEYS, "=h,=h,=h,=h,r", 1, DTYPE, INTERPRETED)  # type: ignore[misc]
+    a, b, c, d = _widened(words, _KEYS, "=h,=h,=h,=h,r", 1, tl.float16, INTERPRETED)  # type: ignore[misc]
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., of a pair, which pair]
@@ -137,8 +144,17 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """[keys, BLOCK_D / 4] i32 as the first numbers of each word, the second ones, ..."""
-    a, b, c, d = _widened(words, _VALUES, "=r,=r,=r,=r,r,r", 2, DTYPE, INTERPRETED)  # type: ignore[misc]
+    """[keys, BLOCK_D / 4] i32 as the first numbers of each word, the second ones, ...
+
+    They are 2^-120 of what they should be.
+    """
+    a, b, c, d = _widened(  # type: ignore[misc]
+        words, _VALUES, "=r,=r,=r,=r,r,r", 2, tl.bfloat16, INTERPRETED
+    )
+    if INTERPRETED:
+        low: tl.constexpr = 2**-120
+        a, b = a.to(tl.float32) * low, b.to(tl.float32) * low
+        c, d = c.to(tl.float32) * low, d.to(tl.float32) * low
     return a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)  # pyright: ignore[reportArgumentType]
 
 

@@ -21,15 +21,15 @@ from torch import Tensor
 from worker.attention.base import AttentionShape
 from worker.attention.eight_bits_triton import (
     apart,
-    block_exponents,
     in_16_bits,
     in_order,
     in_words,
     key_dims,
     key_tile,
     power_of,
+    queries_for_words,
     value_tiles,
-    words_at,
+    weight_power,
 )
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at
 from worker.attention.paged_tiles import PagedTiles
@@ -120,9 +120,40 @@ def _page_of(table, key, keys, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
+def _rows_at(
+    head, page, key, block, stride_page, ROW: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Where a block of keys, which begins at `key`, has its rows of ROW elements."""
+    if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
+        return head + page * stride_page + key % PAGE * ROW + block * ROW
+    else:
+        return head + (page * stride_page + block % PAGE * ROW)
+
+
+@triton.jit
+def _block_exponents(
+    k_head, v_head, page, key, block, stride_page, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Those of a block of keys and values, i32; where they are not in eight bits, nothing.
+
+    A key that there is none of has any exponent.
+    """
+    if k_head.dtype.element_ty == tl.float8e4nv:
+        k_first = k_head.to(tl.pointer_type(tl.uint8)) + PAGE * HEAD_DIM
+        v_first = v_head.to(tl.pointer_type(tl.uint8)) + PAGE * HEAD_DIM
+        k_at = _rows_at(k_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
+        v_at = _rows_at(v_first, page, key, block, stride_page, 1, PAGE, BLOCK_N)
+        return tl.load(k_at).to(tl.int32), tl.load(v_at).to(tl.int32)
+    else:
+        return page, page
+
+
+@triton.jit
 def _blocks(
-    acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page, begin,
-    stop, end, position, limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
+    acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
+    begin, stop, end, position, limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -144,15 +175,12 @@ def _blocks(
     block = tl.arange(0, BLOCK_N)
     for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
         keys = key + block
-        if PAGE >= BLOCK_N:  # a split begins at a multiple of BLOCK_N, so no block spans two pages
-            spot = page * stride_page + (key % PAGE + block) * HEAD_DIM
-        else:
-            spot = page * stride_page + (block % PAGE) * HEAD_DIM
+        k_rows = _rows_at(k_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
+        v_rows = _rows_at(v_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
         if WORDS:
-            k_at, v_at = words_at(k_head, spot, COLUMNS), words_at(v_head, spot, COLUMNS)
-        else:
-            k_at = k_head + spot[:, None] + dims[None, :]
-            v_at = v_head + spot[:, None] + dims[None, :]
+            k_rows = k_rows.to(tl.pointer_type(tl.int32))
+            v_rows = v_rows.to(tl.pointer_type(tl.int32))
+        k_at, v_at = k_rows[:, None] + dims[None, :], v_rows[:, None] + dims[None, :]
         wide = (dims < WIDTH)[None, :]
         if MASKED:
             inside = (keys < end)[:, None]  # memory beyond may hold NaN, and 0 · NaN is NaN
@@ -167,14 +195,13 @@ def _blocks(
             v_tile = tl.load(v_at, mask=wide, other=NOTHING)
         else:
             k_tile, v_tile = tl.load(k_at), tl.load(v_at)
-        if EIGHT:  # powers of two: scores and weights take them with the same bits as keys would
-            k_scales, v_scales = power_of(of_keys), power_of(of_values)
+        k_exponents, v_exponents = of_keys, of_values
         page = _page_of(table, key + BLOCK_N, keys + BLOCK_N, end, PAGE, BLOCK_N)
-        of_keys, of_values = block_exponents(  # type: ignore[misc]
-            k_head, v_head, page, stride_page, keys + BLOCK_N, end, HEAD_DIM, PAGE
+        of_keys, of_values = _block_exponents(  # type: ignore[misc]
+            k_head, v_head, page, key + BLOCK_N, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
         )
         if WORDS:
-            k_tile = key_tile(k_tile, DTYPE, INTERPRETED)
+            k_tile = key_tile(k_tile, q_tile.dtype, INTERPRETED)
         else:
             if EIGHT:
                 k_tile = in_16_bits(k_tile, DTYPE, INTERPRETED)
@@ -183,8 +210,8 @@ def _blocks(
         if INTERPRETED:
             k_tile = k_tile.to(tl.float32)
         scores = tl.dot(q_tile, k_tile, input_precision="ieee")
-        if EIGHT:
-            scores *= k_scales[None, :]
+        if EIGHT:  # powers of two: scores and weights take them with the same bits as keys would
+            scores *= power_of(k_exponents)[None, :]
         scores *= scale
         if CAP > 0:
             scores = capped(scores, CAP)
@@ -201,10 +228,15 @@ def _blocks(
             base = tl.where(higher == float("-inf"), 0.0, higher)  # the row has seen no key yet
         shrink = tl.exp2(top - base)
         p = tl.exp2(scores - base[:, None])
-        weight = weight * shrink + tl.sum(p, 1)
+        if len(weight.shape) == 2:
+            weight = weight * shrink[:, None] + p
+        else:
+            weight = weight * shrink + tl.sum(p, 1)
         p = p.to(DTYPE)
-        if EIGHT:
-            p *= v_scales.to(DTYPE)[None, :]
+        if WORDS:
+            p *= weight_power(v_exponents, 60).to(DTYPE)[None, :]
+        elif EIGHT:
+            p *= weight_power(v_exponents, 0).to(DTYPE)[None, :]
         if INTERPRETED:
             p = p.to(tl.float32)
         if WORDS:
@@ -241,24 +273,30 @@ def _online(
         page = first_page.to(tl.int64)
     else:
         page = _page_of(table, begin, begin + block, end, PAGE, BLOCK_N)
-    of_keys, of_values = block_exponents(  # type: ignore[misc]
-        k_head, v_head, page, stride_page, begin + block, end, HEAD_DIM, PAGE
+    of_keys, of_values = _block_exponents(  # type: ignore[misc]
+        k_head, v_head, page, begin, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
     )
     masked = begin
+    if BLOCK_M <= 32:  # the warps share each row, and would wait for one another to add it up
+        weight = tl.where(block[None, :] == 0, weight[:, None], 0.0)
     # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
     # the pipeline of loads, so short queries have one loop only.
     if MANY and not (FIRST_KEY or WINDOW):
         masked += tl.maximum(tl.min(limit, 0) + 1 - begin, 0) // BLOCK_N * BLOCK_N
         acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
-            acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
-            begin, tl.minimum(masked, end), end, position, limit, scale, DTYPE, False, BLOCK_N,
-            HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
+            acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values,
+            stride_page, begin, tl.minimum(masked, end), end, position, limit, scale, DTYPE, False,
+            BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
         )  # fmt: skip
     acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
-        acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values, stride_page,
-        masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE,
-        FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
+        acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values,
+        stride_page, masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM,
+        BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
     )  # fmt: skip
+    if BLOCK_M <= 32:
+        weight = tl.sum(weight, 1)
+    if WORDS:
+        acc *= 2.0**60  # value_tiles lack 2^120
     return acc, weight, top
 
 
@@ -318,6 +356,11 @@ def _attend_kernel(
         if HEAD_DIM < BLOCK_D:
             inside &= (q_dims < HEAD_DIM)[None, :]
         q_tile = tl.load(q_at + q_dims[None, :], mask=inside & (begin >= 0), other=0.0)
+        row_scale = scale
+        if WORDS:
+            HALF: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
+            q_tile, back = queries_for_words(q_tile, HALF)  # type: ignore[misc]
+            row_scale = (scale * back)[:, None]
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
         top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -328,7 +371,7 @@ def _attend_kernel(
             weight = tl.where(split == 0, 1.0, weight)
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
-            stride_page, begin, end, position, limit, scale, top, weight, q.dtype.element_ty,
+            stride_page, begin, end, position, limit, row_scale, top, weight, q.dtype.element_ty,
             BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, WORDS,
             INTERPRETED,
         )  # fmt: skip
@@ -402,13 +445,17 @@ def paged_attention(
     if not tiles.early:
         options = {"PDL": options["PDL"]}  # the next kernel may still start early
     options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    if tiles.max_registers:
-        options["maxnreg"] = tiles.max_registers
+    constants = constants_of(tiles, shape, k_cache.shape[2], k_cache.dtype)
+    max_registers = tiles.max_registers
+    if constants["WORDS"] and tiles.block_m == 16:
+        max_registers = 128  # so an SM holds four programs: 159 us a layer of 32 x 8192, not 176
+    if max_registers:
+        options["maxnreg"] = max_registers
     _attend_kernel[(tiles.programs,)](
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, sinks, num_tokens, q.stride(0), k_cache.stride(0),
         k_cache.stride(1), plan.page_table.stride(0), scale_of(shape),
-        **constants_of(tiles, shape, k_cache.shape[2], k_cache.dtype), **options,
+        **constants, **options,
     )  # fmt: skip
     return out
 

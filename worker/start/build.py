@@ -165,7 +165,9 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
         probe(), model_max_len=shape.max_position_embeddings, model_dtype=shape.dtype
     )
     config = within_block(config, drafter_shape)
-    check_kv(config.kv.dtype, config.model.dtype, shape)
+    on_gpu = config.engine.device != "cpu"
+    capability = torch.cuda.get_device_capability() if on_gpu else None
+    check_kv(config.kv.dtype, config.model.dtype, shape, capability)
     if shape.delta is not None:
         _check_recurrent(config)
     if shape.experts is not None and config.engine.graph.prefill == "compiled":

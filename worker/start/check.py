@@ -78,13 +78,24 @@ def sizes_of(directory: Path, page_size: int = 64) -> Sizes:
     return Sizes(2 * (matrices + others), whole, matrices + 2 * others, eight)
 
 
-def check_kv(dtype: str, model_dtype: str, shape: ModelShape) -> None:
-    """Raise a UserError where KV of `dtype`, as kv.dtype has it, cannot be, or reads badly."""
+def check_kv(
+    dtype: str, model_dtype: str, shape: ModelShape, capability: tuple[int, int] | None = None
+) -> None:
+    """Raise a UserError where KV of `dtype`, as kv.dtype has it, cannot be, or reads badly.
+
+    capability: the GPU's compute capability; None: a CPU's, or not known.
+    """
     if dtype == "auto":
         return
     path, remedy = "kv.dtype", "leave it auto"
     if model_dtype == "float16":  # its range is less than that of a scale
         raise UserError(f"{path}: {dtype} needs a model in bfloat16 or float32; {remedy}", path)
+    if capability is not None and capability < (8, 9):
+        has = ".".join(map(str, capability))
+        raise UserError(
+            f"{path}: {dtype} needs a GPU of compute capability 8.9 or later, not {has}; {remedy}",
+            path,
+        )
     if shape.features.qkv_bias:
         raise UserError(
             f"{path}: {dtype} loses too much of keys with a bias, whose channels differ by far; "
