@@ -166,7 +166,12 @@ def test_layers_without_rope_follow_from_an_interval_where_none_are_named(tmp_pa
     ("architecture", "dtype", "capability", "why"),
     [
         ("Qwen3ForCausalLM", "float16", (9, 0), "needs a model in bfloat16 or float32"),
-        ("Qwen3ForCausalLM", "bfloat16", (8, 0), "needs a GPU of compute capability 8.9 or later, not 8.0"),
+        (
+            "Qwen3ForCausalLM",
+            "bfloat16",
+            (8, 0),
+            "needs a GPU of compute capability 8.9 or later, not 8.0",
+        ),
         ("Qwen2ForCausalLM", "bfloat16", (9, 0), "loses too much of keys with a bias"),
         ("Qwen3ForCausalLM", "bfloat16", (8, 9), ""),
         ("Qwen3ForCausalLM", "bfloat16", None, ""),
