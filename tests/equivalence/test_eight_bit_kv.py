@@ -69,7 +69,7 @@ def test_a_mutant_is_red(where: str, old: str, new: str, monkeypatch: pytest.Mon
         contract.test_every_number_is_near_and_every_row_uses_the_range()
         contract.test_a_page_has_exponents_and_no_number_overlaps(96, 16)
         contract.test_attention_is_that_over_what_the_cache_is_worth(
-            "reference", "mixed", "16", "causal"
+            "reference", "mixed", 32, "16", "causal"
         )
 
 
