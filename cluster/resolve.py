@@ -246,6 +246,7 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
         directory, size = config.model.directory, int(made.kv.page_size)
         own, eight = kv_token_bytes(directory, size, made.model.dtype, EIGHT_BITS)
         why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,}"
+        why += ", on GPUs from compute capability 8.9 on"
         choices["kv.dtype"] = made.model.dtype, why
     if "model.dtype" in choices:
         with suppress(UserError):  # there are no weights, or none that can be read

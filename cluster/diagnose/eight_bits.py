@@ -10,6 +10,7 @@ from worker.config import MEMORY_FRACTION
 from worker.errors import UserError
 from worker.start.check import EIGHT_BITS, sizes_of
 
+FROM = "(from compute capability 8.9 on)"
 ROW = 8192  # tokens of a row, in what is said
 
 
@@ -22,7 +23,10 @@ def eight_bits(config: Config, driver: Driver) -> Iterator[Finding]:
         text += f"{sizes.fp8_weights / 1e9:.3g} as an FP8 checkpoint; "
         text += f"KV {sizes.kv_token:,} bytes a token, "
         has_kv = sizes.fp8_kv_token != sizes.kv_token
-        text += f"{sizes.fp8_kv_token:,} with kv.dtype={EIGHT_BITS}" if has_kv else "which stay"
+        if has_kv:
+            text += f"{sizes.fp8_kv_token:,} with kv.dtype={EIGHT_BITS} {FROM}"
+        else:
+            text += "which stay"
         if driver.memory:
             share = config.decode.tp * MEMORY_FRACTION * min(driver.memory)
             kinds = (sizes.weights, sizes.kv_token), (sizes.fp8_weights, sizes.fp8_kv_token)

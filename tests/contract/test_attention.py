@@ -15,19 +15,21 @@ import pytest
 import torch
 
 from tests.support import pairwise
+from tests.support.attention_asm import attend_asm
 from tests.support.attention_cases import EACH, EVERY, PAIRWISE
-from tests.support.interpreted import INTERPRETED, WHY, asm_of, ptx_of
+from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps, AttentionShape, build_attentions
 from worker.attention.flashinfer import FlashInferAttention
+from worker.attention.paged_plan_triton import FIELDS
 from worker.attention.qk_rope_store import store_kv_ref
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
 from worker.errors import Unsupported, UserError
-from worker.forward.batch import Batch, Bounds, HostLengths
+from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
 from worker.ops.mask import CAUSAL, KeyMask
@@ -592,27 +594,15 @@ if not INTERPRETED:
         ("num_reqs", "width", "tensor_core"), [(8, 1, "mma.sync"), (4, 512, "wgmma")]
     )
     @pytest.mark.parametrize(
-        ("mask", "kept"),
+        ("mask", "eight_bits"),
         [
-            (KeyMask(1, False, 512), "*bf16"), (CAUSAL, "*fp8e4nv"),
-            *pairwise.in_whole((CAUSAL, "*bf16"), (KeyMask(1), "*bf16")),
+            (KeyMask(1, False, 512), False), (CAUSAL, True),
+            *pairwise.in_whole((CAUSAL, False), (KeyMask(1), False)),
         ],
     )  # fmt: skip
-    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask, kept):
-        from worker.attention import paged_triton as paged
-        from worker.attention.paged_tiles import choose
-
-        tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), 128, 2, 132)
-        types = {"q": "*bf16", "out": "*bf16", "k_cache": kept, "v_cache": kept}
-        types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
-        types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32", "sinks": "constexpr"}
-        types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
-        types |= {"scale": "fp32"}
+    def test_the_kernel_compiles_for_an_h200(num_reqs, width, tensor_core, mask, eight_bits):
         shape = AttentionShape(32, 8, 128, 1.0, mask)
-        dtype = torch.float8_e4m3fn if "fp8" in kept else torch.bfloat16
-        constants = paged.constants_of(tiles, shape, 64, dtype) | {"PDL": True}
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        asm = asm_of(paged._attend_kernel, types, constants, **options)
+        asm, constants = attend_asm(shape, num_reqs, width, eight_bits=eight_bits)
         ptx = asm["ptx"]
         assert tensor_core in ptx
         assert "cp.async" in ptx
@@ -620,19 +610,27 @@ if not INTERPRETED:
         # the dims of words as four in a row need it.
         widths = {"2", "4"} if constants["WORDS"] else {"2"}
         assert set(re.findall(r"kWidth = (\d+)", asm["ttgir"])) == widths
-        if constants["WORDS"]:  # warps that divide keys otherwise add them up otherwise
-            types, constants = (
-                types | dict.fromkeys(("k_cache", "v_cache"), "*bf16"),
-                constants | {"WORDS": False},
-            )
-            plain = asm_of(paged._attend_kernel, types, constants, **options)
-            warps = [re.findall(r"warpsPerCTA = \[\d, \d\], instr", each["ttgir"])
-                     for each in (asm, plain)]  # fmt: skip
-            assert warps[0] == warps[1] != []
+        if constants["WORDS"]:
+            assert "cvt.rn.f16x2.e4m3x2" in ptx
         # All fields of the next item come to the next turn: Triton has dropped one.
         turns = next(line for line in asm["ttgir"].splitlines() if "scf.for %turn" in line)
-        assert turns.split("->")[1].count("i32") == paged.FIELDS + 1  # and the number of the turn
+        assert turns.split("->")[1].count("i32") == FIELDS + 1  # and the number of the turn
         assert "add.f32" not in "".join(line for line in ptx.splitlines() if "atom" in line)
+
+    @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
+    @pytest.mark.parametrize(
+        ("head_dim", "num_reqs", "width"),  # 64 requests: blocks of 32 keys
+        [(128, 8, 1), (64, 8, 1),
+         *pairwise.in_whole((128, 64, 1), (128, 8, 8), (96, 8, 1), (256, 8, 1), (64, 8, 8))],
+    )  # fmt: skip
+    def test_warps_divide_keys_in_eight_bits_as_those_in_16(head_dim, num_reqs, width):
+        """Else they would add up softmax weights in another order."""
+        shape = AttentionShape(32, 8, head_dim, 1.0, CAUSAL)
+        found = []
+        for eight_bits in (True, False):
+            asm, _ = attend_asm(shape, num_reqs, width, eight_bits=eight_bits)
+            found.append(re.findall(r"warpsPerCTA = (\[\d, \d\]), instr", asm["ttgir"]))
+        assert found[0] == found[1] != []
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     @pytest.mark.parametrize("mask", [CAUSAL, KeyMask(1, False, 512)])

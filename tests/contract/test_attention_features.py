@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.contract import test_attention as plain
+from tests.support.attention_asm import attend_asm
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from worker.attention.base import AttentionShape, ByLayerAttention, build_attentions
@@ -177,27 +178,13 @@ if not INTERPRETED:
 
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     @pytest.mark.parametrize(
-        ("head_dim", "num_reqs", "width", "kv"),
-        [(256, 4, 512, "*bf16"), (96, 32, 1, "*fp8e4nv"), *in_whole((96, 8, 1, "*bf16"))],
+        ("head_dim", "num_reqs", "width", "eight_bits"),
+        [(256, 4, 512, False), (96, 32, 1, True), *in_whole((96, 8, 1, False))],
     )
-    def test_the_kernel_with_all_of_it_compiles_for_an_h200(head_dim, num_reqs, width, kv):
-        from worker.attention import paged_triton as paged
-        from worker.attention.paged_tiles import choose
-        from worker.ops.launch import power_of_two
-
-        wide = power_of_two(head_dim)
-        tiles = choose(Bounds(num_reqs, num_reqs * width, width, 4096), (32, 8), wide, 2, 132)
-        types = dict.fromkeys(("q", "out", "sinks"), "*bf16")
-        types |= dict.fromkeys(("k_cache", "v_cache"), kv)
-        types |= dict.fromkeys(("page_table", "items", "counts", "arrivals"), "*i32")
-        types |= {"partial": "*fp32", "stats": "*fp32", "num_tokens": "i32"}
-        types |= dict.fromkeys(("stride_q", "stride_page", "stride_head", "stride_table"), "i32")
-        types |= {"scale": "fp32"}
+    def test_the_kernel_with_all_of_it_compiles_for_an_h200(head_dim, num_reqs, width, eight_bits):
         shape = AttentionShape(32, 8, head_dim, 1.0, KeyMask(window=512), cap=50.0, sinks=True)
-        dtype = torch.float8_e4m3fn if "fp8" in kv else torch.bfloat16
-        constants = paged.constants_of(tiles, shape, 64, dtype) | {"PDL": True}
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-        ptx = ptx_of(paged._attend_kernel, types, constants, **options)
+        asm, _ = attend_asm(shape, num_reqs, width, eight_bits=eight_bits)
+        ptx = asm["ptx"]
         assert "cp.async" in ptx
         assert "wgmma" in ptx or "mma.sync" in ptx
 

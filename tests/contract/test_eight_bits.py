@@ -122,10 +122,10 @@ def eight_and_plain(heads: int, head_dim: int, page_size: int, pages: int) -> tu
 
 
 SHAPES = {"decode": [(40, 1), (1, 1), (130, 1)], "mixed": [(0, 37), (20, 5), (64, 1), (3, 3)]}
-MASKS = {"causal": CAUSAL, "window": KeyMask(window=20)}
+MASKS = {"causal": CAUSAL, "window": KeyMask(window=20), "first": KeyMask(1, False, 20)}
 
 
-@pytest.mark.parametrize("mask", ["causal", *more("window")])
+@pytest.mark.parametrize("mask", ["causal", *more("window", "first")])
 @pytest.mark.parametrize("page_size", [16, *more("64")])
 @pytest.mark.parametrize("head_dim", [32, 128])  # Triton's kernel reads those of 128 in words
 @pytest.mark.parametrize("shapes", SHAPES)

@@ -76,7 +76,7 @@ def join(cluster: Running, worker: Worker) -> None:
 
 
 def collected(of: weakref.ref[object]) -> bool:
-    """Whether it is freed. `collect` does nothing while another thread's collection is under way"""
+    """Whether it is freed. `collect` does nothing while another thread collects."""
     gc.collect()
     return of() is None
 

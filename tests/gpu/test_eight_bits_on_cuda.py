@@ -71,6 +71,7 @@ def test_the_kernel_stores_what_the_definition_stores(head_dim: int) -> None:
         (64, 1, 1000),
         (256, 1, 300),
         (8, 4, 700),
+        (8, 8, 700),
         (1, 16, 900),
         (3, 100, 700),
         (2, 512, 900),

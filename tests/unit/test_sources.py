@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.patience import HANG_S
+from tests.support.patience import HANG_S, until
 from tests.support.pulls import FAILED, OK, RUNNING, ScriptedPull, ended
 from tests.support.ranks import NOBODY, NUM_GROUPS, Ranks, content, memory, model_layout, share
 from worker.api import Member
@@ -138,6 +138,8 @@ def local(transport: "Scripted", peer: Ranks) -> LocalRank:
 class Scripted:
     """A transport and its peers: who answers, what is read, and what has been closed."""
 
+    name, kind = "a", "b"
+
     def __init__(self, unreachable: int = -1, state: PullState = OK) -> None:
         self.unreachable, self.state = unreachable, state
         self.open: list[str] = []
@@ -195,29 +197,60 @@ def test_connections_are_closed_when_one_rank_cannot_be_reached(prefill: Ranks) 
     assert not transport.open
 
 
-def test_a_worker_that_ends_waits_for_its_dials_whose_reads_write_to_its_memory(
-    prefill: Ranks,
-) -> None:
-    may_read = threading.Event()
+class Slow(Scripted):
+    """Reads last until the test ends them; a cancelled one fails then."""
 
-    class Slow(Scripted):
-        def pull(self, runs: Sequence[Run]) -> ScriptedPull:
-            assert may_read.wait(HANG_S)
-            return super().pull(runs)
+    def __init__(self) -> None:
+        super().__init__(state=RUNNING)
+        self.reads: list[ScriptedPull] = []
 
-    rank = local(Slow(), prefill)
-    rank.dial(prefill.member, lambda _: None)
+    def pull(self, runs: Sequence[Run]) -> ScriptedPull:
+        self.reads.append(super().pull(runs))
+        return self.reads[-1]
+
+
+def closing(rank: LocalRank, *, leads: bool) -> threading.Thread:
+    """A thread that closes what a leader's or another rank's loop has of `rank`."""
     peers = PrefillPeers(rank, lambda _: None, lambda *_: None, lambda *_: None)
     pulls = RankPulls(rank, lambda _: None, lambda _: None)
-    ending = [threading.Thread(target=each.close) for each in (peers, pulls)]
-    for each in ending:
-        each.start()
-        each.join(0.1)
-    assert all(each.is_alive() for each in ending)
-    may_read.set()
-    for each in ending:
-        each.join(HANG_S)
-    assert not any(each.is_alive() for each in ending)
+    made = threading.Thread(target=peers.close if leads else pulls.close)
+    made.start()
+    return made
+
+
+@pytest.mark.parametrize(("measures", "leads"), [(False, True), (True, True), (False, False)])
+def test_a_worker_that_ends_cancels_reads_whose_bytes_come_to_its_memory(
+    measures: bool, leads: bool, prefill: Ranks
+) -> None:
+    transport, answer = Slow(), queue.SimpleQueue[Any]()
+    rank = local(transport, prefill)
+    if measures:
+        threading.Thread(target=lambda: answer.put(rank.measure(prefill.member))).start()
+    else:
+        rank.dial(prefill.member, answer.put)
+    until(lambda: bool(transport.reads))
+    ends = closing(rank, leads=leads)
+    until(lambda: all(each.num_cancels for each in transport.reads))
+    assert ends.is_alive(), "reads may still write"
+    for each in transport.reads:
+        each.fail("cancelled")
+    ends.join(HANG_S)
+    assert "cancelled" in str(answer.get(timeout=HANG_S).error)
+    assert not transport.open
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_what_was_dialled_while_a_worker_ended_is_closed(leads: bool, prefill: Ranks) -> None:
+    transport, answer = Scripted(), queue.SimpleQueue[Any]()
+    rank = local(transport, prefill)
+    rank.dial(prefill.member, answer.put)
+    assert isinstance(answer.get(timeout=HANG_S), Link)  # which no loop takes
+    assert transport.open
+    closing(rank, leads=leads).join(HANG_S)
+    assert not transport.open
+    rank.dial(prefill.member, answer.put)
+    assert "this worker ends" in str(answer.get(timeout=HANG_S).error)
+    assert not transport.open
 
 
 def test_a_joined_pull_is_over_when_all_its_parts_are() -> None:

@@ -1,18 +1,21 @@
 """Keys and values in eight bits as operands of the tensor cores (cache/eight_bits.py).
 
-In tiles of up to 32 rows a program loads words of four numbers and widens them in the registers
-that the tensor cores read. So the wide numbers need not go through shared memory again. A thread
-has four dims in a row there, where an operand's layout has others. So tiles count dims in an order
-of their own: `key_dims` and `value_tiles` say which dim stands at a place. A tensor core adds
+In tiles of few rows (`in_words`) a program loads words of four numbers and widens them in the
+registers that the tensor cores read. So the wide numbers need not go through shared memory again. A
+thread has four dims in a row there, where an operand's layout has others. So tiles count dims in an
+order of their own: `key_dims` and `value_tiles` say which dim stands at a place. A tensor core adds
 sixteen products at once, in no order, and keys keep their dims within such sixteen: sums have the
 bits of those over keys and values that were 16 bits wide.
 
 Keys become f16, for which there is an instruction, and queries with them: multiplied by a power of
-two for each row, they keep all bits unless one is 2^31 times smaller than the row's largest.
+two for each row, they keep all bits unless one is 2^31 times smaller than the row's largest. Values
+become bf16 by integers, 2^-120 of themselves, of which weights and sums make up one half each. So
+decode is exact for rows of values whose largest number is at most 2^75, and for sums from 2^-66 on.
+A value that is NaN reads as 480 there.
 
-Tiles of more rows are multiplied by wgmma, which reads keys from shared memory. They are converted
-before that (`in_16_bits`): a kernel that widened words for wgmma gave wrong sums and read illegal
-addresses on an H200 (Triton 3.6).
+All other tiles are converted before they are laid out for the tensor cores (`in_16_bits`). From 64
+rows on wgmma reads keys from shared memory: a kernel that widened words for it gave wrong sums and
+read illegal addresses on an H200 (Triton 3.6).
 """
 
 from typing import Any
@@ -29,7 +32,7 @@ _KEYS: Any = tl.constexpr("""{
     mov.b32 {$0, $1}, a; mov.b32 {$2, $3}, b;
 }""")
 # Weights have too wide a range for f16. A byte S EEEE MMM in the upper half of 16 bits becomes bf16
-# S 0000EEEE MMM0000, which is 2^120 times too small, subnormal or not. NaN becomes 480.
+# S 0000EEEE MMM0000, which is 2^120 times too small, subnormal or not.
 _VALUES: Any = tl.constexpr(
     "{ .reg .b32 a, t;"
     + "".join(
@@ -42,13 +45,17 @@ _VALUES: Any = tl.constexpr(
 )
 
 
+FEW_ROWS = 32  # tiles of so many rows at most have mma, whose warps divide keys
+
+
 def in_words(dtype: torch.dtype, block_m: int, block_d: int) -> bool:
     """Whether tiles of block_m rows read keys and values of this dtype in words.
 
-    Heads of 64 do not: with the 16 columns of their value tiles, the warps would divide keys
-    otherwise than over 16 bits, and add them up otherwise.
+    Only where their value tiles, a quarter of a row each, are wider than high. Else Triton has
+    warps divide rows and not keys, which adds up softmax weights otherwise than over 16 bits.
     """
-    return dtype == torch.float8_e4m3fn and block_m <= 32 and block_d >= 128
+    is_wide = block_d // 4 > block_m
+    return dtype == torch.float8_e4m3fn and block_m <= FEW_ROWS and is_wide
 
 
 @triton.jit
@@ -65,8 +72,8 @@ def power_of(exponents):
 
 @triton.jit
 def queries_for_words(q_tile, DTYPE: tl.constexpr):
-    """[rows, dims] times powers of two that take each row's highest below 2^15, and what undoes
-    them: [rows] f32."""
+    """q_tile [rows, dims] in DTYPE, times a power of two for each row that takes its largest number
+    below 2^15; and what undoes that: [rows] f32."""
     wide = q_tile.to(tl.float32)
     highest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
     highest = tl.minimum(tl.maximum(highest, 15), 254)
@@ -76,11 +83,11 @@ def queries_for_words(q_tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def weight_power(exponents, MORE: tl.constexpr):
-    """What softmax weights are multiplied with for their values, times 2^MORE, f32; never infinite.
+    """What softmax weights are multiplied with for their values' exponents, times 2^MORE: f32.
 
-    Weight 0 of a key that there is none of stays 0, whatever its exponent.
+    It is finite for any byte, so a masked key's weight stays 0.
     """
-    return power_of(tl.minimum(exponents.to(tl.int32) + MORE, 254))
+    return power_of(tl.minimum(exponents + MORE, 254))
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.attention.eight_bits_triton import (
+    FEW_ROWS,
     apart,
     in_16_bits,
     in_order,
@@ -138,7 +139,7 @@ def _block_exponents(
 ):  # fmt: skip
     """Those of a block of keys and values, i32; where they are not in eight bits, nothing.
 
-    A key that there is none of has any exponent.
+    Beyond the last key they may be any byte; masks hide it.
     """
     if k_head.dtype.element_ty == tl.float8e4nv:
         k_first = k_head.to(tl.pointer_type(tl.uint8)) + PAGE * HEAD_DIM
@@ -160,6 +161,8 @@ def _blocks(
 ):  # fmt: skip
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
+    scale: a number, or [rows, 1]. weight: sums of weights, [rows], or apart by a key's place in its
+    block, [rows, BLOCK_N].
     Without MASKED every row sees all of these keys. `page`, of_keys and of_values are the page and
     the exponents of the first block; those of the block after the last are returned. Keys from
     `end` on have no page. Exponents are loaded a block before their use: Triton overlaps no loads
@@ -261,7 +264,7 @@ def _online(
     top, weight, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    APART: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
@@ -277,7 +280,7 @@ def _online(
         k_head, v_head, page, begin, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
     )
     masked = begin
-    if BLOCK_M <= 32:  # the warps share each row, and would wait for one another to add it up
+    if APART:  # the warps share each row, and would wait for one another to add it up
         weight = tl.where(block[None, :] == 0, weight[:, None], 0.0)
     # Most blocks of a prompt lie before all rows of a tile and need no mask. A second loop drains
     # the pipeline of loads, so short queries have one loop only.
@@ -293,7 +296,7 @@ def _online(
         stride_page, masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM,
         BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
     )  # fmt: skip
-    if BLOCK_M <= 32:
+    if APART:
         weight = tl.sum(weight, 1)
     if WORDS:
         acc *= 2.0**60  # value_tiles lack 2^120
@@ -308,7 +311,7 @@ def _attend_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
     USED: tl.constexpr, UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
     FIRST_KEY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    WORDS: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, APART: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
@@ -358,8 +361,8 @@ def _attend_kernel(
         q_tile = tl.load(q_at + q_dims[None, :], mask=inside & (begin >= 0), other=0.0)
         row_scale = scale
         if WORDS:
-            HALF: tl.constexpr = tl.float32 if q.dtype.element_ty == tl.float32 else tl.float16
-            q_tile, back = queries_for_words(q_tile, HALF)  # type: ignore[misc]
+            WITH_KEYS: tl.constexpr = tl.float32 if q_tile.dtype == tl.float32 else tl.float16
+            q_tile, back = queries_for_words(q_tile, WITH_KEYS)  # type: ignore[misc]
             row_scale = (scale * back)[:, None]
         if INTERPRETED:
             q_tile = q_tile.to(tl.float32)
@@ -372,7 +375,7 @@ def _attend_kernel(
         acc, weight, top = _online(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
             stride_page, begin, end, position, limit, row_scale, top, weight, q.dtype.element_ty,
-            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, WORDS,
+            BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, WORDS, APART,
             INTERPRETED,
         )  # fmt: skip
 
@@ -444,13 +447,8 @@ def paged_attention(
     options = overlap(q)
     if not tiles.early:
         options = {"PDL": options["PDL"]}  # the next kernel may still start early
-    options |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
     constants = constants_of(tiles, shape, k_cache.shape[2], k_cache.dtype)
-    max_registers = tiles.max_registers
-    if constants["WORDS"] and tiles.block_m == 16:
-        max_registers = 128  # so an SM holds four programs: 159 us a layer of 32 x 8192, not 176
-    if max_registers:
-        options["maxnreg"] = max_registers
+    options |= options_of(tiles, shape, constants)
     _attend_kernel[(tiles.programs,)](
         q, out, k_cache, v_cache, plan.page_table, plan.items, plan.counts, plan.partial,
         plan.stats, plan.arrivals, sinks, num_tokens, q.stride(0), k_cache.stride(0),
@@ -476,5 +474,17 @@ def constants_of(
         "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
         "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
         "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
+        "APART": tiles.block_m <= FEW_ROWS,
         **shape.mask.constants(), "INTERPRETED": INTERPRETED,
     }  # fmt: skip
+
+
+def options_of(
+    tiles: PagedTiles, shape: AttentionShape, constants: dict[str, Any]
+) -> dict[str, int]:
+    """How _attend_kernel is compiled with those constants."""
+    made = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    most = tiles.max_registers
+    if constants["WORDS"] and tiles.block_m == 16 and shape.dtype != "float32":
+        most = 128  # so an SM holds four programs: 159 us a layer of 32 x 8192 on an H200, not 176
+    return made | ({"maxnreg": most} if most else {})

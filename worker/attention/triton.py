@@ -11,7 +11,7 @@ from torch import Tensor
 from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
-from worker.attention.paged_triton import constants_of, paged_attention
+from worker.attention.paged_triton import constants_of, options_of, paged_attention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
@@ -79,10 +79,10 @@ class TritonAttention(PoolAttention):
         if self._is_long(bounds):
             return "long", *prompt_constants(self.shape).values()
         tiles = self._tiles(bounds)
-        options = tiles.num_warps, tiles.num_stages, tiles.max_registers, tiles.early
         kept = self._layers[0][0].dtype
         constants = constants_of(tiles, self.shape, self.region.page_size, kept)
-        return *constants.values(), *options
+        options = options_of(tiles, self.shape, constants)
+        return *constants.values(), *options.items(), tiles.early
 
     def _is_long(self, bounds: Bounds) -> bool:
         long = bounds.num_tokens > self.SHORT_ROWS and bounds.max_query_len > 1

@@ -127,9 +127,10 @@ class PrefillPeers:
         return [self._rank.measure(member) for member in list(self._listed.values())]
 
     def close(self) -> None:
-        self._rank.wait_for_dials()
+        """For the thread that closes the loop, once that has ended."""
         self._listed = {}
         for peer in list(self.known):
             self.lose(peer)
         for link in self.closing:
             link.source.close()
+        self._rank.end()

@@ -163,13 +163,13 @@ class RankPulls:
             self._close_unused()
 
     def close(self) -> None:
-        """Close all links; blocks until dials and pulls are over, and reports nothing."""
-        self._own.wait_for_dials()
+        """Close all links; blocks until pulls are over, and reports nothing."""
         for source in self._links.values():
             if source is not None:
                 source.close()
         self._links.clear()
         self._pulls.clear()
+        self._own.end()
 
     def _dialled(self, link: int, result: Link | DialFailed) -> None:
         wanted = link in self._links  # the leader has not hung up meanwhile

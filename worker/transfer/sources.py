@@ -9,8 +9,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence, Sized
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -38,6 +38,11 @@ RECENT_S, FORGET_S = 3.0, 10.0
 READER = msgspec.msgpack.Decoder(Endpoint)
 
 Parts = TypeVar("Parts", bound=Sized)
+
+
+def never() -> bool:
+    """Reads go on to their end."""
+    return False
 
 
 class PageSource(Protocol):
@@ -104,6 +109,7 @@ class Sources(PageSource):
     def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
         self._sources = sources
         self.road = sources[0][0].road if sources else ""
+        self.closed = False
 
     def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
         if not all(pair.has(pairs, states) for _, pair in self._sources):
@@ -115,19 +121,19 @@ class Sources(PageSource):
         ]
         return pulls[0] if len(pulls) == 1 else JoinedPull(pulls)
 
-    def page_s(self) -> float:
+    def page_s(self, ends: Callable[[], bool] = never) -> float:
         """Seconds a page, of this rank's share of page 0; Unreachable if a pull failed."""
-        fastest_pull_s(lambda: self.pull(SINK), 1)  # warms the way
+        fastest_pull_s(lambda: self.pull(SINK), 1, ends)  # warms the way
         times, _, _ = self._measured(DIALLED_BYTES)
-        return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS) / times
+        return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends) / times
 
-    def measure(self) -> tuple[float, int, int, float, float]:
+    def measure(self, ends: Callable[[], bool] = never) -> tuple[float, int, int, float, float]:
         """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, of pulls into
         page 0."""
         times, num_bytes, num_runs = self._measured(MEASURED_BYTES)
-        took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS)
+        took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends)
         first, _ = self._sources[0]
-        small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL)
+        small_s = fastest_pull_s(lambda: first.pull([Run(0, 0, 0, SMALL_BYTES)]), NUM_SMALL, ends)
         return num_bytes / took_s, num_bytes, num_runs, small_s, times / took_s
 
     def _measured(self, wanted_bytes: int) -> tuple[int, int, int]:
@@ -138,8 +144,51 @@ class Sources(PageSource):
         return times, times * page_bytes, times * page_runs
 
     def close(self) -> None:
-        for connection, _ in self._sources:
-            connection.close()
+        if not self.closed:
+            self.closed = True
+            for connection, _ in self._sources:
+                connection.close()
+
+
+class _Dialled:
+    """What threads of a rank read from and have dialled, until the rank ends. For any thread."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_reading = 0
+        self._made: list[Sources] = []
+        self._ends = False
+
+    def ends(self) -> bool:
+        return self._ends
+
+    @contextmanager
+    def reading(self, sources: Sources, *, to_keep: bool) -> Iterator[None]:
+        """Meanwhile pulls of `sources` write to page 0. Closes them in the end unless they are
+        to_keep and no error was raised. Raises Unreachable if the rank ends."""
+        with self._changed:
+            self._num_reading += 1
+        kept: list[Sources] = []
+        try:
+            if self._ends:
+                raise Unreachable("this worker ends")
+            yield
+            kept = [sources] if to_keep else []
+        finally:
+            if not kept:
+                sources.close()
+            with self._changed:
+                self._made = [*(each for each in self._made if not each.closed), *kept]
+                self._num_reading -= 1
+                self._changed.notify_all()
+
+    def end(self) -> None:
+        """Cancel what is read, wait for its end, and close all that is still open."""
+        with self._changed:
+            self._ends = True
+            self._changed.wait_for(lambda: not self._num_reading)
+        for each in self._made:
+            each.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +202,7 @@ class LocalRank:
     timeout_s: float  # to reach one remote rank
     tp_size: int = 1
     rank: int = 0
-    _dials: list[threading.Thread] = field(default_factory=list)
+    _dialled: _Dialled = field(default_factory=_Dialled, init=False, repr=False, compare=False)
 
     def connect(self, member: Member) -> Sources:
         """Connect to the ranks of `member` that hold heads of this rank; may block.
@@ -188,6 +237,8 @@ class LocalRank:
         sources: list[tuple[Peer, RankPair]] = []
         try:
             for endpoint, pair in peers:
+                if self._dialled.ends():
+                    raise Unreachable("this worker ends")
                 sources.append((self.transport.connect(endpoint, self.timeout_s), pair))
         except BaseException:
             Sources(sources).close()
@@ -196,35 +247,33 @@ class LocalRank:
 
     def dial(self, member: Member, answer: Callable[[Link | DialFailed], None]) -> None:
         """Connect and measure in a thread of its own, which ends with a call of `answer`."""
-        dialling = threading.Thread(
-            target=lambda: answer(self._dialled(member)), name=f"dial {member.peer}", daemon=True
-        )
-        dialling.start()
-        self._dials[:] = [*(each for each in self._dials if each.is_alive()), dialling]
+        threading.Thread(
+            target=lambda: answer(self._dial(member)), name=f"dial {member.peer}", daemon=True
+        ).start()
 
-    def wait_for_dials(self) -> None:
-        """Return once none is under way: they measure by pulls into our memory."""
-        for dialling in self._dials:
-            dialling.join()
+    def end(self) -> None:
+        """End all dials and measurements, and close all that was dialled.
+
+        Returns once no pull of theirs writes to our memory. For the thread that closes the loop.
+        """
+        self._dialled.end()
 
     def measure(self, member: Member) -> PullPath:
         """Measure the way from `member`, over connections opened for this."""
         road = f"{self.transport.name}/{self.transport.kind}"
         try:
-            with closing(self.connect(member)) as sources:
-                page_size = self.model.regions[0].page_size
-                return PullPath(member.peer, sources.road, *sources.measure(), page_size)
+            sources = self.connect(member)
+            with self._dialled.reading(sources, to_keep=False):
+                figures = sources.measure(self._dialled.ends)
         except (TransferError, OSError) as error:
             return PullPath(member.peer, road, error=str(error))
+        return PullPath(member.peer, sources.road, *figures, self.model.regions[0].page_size)
 
-    def _dialled(self, member: Member) -> Link | DialFailed:
+    def _dial(self, member: Member) -> Link | DialFailed:
         try:
             sources = self.connect(member)
-            try:
-                page_s = sources.page_s()
-            except Unreachable:
-                sources.close()
-                raise
+            with self._dialled.reading(sources, to_keep=True):
+                page_s = sources.page_s(self._dialled.ends)
         except TransferError as error:
             return DialFailed(member.peer, error)
         except OSError as error:  # out of descriptors or memory: dial again later
@@ -289,13 +338,20 @@ class JoinedPull(PartedPull[deque[Pull]]):
             part.cancel()
 
 
-def fastest_pull_s(begin: Callable[[], Pull], num_reads: int) -> float:
-    """The least seconds of `num_reads` pulls, one after another; Unreachable: one failed."""
+def fastest_pull_s(
+    begin: Callable[[], Pull], num_reads: int, ends: Callable[[], bool] = never
+) -> float:
+    """The least seconds of `num_reads` pulls, one after another; Unreachable: one failed.
+
+    ends: whether to cancel the one that runs.
+    """
     fastest_s = float("inf")
     for _ in range(num_reads):
         began_at = time.perf_counter()
         pull = begin()
         while (state := pull.poll()) is PullState.RUNNING:
+            if ends():
+                pull.cancel()
             if time.perf_counter() - began_at > SPIN_S:
                 time.sleep(SPIN_S)
         if state is PullState.FAILED:
