@@ -17,12 +17,22 @@ FEW = 256  # open requests, with which a full collection takes some 20 ms
 MIN_YOUNG, MAX_YOUNG = 100, 400
 IDLE_LOOKS = 5, 30  # without an open request; connections may close later
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+# Blocks from this size on are mapped on their own and given back when they are freed. glibc would
+# raise it to the largest one that was freed, up to 32 MiB, and keep bodies' memory in pieces.
+MAPPED_BYTES = 256 << 10
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+
+_libc = ctypes.CDLL(None)
+_trim = getattr(_libc, "malloc_trim", None)  # glibc has them
+_mallopt = getattr(_libc, "mallopt", None)
 
 
 def postpone() -> None:
-    """From now on a `Collector` alone makes full collections."""
+    """From now on a `Collector` alone makes full collections, and large blocks are given back."""
     gc.set_threshold(*USUAL[:2], 1 << 30)
+    if _mallopt is not None:
+        _mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+        _mallopt(_M_TRIM_THRESHOLD, 4 * MAPPED_BYTES)
 
 
 def as_usual() -> None:
