@@ -155,7 +155,7 @@ def test_a_part_that_does_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.product(
     drafter=("dflash", "ngram", *pairwise.more("none", "chain")),
     prefill=(1, 4, *pairwise.more(2)),
-    decode=(2, 4, *pairwise.more(1)),
+    decode=(2, *pairwise.more(4, 1)),
     num_groups=(1, 2),
 )
 def test_kv_is_pulled_between_any_numbers_of_ranks(drafter, prefill, decode, num_groups) -> None:
