@@ -13,7 +13,7 @@ from cluster.config import Config, WorkerRole, fields, put
 from worker.api import Role
 from worker.config import MEMORY_FRACTION, Choice, Machine, Note, WorkerConfig, log_choice
 from worker.errors import UserError
-from worker.start.check import EIGHT_BITS, kv_token_bytes, model_limits, sizes_of
+from worker.start.check import EIGHT_BITS, ON_GPUS, kv_token_bytes, model_limits, sizes_of
 
 GRAIN = 10_000  # Ray counts a resource in units of 1/10,000
 DECODE_GPUS_PER_ROUTER = 2  # by the speeds in RoutersConfig.replicas
@@ -245,8 +245,7 @@ def _choices(config: Config, num_gpus: int, peer_access: bool | None) -> Chosen:
         made = worker.resolved(machine, model_max_len=longest, model_dtype=dtype, note=note_of_role)
         directory, size = config.model.directory, int(made.kv.page_size)
         own, eight = kv_token_bytes(directory, size, made.model.dtype, EIGHT_BITS)
-        why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,}"
-        why += ", on GPUs from compute capability 8.9 on"
+        why = f"the model's: {own:,} bytes a token; with {EIGHT_BITS} {eight:,} {ON_GPUS}"
         choices["kv.dtype"] = made.model.dtype, why
     if "model.dtype" in choices:
         with suppress(UserError):  # there are no weights, or none that can be read

@@ -8,9 +8,8 @@ from cluster.diagnose.facts import Driver
 from cluster.diagnose.finding import Finding, ok
 from worker.config import MEMORY_FRACTION
 from worker.errors import UserError
-from worker.start.check import EIGHT_BITS, sizes_of
+from worker.start.check import EIGHT_BITS, ON_GPUS, sizes_of
 
-FROM = "(from compute capability 8.9 on)"
 ROW = 8192  # tokens of a row, in what is said
 
 
@@ -23,10 +22,8 @@ def eight_bits(config: Config, driver: Driver) -> Iterator[Finding]:
         text += f"{sizes.fp8_weights / 1e9:.3g} as an FP8 checkpoint; "
         text += f"KV {sizes.kv_token:,} bytes a token, "
         has_kv = sizes.fp8_kv_token != sizes.kv_token
-        if has_kv:
-            text += f"{sizes.fp8_kv_token:,} with kv.dtype={EIGHT_BITS} {FROM}"
-        else:
-            text += "which stay"
+        eight = f"{sizes.fp8_kv_token:,} with kv.dtype={EIGHT_BITS} {ON_GPUS}"
+        text += eight if has_kv else "which stay"
         if driver.memory:
             share = config.decode.tp * MEMORY_FRACTION * min(driver.memory)
             kinds = (sizes.weights, sizes.kv_token), (sizes.fp8_weights, sizes.fp8_kv_token)

@@ -170,7 +170,7 @@ def test_layers_without_rope_follow_from_an_interval_where_none_are_named(tmp_pa
             "Qwen3ForCausalLM",
             "bfloat16",
             (8, 0),
-            "needs a GPU of compute capability 8.9 or later, not 8.0",
+            "is served on GPUs from compute capability 8.9 on, and this one has 8.0",
         ),
         ("Qwen2ForCausalLM", "bfloat16", (9, 0), "loses too much of keys with a bias"),
         ("Qwen3ForCausalLM", "bfloat16", (8, 9), ""),

@@ -45,7 +45,7 @@ _VALUES: Any = tl.constexpr(
 )
 
 
-FEW_ROWS = 32  # tiles of so many rows at most have mma, whose warps divide keys
+FEW_ROWS = 32  # tiles of at most so many rows are multiplied by mma, whose warps divide the keys
 
 
 def in_words(dtype: torch.dtype, block_m: int, block_d: int) -> bool:

@@ -56,6 +56,8 @@ def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
 
 
 EIGHT_BITS = "float8_e4m3fn"  # of kv.dtype
+WITH_EIGHT_BITS = 8, 9  # compute capability of the first GPUs that have it
+ON_GPUS = "on GPUs from compute capability {}.{} on".format(*WITH_EIGHT_BITS)
 
 
 class Sizes(NamedTuple):
@@ -90,11 +92,10 @@ def check_kv(
     path, remedy = "kv.dtype", "leave it auto"
     if model_dtype == "float16":  # its range is less than that of a scale
         raise UserError(f"{path}: {dtype} needs a model in bfloat16 or float32; {remedy}", path)
-    if capability is not None and capability < (8, 9):
+    if capability is not None and capability < WITH_EIGHT_BITS:
         has = ".".join(map(str, capability))
         raise UserError(
-            f"{path}: {dtype} needs a GPU of compute capability 8.9 or later, not {has}; {remedy}",
-            path,
+            f"{path}: {dtype} is served {ON_GPUS}, and this one has {has}; {remedy}", path
         )
     if shape.features.qkv_bias:
         raise UserError(
