@@ -137,8 +137,12 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # of a client that has reset it, uvicorn leaves it be
         if self.leave is not None:
             self.leave()
+        # They refer to this, and what refers to itself waits for a collection of garbage.
+        self.pipeline.clear()
+        self.cycle = self.scope = self.leave = None  # type: ignore[assignment]
 
     def data_received(self, data: bytes) -> None:
         """A part of a request, maybe the end of it and more."""

@@ -3,6 +3,8 @@
 import asyncio
 import gc
 import socket
+import struct
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -208,6 +210,40 @@ def test_answers_are_freed_without_a_collection(
             client.sendall(asked())
             read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
         wait_until(lambda: len(answers()) <= len(others) + 1)
+    finally:
+        gc.enable()
+
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close resets
+
+
+@pytest.mark.parametrize("resets", [False, True])
+@pytest.mark.parametrize("sent", ["nothing", "a part", "all, answered", "all", "ahead"])
+def test_connections_are_freed_without_a_collection(
+    served: Served, client: socket.socket, double: DecodeDouble, sent: str, resets: bool
+) -> None:
+    """Else those of a flood keep their memory, and what lies between, until one is made. Where the
+    client had reset it, uvicorn's timer for the next request kept a connection for a minute more."""
+    gc.collect()
+    gc.disable()
+    try:
+        client.sendall(HEALTH)
+        read_until(client, b"}")
+        lost = weakref.ref(connection_of(served, client))
+        if sent == "all":
+            double.script = None
+        client.sendall(
+            {"nothing": b"", "a part": asked()[:-9], "ahead": 3 * asked()}.get(sent, asked())
+        )
+        if sent == "all, answered":
+            read_until(client, b"[DONE]\n\n\r\n0\r\n\r\n")
+        elif sent == "all":
+            double.chunk(*double.take(), [65])
+            read_until(client, b"data: ")
+        if resets:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        client.close()
+        wait_until(lambda: lost() is None)
     finally:
         gc.enable()
 
