@@ -223,7 +223,7 @@ def test_connections_are_freed_without_a_collection(
     served: Served, client: socket.socket, double: DecodeDouble, sent: str, resets: bool
 ) -> None:
     """Else those of a flood keep their memory, and what lies between, until one is made. Where the
-    client had reset it, uvicorn's timer for the next request kept a connection for a minute more."""
+    client had reset it, uvicorn's timer for the next request kept one for a minute more."""
     gc.collect()
     gc.disable()
     try:
