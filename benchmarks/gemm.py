@@ -24,7 +24,7 @@ from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.model.matrices import GRAIN, quantized
 from worker.ops.product import product
-from worker.ops.scaled import BLOCK, scaled_product
+from worker.ops.scaled import BLOCK, eight_bits, scaled_product
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
@@ -120,8 +120,9 @@ class EightBits:
         return values, scales.repeat_interleave(BLOCK // GRAIN, 0)
 
     def __call__(self, x: Tensor, w: Tensor) -> Tensor:
-        found = self._held.get(id(w))
-        return product(x, w) if found is None else scaled_product(x, *found, True)
+        if (found := self._held.get(id(w))) is None:
+            return product(x, w)
+        return scaled_product(*eight_bits(x), *found, x.dtype, True)
 
 
 def error(got: Tensor, expected: Tensor) -> float:

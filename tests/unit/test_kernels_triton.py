@@ -19,6 +19,7 @@ from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows, draw_ref
 from worker.ops import norms, norms_triton, philox, philox_triton
 from worker.ops.rope import rope_inv_freq, rope_table
+from worker.ops.scaled_triton import add_rms_norm_eight_triton, swiglu_eight_triton
 from worker.step import rows as step_rows
 from worker.step import rows_triton as step_rows_triton
 from worker.step.rows import read_rows_ref
@@ -149,6 +150,8 @@ if not INTERPRETED:
 
         with compiling(norms_triton, "_rms_norm_kernel"):
             norms_triton.add_rms_norm_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
+        with compiling(norms_triton, "_rms_norm_kernel"):
+            add_rms_norm_eight_triton(empty(2, 4096), empty(2, 4096), empty(4096), 1e-6)
         ids, weight = torch.zeros(2, dtype=torch.int64), empty(4096)
         for given in (ids, weight, weight), (None, None, None):
             with compiling(norms_triton, "_pair_norm_kernel"):
@@ -158,6 +161,8 @@ if not INTERPRETED:
         for rows in (2, norms_triton.MANY_ROWS):
             with compiling(norms_triton, "_swiglu_kernel"):
                 norms_triton.swiglu_triton(empty(rows, 24576))
+            with compiling(norms_triton, "_swiglu_kernel"):
+                swiglu_eight_triton(empty(rows, 24576))
         cache = empty(2, 8, 16, 128)
         with compiling(qk_rope_store_triton) as found:
             rotation = Rotation(torch.empty(64, 128), ids)

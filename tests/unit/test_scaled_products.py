@@ -8,22 +8,21 @@ import torch
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
 from tests.support.products import noise, workspace_of
+from tests.support.scaled import product_of, worth
 from worker.ops import scaled_triton as tiles
 from worker.ops.jit import HAS_TRITON
-from worker.ops.scaled import (
-    BLOCK,
-    E4M3,
-    eight_bits_ref,
-    scaled_gated_product_ref,
-    scaled_product_ref,
-)
+from worker.ops.norms import swiglu_ref
+from worker.ops.norms_triton import add_rms_norm_triton, swiglu_triton
+from worker.ops.scaled import BLOCK, E4M3, eight_bits_ref
 from worker.ops.scaled_library import agrees
 from worker.ops.scaled_triton import (
     ScaledTile,
     _scaled_gemm_kernel,
+    add_rms_norm_eight_triton,
     eight_bits_triton,
     scaled_gemm,
     scaled_product_triton,
+    swiglu_eight_triton,
 )
 from worker.ops.skinny_triton import SkinnyTile, _skinny_gemm_kernel, choose, skinny_gemm
 
@@ -37,15 +36,6 @@ def matrix(n: int, k: int, grain: str = "blocks", seed: int = 1) -> tuple[torch.
     width = 1 if grain == "row" else -(-k // BLOCK)
     scales = torch.rand(n // GRAINS[grain], width, generator=generator).mul_(8).exp2_() * 1e-4
     return values, scales
-
-
-def worth(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """In f64."""
-    n, k = values.shape
-    whole = scales.double().repeat_interleave(n // len(scales), 0)
-    if scales.shape[1] > 1:
-        whole = whole.repeat_interleave(BLOCK, 1)[:, :k]
-    return values.double() * whole
 
 
 def activations(m: int, k: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
@@ -87,21 +77,21 @@ def test_a_product_is_near_that_of_what_the_weights_are_worth(m, n, k, grain) ->
     x, (w, scales) = activations(m, k, torch.float32), matrix(n, k, grain)
     values, of_rows = eight_bits_ref(x)
     exact = worth(values, of_rows) @ worth(w, scales).T
-    found = scaled_product_ref(x, w, scales)
+    found = product_of(x, w, scales)
     assert (found - exact).norm() < 1e-6 * exact.norm(), "all but f32's rounding is in the values"
     whole = x.double() @ worth(w, scales).T
     assert (found - whole).norm() < 0.04 * whole.norm()
-    rounded = scaled_product_ref(x.bfloat16(), w, scales)
+    rounded = product_of(x.bfloat16(), w, scales)
     assert rounded.dtype == torch.bfloat16
 
 
 def test_a_row_depends_on_no_other_row() -> None:
     x, (w, scales) = activations(40, 256, torch.float32), matrix(32, 256)
-    alone = scaled_product_ref(x, w, scales)
+    alone = product_of(x, w, scales)
     for spoil in (float("nan"), 1e30):
         others = torch.full_like(x, spoil)
         others[7] = x[7]
-        assert torch.equal(scaled_product_ref(others, w, scales)[7], alone[7])
+        assert torch.equal(product_of(others, w, scales)[7], alone[7])
 
 
 if not INTERPRETED:
@@ -183,10 +173,24 @@ else:
     @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 200), (20, 512)])
     def test_the_kernel_rounds_as_its_definition(m, k) -> None:
         x = activations(m, k)
-        for found, wanted in zip(eight_bits_triton(x), eight_bits_ref(x), strict=True):
-            if found.dtype == E4M3:
-                found, wanted = found.view(torch.uint8), wanted.view(torch.uint8)
-            assert torch.equal(found, wanted)
+        assert_same_rows(eight_bits_triton(x), eight_bits_ref(x))
+
+    def assert_same_rows(found, wanted) -> None:
+        """Values and scales."""
+        assert torch.equal(found[0].view(torch.uint8), wanted[0].view(torch.uint8))
+        assert torch.equal(found[1], wanted[1])
+        assert found[1].stride(0) == 1
+
+    @pytest.mark.parametrize(("m", "k"), [(1, 128), (9, 200), (6, 96)])
+    @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
+    def test_what_norms_and_gates_leave_is_rounded_as_if_alone(m, k) -> None:
+        x, residual, weight = activations(m, k), noise(m, k, seed=4), noise(k, seed=5)
+        *found, total = add_rms_norm_eight_triton(x, residual, weight, 1e-6)
+        normed, wanted = add_rms_norm_triton(x, residual, weight, 1e-6)
+        assert_same_rows(found, eight_bits_triton(normed))
+        assert torch.equal(total, wanted)
+        gate_up = activations(m, 2 * k)
+        assert_same_rows(swiglu_eight_triton(gate_up), eight_bits_triton(swiglu_triton(gate_up)))
 
     @pytest.mark.product(
         m=(1, 15, 33, 64), shape=((64, 256), (80, 200), (32, 520)), split=(1, 2, 4),
@@ -195,14 +199,14 @@ else:
     def test_few_rows_equal_the_definition(m, shape, split, grain) -> None:
         n, k = shape
         x, (w, scales) = activations(m, k), matrix(n, k, grain)
-        assert near(streamed(x, w, scales, split), scaled_product_ref(x, w, scales))
+        assert near(streamed(x, w, scales, split), product_of(x, w, scales))
 
     @pytest.mark.parametrize("grain", GRAINS)
     @pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of exp
     def test_a_gated_product_equals_the_definition(grain) -> None:
         x, (w, scales) = activations(17, 256), matrix(96, 256, grain)
         found = streamed(x, w, scales, gated=True)
-        assert near(found, scaled_gated_product_ref(x, w, scales), 2**-5)
+        assert near(found, swiglu_ref(product_of(x, w, scales)), 2**-5)
 
     @pytest.mark.product(
         m=(65, 130), shape=((64, 256), (80, 200)), grain=tuple(GRAINS), rows=(64, 128)
@@ -210,7 +214,7 @@ else:
     def test_many_rows_equal_the_definition(m, shape, grain, rows) -> None:
         n, k = shape
         x, (w, scales) = activations(m, k), matrix(n, k, grain)
-        assert near(tiled(x, w, scales, rows), scaled_product_ref(x, w, scales))
+        assert near(tiled(x, w, scales, rows), product_of(x, w, scales))
 
     @pytest.mark.parametrize("product", [streamed, tiled])
     @pytest.mark.filterwarnings(
@@ -246,18 +250,18 @@ else:
         x, (w, _) = activations(67, 512), matrix(256, 512)
         scales = matrix(2, 512, "rows")[1].repeat_interleave(BLOCK // 16, 0)
         agrees.cache_clear()
-        found = scaled_product_triton(x, w, scales, True)
+        found = product_of(x, w, scales, True, by=scaled_product_triton)
         assert agrees(x.device)
-        assert near(found, scaled_product_ref(x, w, scales))
+        assert near(found, product_of(x, w, scales))
         out = torch.empty(67, 256, dtype=x.dtype)
-        assert scaled_product_triton(x, w, scales, True, out) is out
+        assert product_of(x, w, scales, True, out, by=scaled_product_triton) is out
         assert torch.equal(out, found)
         own = []
         monkeypatch.setattr(tiles, "multiplied", lambda *args: own.append(args))
-        scaled_product_triton(x, w, scales)
-        scaled_product_triton(x[:64], w, scales, True)
-        scaled_product_triton(x.half(), w, scales, True)
-        scaled_product_triton(x[:, :384].contiguous(), w[:, :384].contiguous(), scales[:, :3], True)
+        narrow = x[:, :384].contiguous(), w[:, :384].contiguous(), scales[:, :3]
+        product_of(x, w, scales, by=scaled_product_triton)
+        for operands in ((x[:64], w, scales), (x.half(), w, scales), narrow):
+            product_of(*operands, True, by=scaled_product_triton)
         assert not own
         agrees.cache_clear()
         monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda x, w, *_, **__: x.float() @ w)

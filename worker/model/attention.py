@@ -15,6 +15,7 @@ from worker.model.layers import (
     RowParallelLinear,
     selected,
 )
+from worker.model.matrices import Operand
 from worker.model.rope_fields import Rope
 from worker.model.shape import LayerShape
 from worker.model.shard import (
@@ -167,7 +168,7 @@ class SelfAttention(nn.Module):
         self._all_heads = num_heads
         self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
 
-    def forward(self, hidden: Tensor, positions: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Operand, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
 
         The tokens attend to all stored keys, their own included. positions: [num_tokens] i64.

@@ -21,9 +21,10 @@ from worker.model.layers import (
     VocabParallelEmbedding,
     selected,
 )
+from worker.model.matrices import Operand
 from worker.model.shape import LayerShape, ModelShape
 from worker.model.shard import Part, Shard, joined, rearranged, split_even, split_heads
-from worker.ops.norms import geglu, squared_relu
+from worker.ops.norms import geglu, squared_relu, swiglu
 from worker.recurrent.delta_net import DeltaState
 from worker.recurrent.delta_shape import DeltaShape
 
@@ -52,9 +53,11 @@ class FeedForward(nn.Module):
         modules = ["gate_up_proj"] if self._fused else ()
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias, modules=modules)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
+        if self.gate_up.in_eight_bits != self.down.in_eight_bits:
+            self._activation = self._activation or swiglu
         assert not (self._fused and bias)
 
-    def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Operand, rows: Tensor | None = None) -> Tensor:
         """rows: those of the step's tokens that these are; experts want to know."""
         if self._activation is not None:
             return self.down(self._activation(self.gate_up(hidden)))
@@ -133,6 +136,11 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = FeedForward(shape, placement.below(self._block))
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
+        attention, block = self.attention, self.feed_forward
+        self._eight = (  # who alone takes what is normed, and takes it in eight bits
+            isinstance(attention, SelfAttention) and attention.qkv.in_eight_bits,
+            isinstance(block, FeedForward) and block.gate_up.in_eight_bits,
+        )
 
     def forward(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, rows: Tensor | None = None
@@ -143,13 +151,23 @@ class DecoderLayer(nn.Module):
         tokens. The layer's true input is residual + the ranks' sum of part. rows: [n] i64; only
         their hidden states are returned; None: all. KV is stored and read of all tokens anyway.
         """
-        hidden, residual = self.input_norm.reduce_add(part, residual)
         if self._parallel:
+            hidden, residual = self.input_norm.reduce_add(part, residual)
             part = self.feed_forward(selected(hidden, rows), rows)
             return part.add_(self.attention(hidden, positions, rows)), selected(residual, rows)
+        hidden, residual = self._normed(self.input_norm, part, residual, self._eight[0])
         part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
-        hidden, residual = self.post_norm.reduce_add(part, selected(residual, rows))
+        residual = selected(residual, rows)
+        hidden, residual = self._normed(self.post_norm, part, residual, self._eight[1])
         return self._leaving(self.feed_forward(hidden, rows), self.feed_forward_norm), residual
+
+    @staticmethod
+    def _normed(
+        norm: RMSNorm | Sum, part: Tensor, residual: Tensor | None, eight: bool
+    ) -> tuple[Operand, Tensor]:
+        if eight and type(norm) is RMSNorm:
+            return norm.reduce_add_eight(part, residual)
+        return norm.reduce_add(part, residual)
 
     def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """What attention or feed-forward adds to the residual: scaled, or whole and normed."""

@@ -7,14 +7,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.matrices import GRAIN, EightBitMatrix, Matrix, Plain, ScaleGrid, Stack
+from worker.model.matrices import (
+    GRAIN,
+    EightBitMatrix,
+    Matrix,
+    Operand,
+    Plain,
+    ScaleGrid,
+    Stack,
+)
 from worker.model.quantized import EightBits
 from worker.model.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.experts.shape import Division
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.product import product
-from worker.ops.scaled import BLOCK, E4M3
+from worker.ops.scaled import BLOCK, E4M3, EightBitRows, add_rms_norm_eight
 from worker.peers.base import Collective
 
 
@@ -103,7 +111,12 @@ class Linear(nn.Module):
         self.weight = placement.matrix(rows, columns, moved=moved)
         self.bias = placement.empty(num_rows) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether it takes x in eight bits, too."""
+        return isinstance(self.weight, EightBitMatrix)
+
+    def forward(self, x: Operand) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
         return self.weight.product(x, self.bias)
 
@@ -139,7 +152,7 @@ class ColumnParallelLinear(Linear):
         bias = None if self.bias is None else self.bias[start:]
         return self.weight.product(x, bias, first_row=start)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Operand) -> Operand:
         """silu(gate) · up of two parts: [num_tokens, in_features] -> [num_tokens, size of one]."""
         return self.weight.gated(x) if self.bias is None else swiglu(self(x))
 
@@ -162,7 +175,7 @@ class RowParallelLinear(Linear):
         self._local_bias = self.bias if collective.rank == 0 else None  # it enters the sum once
         self._collective = collective
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Operand) -> Tensor:
         """x: [num_tokens, in_features of this rank] -> [num_tokens, out_features], to be summed.
 
         With several ranks the result lies in a Collective.buffer.
@@ -226,6 +239,15 @@ class RMSNorm(nn.Module):
             group = self._collective
             return group.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
         return add_rms_norm(part, residual, self.weight, self.eps, total)
+
+    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
+        """The same for products in eight bits alone: where one kernel norms, it quantises, too."""
+        if residual is None or self._reduces:
+            return self.reduce_add(part, residual)
+        total = None if self.tap is None else self.tap[: len(part)]
+        operands = part, residual, self.weight, self.eps, total
+        values, scales, total = add_rms_norm_eight(*operands)
+        return EightBitRows(values, scales, part.dtype), total
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         return {f"{prefix}.weight": whole(self.weight, self._plus)}

@@ -12,11 +12,20 @@ from torch import Tensor, nn
 
 from worker.model.shard import Part, Shard, coarse, stacked, with_scales
 from worker.ops.product import gated_product, product
-from worker.ops.scaled import BLOCK, E4M3, LARGEST, scaled_gated_product, scaled_product
+from worker.ops.scaled import (
+    BLOCK,
+    E4M3,
+    LARGEST,
+    EightBitRows,
+    scaled,
+    scaled_gated_product,
+    scaled_product,
+)
 
 # Rows that share a scale here, where 128 do in the file: a rank's part, or the rows of one of
 # several stacked matrices, may begin within such a block. It costs 0.2 % of the memory.
 GRAIN = 16
+Operand = Tensor | EightBitRows  # of a product: x, or x in eight bits already
 
 
 class Plain(nn.Module):
@@ -27,14 +36,16 @@ class Plain(nn.Module):
         self.tensor = tensor
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
+        self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
         """x times the transposed rows from `first_row` on, plus bias; see ops.product."""
+        assert isinstance(x, Tensor)
         rows = self.tensor[first_row:] if first_row else self.tensor
         return product(x, rows, bias) if out is None else product(x, rows, bias, out)
 
-    def gated(self, x: Tensor) -> Tensor:
+    def gated(self, x: Operand) -> Tensor:
         """silu(gate) · up, where gate is the product with the first half of the rows."""
+        assert isinstance(x, Tensor)
         return gated_product(x, self.tensor)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
@@ -59,20 +70,23 @@ class EightBitMatrix(nn.Module):
         self._grid = scales
 
     def product(
-        self, x: Tensor, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
+        self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
     ) -> Tensor:
         """As Plain.product; `first_row`: where one of the stacked matrices begins."""
         rows, scales = self.tensor, self.scales
         if first_row:
             assert first_row % self._grid.grain == 0
             rows, scales = rows[first_row:], scales[first_row // self._grid.grain :]
-        operands = x, rows, scales, self._grid.whole_blocks
+        values, of_rows, dtype = scaled(x)
+        operands = values, of_rows, rows, scales, dtype, self._grid.whole_blocks
         y = scaled_product(*operands) if out is None else scaled_product(*operands, out)
         return y if bias is None else y.add_(bias)
 
-    def gated(self, x: Tensor) -> Tensor:
-        """silu(gate) · up, where gate is the product with the first half of the rows."""
-        return scaled_gated_product(x, self.tensor, self.scales, self._grid.whole_blocks)
+    def gated(self, x: Operand) -> EightBitRows:
+        """As Plain.gated, for a product in eight bits."""
+        values, of_rows, dtype = scaled(x)
+        operands = values, of_rows, self.tensor, self.scales, dtype, self._grid.whole_blocks
+        return EightBitRows(*scaled_gated_product(*operands), dtype)
 
     def shards(self, parts: Mapping[str, Part], columns: Part) -> dict[str, Shard]:
         return _shards(self.tensor, self._grid, parts, columns)

@@ -22,3 +22,21 @@ def block_in_e4m3(x, INTERPRETED: tl.constexpr):
     amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
     values = x * tl.div_rn(448.0, amax)[:, None]
     return to_e4m3(values, INTERPRETED), amax * (1 / 448.0)
+
+
+@triton.jit
+def store_in_e4m3(
+    x, values, scales, row, first, width, stride_scales, BLOCK: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Columns `first` .. of a row, BLOCK of them, zero from `width` on, and their scales.
+
+    x: [BLOCK], a multiple of 128; values: [rows, width]; scales: a column every `stride_scales`.
+    """
+    parts: tl.constexpr = BLOCK // 128
+    blocks_of_x = tl.reshape(x, (parts, 128))
+    eight, scale = block_in_e4m3(blocks_of_x, INTERPRETED)  # pyright: ignore
+    at = first + tl.arange(0, parts)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    tl.store(values + row * width + at, eight, mask=at < width)
+    blocks = first // 128 + tl.arange(0, parts)
+    tl.store(scales + blocks.to(tl.int64) * stride_scales + row, scale, mask=blocks * 128 < width)

@@ -3,22 +3,27 @@
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
+from worker.ops.e4m3_triton import store_in_e4m3
+from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_scales"])
 def _rms_norm_kernel(
-    x, residual, weight, normed, total, stride_x, stride_residual, stride_total, eps,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, residual, weight, normed, total, scales, stride_x, stride_residual, stride_total,
+    stride_scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    EIGHT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone."""
+    """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone.
+
+    EIGHT: `normed` is in e4m3 and has `scales`.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     inside = at < SIZE
     scale = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     enter(PDL)
-    dtype = normed.dtype.element_ty
+    dtype = x.dtype.element_ty
     y = tl.load(x + row * stride_x + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         y += tl.load(residual + row * stride_residual + at, mask=inside, other=0.0).to(tl.float32)
@@ -26,25 +31,39 @@ def _rms_norm_kernel(
         tl.store(total + row * stride_total + at, rounded, mask=inside)
         y = rounded.to(tl.float32)
     y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
-    out = y.to(weight.dtype.element_ty).to(tl.float32) * scale
-    tl.store(normed + row * SIZE + at, out.to(dtype), mask=inside)
+    out = (y.to(weight.dtype.element_ty).to(tl.float32) * scale).to(dtype)
+    if EIGHT:
+        store_in_e4m3(out, normed, scales, row, 0, SIZE, stride_scales, BLOCK, INTERPRETED)  # pyright: ignore
+    else:
+        tl.store(normed + row * SIZE + at, out, mask=inside)
 
 
-def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, normed: Tensor, total: Tensor, eps: float
+def launch_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor,
+    eps: float,
+    scales: Tensor | None = None,
 ) -> None:
+    """normed[:] = rms_norm(total), where total[:] = x + residual unless it is `normed` itself.
+
+    scales: [rows, blocks of 128] f32, contiguous along rows: `normed` is in e4m3 with these.
+    """
     size = x.shape[-1]
     rows, others = x.reshape(-1, size), residual.reshape(-1, size)
     sums = total.view(-1, size)
     assert rows.stride(1) == others.stride(1) == sums.stride(1) == 1
     assert weight.shape == (size,)
-    block = power_of_two(size)
+    block = max(power_of_two(size), 128)
     _rms_norm_kernel[(rows.shape[0],)](
-        rows, others, weight, normed, total, rows.stride(0), others.stride(0),
-        sums.stride(0), eps,
+        rows, others, weight, normed, total, normed if scales is None else scales,
+        rows.stride(0), others.stride(0), sums.stride(0),
+        0 if scales is None else scales.stride(1), eps,
         **overlap(
-            x, SIZE=size, BLOCK=block, ADD=total is not normed,
-            num_warps=min(max(block // 512, 1), 16),
+            x, SIZE=size, BLOCK=block, ADD=total is not normed, EIGHT=scales is not None,
+            INTERPRETED=INTERPRETED, num_warps=min(max(block // 512, 1), 16),
         ),
     )  # fmt: skip
 
@@ -52,7 +71,7 @@ def _launch(
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See rms_norm_ref; a row's result depends on that row alone, bit for bit."""
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, x, weight, normed, normed, eps)
+    launch_rms_norm(x, x, weight, normed, normed, eps)
     return normed
 
 
@@ -64,7 +83,7 @@ def add_rms_norm_triton(
     assert total is None or total.shape == x.shape
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(normed) if total is None else total
-    _launch(x, residual, weight, normed, total, eps)
+    launch_rms_norm(x, residual, weight, normed, total, eps)
     return normed, total
 
 
@@ -138,28 +157,45 @@ def silu_and_mul(gate, up, dtype):
     return tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(dtype).to(tl.float32) * up
 
 
-@triton.jit
-def _swiglu_kernel(gate_up, out, stride, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Grid (rows, blocks of width)."""
+@triton.jit(do_not_specialize=["stride_scales"])
+def _swiglu_kernel(
+    gate_up, out, scales, stride, stride_scales, width, BLOCK: tl.constexpr, EIGHT: tl.constexpr,
+    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, blocks of width). EIGHT: `out` is in e4m3 and has `scales`."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.program_id(1) * BLOCK
+    at = first + tl.arange(0, BLOCK)
     inside = at < width
-    dtype = out.dtype.element_ty
+    dtype = gate_up.dtype.element_ty
     gate = tl.load(gate_up + row * stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * width + at, silu_and_mul(gate, up, dtype).to(dtype), mask=inside)
+    y = silu_and_mul(gate, up, dtype).to(dtype)
+    if EIGHT:
+        store_in_e4m3(y, out, scales, row, first, width, stride_scales, BLOCK, INTERPRETED)  # pyright: ignore
+    else:
+        tl.store(out + row * width + at, y, mask=inside)
+
+
+def launch_swiglu(rows: Tensor, out: Tensor, scales: Tensor | None = None) -> None:
+    """out[:] = swiglu(rows); scales: see launch_rms_norm."""
+    num_rows, width = rows.shape[0], rows.shape[1] // 2
+    assert rows.stride(1) == 1
+    block = WIDE_BLOCK if num_rows >= MANY_ROWS else BLOCK
+    _swiglu_kernel[(num_rows, -(-width // block))](
+        rows, out, out if scales is None else scales, rows.stride(0),
+        0 if scales is None else scales.stride(1), width,
+        **overlap(
+            rows, BLOCK=block, EIGHT=scales is not None, INTERPRETED=INTERPRETED, num_warps=4
+        ),
+    )  # fmt: skip
 
 
 def swiglu_triton(gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
-    rows = gate_up.reshape(-1, 2 * width)
-    assert rows.stride(1) == 1
     out = torch.empty(*gate_up.shape[:-1], width, dtype=gate_up.dtype, device=gate_up.device)
-    block = WIDE_BLOCK if rows.shape[0] >= MANY_ROWS else BLOCK
-    _swiglu_kernel[(rows.shape[0], -(-width // block))](
-        rows, out, rows.stride(0), width, **overlap(gate_up, BLOCK=block, num_warps=4)
-    )
+    launch_swiglu(gate_up.reshape(-1, 2 * width), out)
     return out
 
 

@@ -6,17 +6,32 @@ sum over 128 columns is scaled in f32 before it enters the sum over all: as the 
 demand it, and because the tensor cores add e4m3 products with fewer bits. (MODELS.md 3.)
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.ops.norms import swiglu
+from worker.ops.norms import add_rms_norm_ref, swiglu_ref
 from worker.ops.op import op
 
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128  # columns that share a scale
 LARGEST = 448.0  # of e4m3
 FLOOR = 1e-10  # the least amax of a row of a block
+
+
+class EightBitRows(NamedTuple):
+    """What a product in eight bits takes, in place of x: see eight_bits_ref."""
+
+    values: Tensor  # [m, k] e4m3
+    scales: Tensor  # [m, blocks of k] f32, contiguous along m
+    dtype: torch.dtype  # of x, and of the product
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of x."""
+        return self.values.shape
 
 
 def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,31 +50,63 @@ def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 eight_bits = op(eight_bits_ref)
 
 
-def scaled_product_ref(
-    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """x Wᵀ, rounded once: [m, n] of x's dtype.
+def scaled(x: Tensor | EightBitRows) -> EightBitRows:
+    """x in eight bits, unless it is so already."""
+    return x if isinstance(x, EightBitRows) else EightBitRows(*eight_bits(x), x.dtype)
 
-    x: [m, k]; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one column for all, and
-    W is w · scales. whole_blocks: they are equal within each 128 rows, so that a library for
+
+def add_rms_norm_eight_ref(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, scales, x + residual) of eight_bits and of add_rms_norm, bit for bit."""
+    normed, residual = add_rms_norm_ref(x, residual, weight, eps, total)
+    return *eight_bits_ref(normed), residual
+
+
+def swiglu_eight_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """eight_bits(swiglu(gate_up)), bit for bit; gate_up: [m, 2 · width]."""
+    return eight_bits_ref(swiglu_ref(gate_up))
+
+
+add_rms_norm_eight = op(add_rms_norm_eight_ref)
+swiglu_eight = op(swiglu_eight_ref)
+
+
+def scaled_product_ref(
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    whole_blocks: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """(x · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
+
+    x, of_rows: see EightBitRows; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
+    column for all. whole_blocks: they are equal within each 128 rows, so that a library for
     published blocks may multiply. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
-    values, of_rows = eight_bits_ref(x)
     of_weights = scales.repeat_interleave(n // height, 0).expand(n, max(width, -(-k // BLOCK)))
-    total = x.new_zeros(len(x), n, dtype=torch.float32)
+    total = of_rows.new_zeros(len(x), n)
     for block, start in enumerate(range(0, k, BLOCK)):
         at = slice(start, start + BLOCK)
-        part = F.linear(values[:, at].float(), w[:, at].float())
+        part = F.linear(x[:, at].float(), w[:, at].float())
         total += part * (of_rows[:, block, None] * of_weights[:, block])
-    return total.to(x.dtype) if out is None else out.copy_(total)
+    return total.to(dtype) if out is None else out.copy_(total)
 
 
 def scaled_gated_product_ref(
-    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False
-) -> Tensor:
-    """swiglu(scaled_product(..)): [m, n / 2]; w has gates in its first half, then ups."""
-    return swiglu(scaled_product_ref(x, w, scales))
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    whole_blocks: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """swiglu_eight(scaled_product(..)): of [m, n / 2]; w has gates in its first half, then ups."""
+    return swiglu_eight_ref(scaled_product_ref(x, of_rows, w, scales, dtype))
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:

@@ -18,11 +18,11 @@ log = logging.getLogger("kvlane.kernels")
 TOLERANCE = 2**-6  # of the start-up comparison, of the result's norm
 
 
-def suits(x: Tensor, w: Tensor, scales: Tensor) -> bool:
+def suits(w: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
     """Whether the library takes such operands: scales need columns of 16 bytes."""
     n, k = w.shape
     fits = n % BLOCK == 0 and k % (4 * BLOCK) == 0 and scales.shape[1] == k // BLOCK
-    return fits and x.dtype == torch.bfloat16
+    return fits and dtype == torch.bfloat16
 
 
 def multiplied(values: Tensor, of_rows: Tensor, w: Tensor, scales: Tensor) -> Tensor:

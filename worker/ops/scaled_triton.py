@@ -1,15 +1,19 @@
-"""Kernels of scaled.py: x into eight bits, and products of many rows; skinny_triton has few."""
+"""Kernels of scaled.py: x into eight bits, and products of many rows.
+
+norms_triton has what makes x and brings it into eight bits, skinny_triton products of few rows.
+"""
 
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import aligned, overlap
-from worker.ops.norms import swiglu
+from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
 from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
 from worker.ops.scaled import BLOCK, E4M3, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
@@ -36,24 +40,38 @@ def _eight_bits_kernel(
     tl.store(scales + block.to(tl.int64) * stride_scales + rows, scale, mask=here)
 
 
+def _room(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """For values [m, k] and their scales, whose columns begin at multiples of 16 bytes."""
+    values = torch.empty(m, k, dtype=E4M3, device=device)
+    scales = torch.empty(-(-k // BLOCK), aligned(m), dtype=torch.float32, device=device)
+    return values, scales.t()[:m]
+
+
 def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See eight_bits_ref; columns of scales begin at multiples of 16 bytes."""
-    values, scales = _in_eight_bits(x)
-    return values[: len(x)], scales[: len(x)]
-
-
-def _in_eight_bits(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, with room for a multiple of 4 rows."""
     m, k = x.shape
     assert x.stride(1) == 1
-    num_blocks, height = -(-k // BLOCK), aligned(m)
-    values = torch.empty(height, k, dtype=E4M3, device=x.device)
-    scales = torch.empty(num_blocks, height, dtype=torch.float32, device=x.device)
-    _eight_bits_kernel[(num_blocks, -(-m // ROWS))](
-        x, values, scales, m, k, x.stride(0), height,
+    values, scales = _room(m, k, x.device)
+    _eight_bits_kernel[(scales.shape[1], -(-m // ROWS))](
+        x, values, scales, m, k, x.stride(0), scales.stride(1),
         **overlap(x, ROWS=ROWS, BLOCK=BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
     )  # fmt: skip
-    return values, scales.t()
+    return values, scales
+
+
+def add_rms_norm_eight_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    values, scales = _room(x.shape[0], x.shape[1], x.device)
+    total = torch.empty_like(x) if total is None else total
+    launch_rms_norm(x, residual, weight, values, total, eps, scales)
+    return values, scales, total
+
+
+def swiglu_eight_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    m, width = gate_up.shape
+    values, scales = _room(m, width // 2, gate_up.device)
+    launch_swiglu(gate_up, values, scales)
+    return values, scales
 
 
 @triton.jit(do_not_specialize=["M", "stride_column"])
@@ -144,7 +162,13 @@ def scaled_gemm(
 
 
 def scaled_product_triton(
-    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False, out: Tensor | None = None
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    whole_blocks: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See scaled_product_ref.
 
@@ -152,39 +176,62 @@ def scaled_product_triton(
     of rows, too, if torch's library computes it.
     """
     m, n = len(x), len(w)
-    if m > OWN_ROWS and whole_blocks and suits(x, w, scales) and agrees(x.device):
-        product = multiplied(*_in_eight_bits(x), w, scales)[:m]
+    if m > OWN_ROWS and whole_blocks and suits(w, scales, dtype) and agrees(x.device):
+        product = multiplied(*_in_fours(x, of_rows), w, scales)[:m]
         return product if out is None else out.copy_(product)
-    out = x.new_empty(m, n) if out is None else out
+    out = torch.empty(m, n, dtype=dtype, device=x.device) if out is None else out
     if m == 0:
         return out
-    if (tile := _tile(x, w)) is not None:
-        return _streamed(x, w, scales, out, tile)
-    return scaled_gemm(*eight_bits_triton(x), w, scales, out, choose_scaled(m, n))
+    if (tile := _tile(m, w, dtype)) is not None:
+        return _streamed(x, of_rows, w, scales, out, tile)
+    return scaled_gemm(x, of_rows, w, scales, out, choose_scaled(m, n))
 
 
 def scaled_gated_product_triton(
-    x: Tensor, w: Tensor, scales: Tensor, whole_blocks: bool = False
-) -> Tensor:
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+    whole_blocks: bool = False,
+) -> tuple[Tensor, Tensor]:
     m, n = len(x), len(w)
-    tile = _tile(x, w, product_follows=True)
+    tile = _tile(m, w, dtype, product_follows=True)
     if tile is None or not tile.gates(n):
-        return swiglu(scaled_product_triton(x, w, scales, whole_blocks))
-    return _streamed(x, w, scales, x.new_empty(m, n // 2), tile, gated=True)
+        y = scaled_product_triton(x, of_rows, w, scales, dtype, whole_blocks)
+        return swiglu_eight_triton(y)
+    out = torch.empty(m, n // 2, dtype=dtype, device=x.device)
+    return eight_bits_triton(_streamed(x, of_rows, w, scales, out, tile, gated=True))
 
 
-def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
+def _in_fours(x: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, and rows up to a multiple of 4, whose products nobody reads."""
+    if (more := -len(x) % 4) == 0:
+        return x, of_rows
+    longer = F.pad(x.view(torch.uint8), (0, 0, 0, more)).view(x.dtype)
+    return longer, F.pad(of_rows.t(), (0, more)).t()
+
+
+def _tile(
+    m: int, w: Tensor, dtype: torch.dtype, *, product_follows: bool = False
+) -> SkinnyTile | None:
     """That of the kernel for few rows; None: there are many."""
-    if x.dtype not in DTYPES or not 0 < len(x) <= OWN_ROWS:
+    if dtype not in DTYPES or not 0 < m <= OWN_ROWS:
         return None
-    tile = choose(len(x), *w.shape, product_follows=product_follows, eight=True)
+    tile = choose(m, *w.shape, product_follows=product_follows, eight=True)
     return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
 
 
 def _streamed(
-    x: Tensor, w: Tensor, scales: Tensor, out: Tensor, tile: SkinnyTile, *, gated: bool = False
+    x: Tensor,
+    of_rows: Tensor,
+    w: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    tile: SkinnyTile,
+    *,
+    gated: bool = False,
 ) -> Tensor:
-    values, of_rows = eight_bits_triton(x)
     workspace, pdl = workspace_of(x.device), overlap(x)["PDL"]
     scaled = of_rows, scales
-    return skinny_gemm(values, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=scaled)
+    return skinny_gemm(x, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=scaled)

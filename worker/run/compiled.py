@@ -32,7 +32,14 @@ from worker.ops.norms import (
     swiglu_ref,
 )
 from worker.ops.product import gated_product, product
-from worker.ops.scaled import scaled_gated_product, scaled_product
+from worker.ops.scaled import (
+    BLOCK,
+    E4M3,
+    add_rms_norm_eight,
+    eight_bits,
+    scaled_gated_product,
+    scaled_product,
+)
 from worker.run.base import LoadedModel
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
@@ -74,6 +81,12 @@ def substitute() -> None:
         put(lambda *args, op=op: op(*args))
 
 
+def _eight(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Of x's rows, empty; see ops.scaled.EightBitRows."""
+    scales = x.new_empty(-(-width // BLOCK), x.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape[0], width, dtype=E4M3), scales.t()
+
+
 PRODUCT = _custom_op(
     product,
     "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
@@ -84,15 +97,25 @@ GATED_PRODUCT = _custom_op(
     "(Tensor x, Tensor w) -> Tensor",
     lambda x, w: x.new_empty(x.shape[0], w.shape[0] // 2),
 )
+_SCALED = "(Tensor x, Tensor of_rows, Tensor w, Tensor scales, ScalarType dtype, bool whole_blocks)"
 SCALED_PRODUCT = _custom_op(
     scaled_product,
-    "(Tensor x, Tensor w, Tensor scales, bool whole_blocks=False) -> Tensor",
-    lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0]),
+    f"{_SCALED} -> Tensor",
+    lambda x, _, w, __, dtype, *___: x.new_empty(x.shape[0], w.shape[0], dtype=dtype),
 )
 SCALED_GATED_PRODUCT = _custom_op(
     scaled_gated_product,
-    "(Tensor x, Tensor w, Tensor scales, bool whole_blocks=False) -> Tensor",
-    lambda x, w, *_: x.new_empty(x.shape[0], w.shape[0] // 2),
+    f"{_SCALED} -> (Tensor, Tensor)",
+    lambda x, _, w, *__: _eight(x, w.shape[0] // 2),
+)
+EIGHT_BITS = _custom_op(
+    eight_bits, "(Tensor x) -> (Tensor, Tensor)", lambda x: _eight(x, x.shape[1])
+)
+ADD_RMS_NORM_EIGHT = _custom_op(
+    add_rms_norm_eight,
+    "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) "
+    "-> (Tensor, Tensor, Tensor)",
+    lambda x, *_: (*_eight(x, x.shape[1]), torch.empty_like(x)),
 )
 RMS_NORM = _custom_op(
     rms_norm,

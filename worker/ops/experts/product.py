@@ -7,7 +7,7 @@ from worker.ops.experts.route import Routes
 from worker.ops.experts.shape import Held
 from worker.ops.norms import swiglu
 from worker.ops.op import op
-from worker.ops.scaled import scaled_gated_product_ref, scaled_product_ref
+from worker.ops.scaled import eight_bits_ref, scaled_gated_product_ref, scaled_product_ref
 
 
 def expert_products_ref(
@@ -34,10 +34,11 @@ def expert_products_ref(
         hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:
-        each = zip(gate_up, scales[0], down, scales[1], strict=True)
+        rows, each = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
+        inner = ((scaled_gated_product_ref(*rows, up, of_up, x.dtype), low, of_low)
+                 for up, of_up, low, of_low in each)  # fmt: skip
         products = torch.stack([
-            scaled_product_ref(scaled_gated_product_ref(x, up, of_up).float(), low, of_low)
-            for up, of_up, low, of_low in each
+            scaled_product_ref(*gated, low, of_low, torch.float32) for gated, low, of_low in inner
         ])  # fmt: skip
     local = routes.ids.long() - held.first
     here = (local >= 0) & (local < held.count)
