@@ -162,7 +162,7 @@ def assert_products_are_the_definition_s(x: torch.Tensor, *rest: Any) -> None:
     both = scaled_gated_product, scaled_gated_product_ref
     gated = off(*(worth(*product_of(x, *rest, by=by)) for by in both))
     assert gated.max() <= 2**-3
-    assert gated.mean() < 8e-3
+    assert gated.mean() < 0.02
 
 
 @pytest.mark.parametrize("m", [1, 8, 33, 64, 65, 300, 2048])
