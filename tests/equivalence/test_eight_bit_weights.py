@@ -28,7 +28,7 @@ from worker.config import ModelConfig, SpecConfig
 from worker.errors import UserError
 from worker.model import shard
 from worker.model.decoder import Decoder
-from worker.model.layers import Linear
+from worker.model.layers import Linear, RMSNorm
 from worker.model.matrices import GRAIN, EightBitMatrix, ScaleGrid, Stack, quantized
 from worker.model.quantized import EightBits
 from worker.model.shape import read_model_shape
@@ -215,6 +215,23 @@ def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str
         assert torch.equal(by_block, by_block[:, :1].expand_as(by_block))
 
 
+def stepped() -> list[torch.Tensor]:
+    """Logits of a step of two prompts, and what its taps hold."""
+    engine = models.Engine(models.load(saved(), eight=True))
+    taps = engine.model.tap((0, 1), 64)
+    logits = engine.step([0, 0], [*models.PROMPTS])
+    engine.pool.close()
+    return [*logits, taps.rows(sum(map(len, models.PROMPTS))).clone()]
+
+
+def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = stepped()
+    monkeypatch.setattr(RMSNorm, "reduce_add_eight", RMSNorm.reduce_add)
+    assert all(map(torch.equal, found, stepped()))
+
+
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
     options = {"eight": True, "load_format": "dummy", "seed": 3}
     made = models.load(path, collective, eight=True), models.load(path, collective, **options)
@@ -319,6 +336,7 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
         ("model.quantized:Scaled.scales", "-(-tall // each)", "1"),
         ("model.shard:coarse", "slice(start // grain", "slice(0"),
         ("model.matrices:_shards", "coarse(part, scales.grain)", "part"),
+        ("model.layers:RMSNorm.reduce_add_eight", "self.tap[: len(part)]", "None"),
         ("model.shard:Shard.of", "stored.eight(index)", "stored[index]"),
         ("model.matrices:Stack.shards", "self._of.tensor[number]", "self._of.tensor[0]"),
         ("ops.experts.product:expert_products_ref", "down, scales[1]", "down, scales[0]"),
@@ -337,6 +355,7 @@ def test_a_mutant_is_red(
         lambda: products.test_a_product_is_near_that_of_what_the_weights_are_worth(
             9, 48, 200, "blocks"
         ),
+        lambda: test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(monkeypatch),
         lambda: test_matrices_are_worth_what_the_files_are("qwen3", "fp8"),
         lambda: test_matrices_are_worth_what_the_files_are("experts", "fp8"),
         lambda: test_two_ranks_equal_one("qwen3", "fp8", tmp_path),
