@@ -137,10 +137,10 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()  # of a client that has reset it, uvicorn leaves it be
+        self._unset_keepalive_if_required()  # uvicorn keeps the timer if the client has reset it
         if self.leave is not None:
             self.leave()
-        # They refer to this, and what refers to itself waits for a collection of garbage.
+        # These refer to the connection: in a circle it would wait for a collection of garbage.
         self.pipeline.clear()
         self.cycle = self.scope = self.leave = None  # type: ignore[assignment]
 

@@ -172,7 +172,12 @@ def test_replays_change_nothing(case: str, chunks: str) -> None:
 
 @pytest.mark.parametrize("case", [*CASES, "llama-mlp-bias"])
 def test_traced_layers_are_those_of_eager(case: str) -> None:
-    config = sections(saved(case)[0], max_prefill_tokens=16, strict=True) | {"role": "decode"}
+    check_traced(saved(case)[0])
+
+
+def check_traced(path: Path) -> None:
+    """Layers that Dynamo traced give what eager gives, also of numbers that 4 does not divide."""
+    config = sections(path, max_prefill_tokens=18, strict=True) | {"role": "decode"}
     engine = build_engine(WorkerConfig.model_validate(config), Place("decode-0", "1", "127.0.0.1"))
     loaded, pieces = engine.runner.loaded, list[GraphModule]()
 

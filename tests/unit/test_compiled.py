@@ -27,15 +27,20 @@ from tests.support.chunks import (
 from tests.support.recorded import RecordedMemory, as_one_op
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
+from worker.ops.scaled import E4M3, eight_bits
 from worker.run.base import Forward
 from worker.run.check import check_chunk_bucket
 from worker.run.compiled import (
     ADD_RMS_NORM,
+    ADD_RMS_NORM_EIGHT,
     ATTEND,
+    EIGHT_BITS,
     GATED_PRODUCT,
     PRODUCT,
     RMS_NORM,
     ROUNDING,
+    SCALED_GATED_PRODUCT,
+    SCALED_PRODUCT,
     TracedForward,
     by_inductor,
     compiled_chunks,
@@ -218,6 +223,13 @@ def test_ops_do_what_they_say_to_a_compiler() -> None:
         (RMS_NORM, (x, weight, 1e-5)), (ADD_RMS_NORM, (x, x + 1, weight, 1e-5)),
     ):  # fmt: skip
         torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
+    values, of_rows = eight_bits(x)
+    product = values, of_rows, w.to(E4M3), torch.ones(6, 1), torch.float32, False
+    for op, args in (
+        (EIGHT_BITS, (x,)), (ADD_RMS_NORM_EIGHT, (x, x + 1, weight, 1e-5)),
+        (SCALED_PRODUCT, product), (SCALED_GATED_PRODUCT, product),
+    ):  # fmt: skip
+        torch.library.opcheck(op, args, test_utils="test_faketensor")  # as torch compares no e4m3
     assert [arg.name for arg in ATTEND._schema.arguments if arg.is_write] == ["out"]
 
 

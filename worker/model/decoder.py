@@ -53,8 +53,8 @@ class FeedForward(nn.Module):
         modules = ["gate_up_proj"] if self._fused else ()
         self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias, modules=modules)
         self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
-        if self.gate_up.in_eight_bits != self.down.in_eight_bits:
-            self._activation = self._activation or swiglu
+        if self.gate_up.in_eight_bits and not self.down.in_eight_bits:
+            self._activation = self._activation or swiglu  # `gated` would leave eight bits
         assert not (self._fused and bias)
 
     def forward(self, hidden: Operand, rows: Tensor | None = None) -> Tensor:
@@ -136,11 +136,10 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = FeedForward(shape, placement.below(self._block))
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
+        # Whether what is normed before them is multiplied in eight bits, and nothing else.
         attention, block = self.attention, self.feed_forward
-        self._eight = (  # who alone takes what is normed, and takes it in eight bits
-            isinstance(attention, SelfAttention) and attention.qkv.in_eight_bits,
-            isinstance(block, FeedForward) and block.gate_up.in_eight_bits,
-        )
+        self._attends_eight = isinstance(attention, SelfAttention) and attention.qkv.in_eight_bits
+        self._feeds_eight = isinstance(block, FeedForward) and block.gate_up.in_eight_bits
 
     def forward(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, rows: Tensor | None = None
@@ -155,19 +154,11 @@ class DecoderLayer(nn.Module):
             hidden, residual = self.input_norm.reduce_add(part, residual)
             part = self.feed_forward(selected(hidden, rows), rows)
             return part.add_(self.attention(hidden, positions, rows)), selected(residual, rows)
-        hidden, residual = self._normed(self.input_norm, part, residual, self._eight[0])
+        hidden, residual = _normed(self.input_norm, part, residual, self._attends_eight)
         part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
         residual = selected(residual, rows)
-        hidden, residual = self._normed(self.post_norm, part, residual, self._eight[1])
+        hidden, residual = _normed(self.post_norm, part, residual, self._feeds_eight)
         return self._leaving(self.feed_forward(hidden, rows), self.feed_forward_norm), residual
-
-    @staticmethod
-    def _normed(
-        norm: RMSNorm | Sum, part: Tensor, residual: Tensor | None, eight: bool
-    ) -> tuple[Operand, Tensor]:
-        if eight and type(norm) is RMSNorm:
-            return norm.reduce_add_eight(part, residual)
-        return norm.reduce_add(part, residual)
 
     def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
         """What attention or feed-forward adds to the residual: scaled, or whole and normed."""
@@ -182,6 +173,12 @@ class DecoderLayer(nn.Module):
         for name, norm in zip(self._names, norms, strict=True):
             shards |= {} if norm is None else norm.shards(f"{prefix}.{name}")
         return shards
+
+
+def _normed(
+    norm: RMSNorm | Sum, part: Tensor, residual: Tensor | None, eight: bool
+) -> tuple[Operand, Tensor]:
+    return (norm.reduce_add_eight if eight else norm.reduce_add)(part, residual)
 
 
 def _experts(shape: ModelShape, placement: Placement) -> Experts:

@@ -117,7 +117,10 @@ class Linear(nn.Module):
         return isinstance(self.weight, EightBitMatrix)
 
     def forward(self, x: Operand) -> Tensor:
-        """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order."""
+        """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order.
+
+        x may be EightBitRows where the matrix is `in_eight_bits`, here and below.
+        """
         return self.weight.product(x, self.bias)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
@@ -234,20 +237,20 @@ class RMSNorm(nn.Module):
         """
         if residual is None:
             return self(part), part
-        total = None if self.tap is None else self.tap[: len(part)]
-        if self._reduces:
-            group = self._collective
-            return group.all_reduce_rms_norm(part, residual, self.weight, self.eps, total)
-        return add_rms_norm(part, residual, self.weight, self.eps, total)
+        operands = part, residual, self.weight, self.eps, self._kept(part)
+        return (self._collective.all_reduce_rms_norm if self._reduces else add_rms_norm)(*operands)
 
     def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
         """The same for products in eight bits alone: where one kernel norms, it quantises, too."""
         if residual is None or self._reduces:
             return self.reduce_add(part, residual)
-        total = None if self.tap is None else self.tap[: len(part)]
-        operands = part, residual, self.weight, self.eps, total
-        values, scales, total = add_rms_norm_eight(*operands)
-        return EightBitRows(values, scales, part.dtype), total
+        operands = part, residual, self.weight, self.eps, self._kept(part)
+        values, of_rows, total = add_rms_norm_eight(*operands)
+        return EightBitRows(values, of_rows, part.dtype), total
+
+    def _kept(self, part: Tensor) -> Tensor | None:
+        """Where the sum goes, if somebody reads it."""
+        return None if self.tap is None else self.tap[: len(part)]
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         return {f"{prefix}.weight": whole(self.weight, self._plus)}
@@ -280,6 +283,9 @@ class LayerNorm(RMSNorm):
         total = added(part, residual, self.tap)
         return self(total), total
 
+    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
+        return self.reduce_add(part, residual)
+
     def shards(self, prefix: str) -> dict[str, Shard]:
         bias = {} if self.bias is None else {f"{prefix}.bias": whole(self.bias)}
         return super().shards(prefix) | bias
@@ -309,6 +315,10 @@ class Sum(nn.Module):
             return part, part
         total = added(part, residual, self.tap)
         return total, total
+
+    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
+        """See RMSNorm."""
+        return self.reduce_add(part, residual)
 
     def shards(self, prefix: str) -> dict[str, Shard]:
         return {}

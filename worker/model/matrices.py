@@ -17,7 +17,7 @@ from worker.ops.scaled import (
     E4M3,
     LARGEST,
     EightBitRows,
-    scaled,
+    eight_bit_rows,
     scaled_gated_product,
     scaled_product,
 )
@@ -77,14 +77,14 @@ class EightBitMatrix(nn.Module):
         if first_row:
             assert first_row % self._grid.grain == 0
             rows, scales = rows[first_row:], scales[first_row // self._grid.grain :]
-        values, of_rows, dtype = scaled(x)
+        values, of_rows, dtype = eight_bit_rows(x)
         operands = values, of_rows, rows, scales, dtype, self._grid.whole_blocks
         y = scaled_product(*operands) if out is None else scaled_product(*operands, out)
         return y if bias is None else y.add_(bias)
 
     def gated(self, x: Operand) -> EightBitRows:
         """As Plain.gated, for a product in eight bits."""
-        values, of_rows, dtype = scaled(x)
+        values, of_rows, dtype = eight_bit_rows(x)
         operands = values, of_rows, self.tensor, self.scales, dtype, self._grid.whole_blocks
         return EightBitRows(*scaled_gated_product(*operands), dtype)
 

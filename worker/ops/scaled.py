@@ -1,4 +1,4 @@
-"""Products of weights in eight bits: y = x Wᵀ, where both sides are e4m3 numbers times f32 scales.
+"""Products of weights in eight bits, y = x Wᵀ: both sides are e4m3 numbers times f32 scales.
 
 Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
 row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.ops.launch import aligned
 from worker.ops.norms import add_rms_norm_ref, swiglu_ref
 from worker.ops.op import op
 
@@ -22,10 +23,10 @@ FLOOR = 1e-10  # the least amax of a row of a block
 
 
 class EightBitRows(NamedTuple):
-    """What a product in eight bits takes, in place of x: see eight_bits_ref."""
+    """What a product in eight bits takes in place of x, and what norms and gates may leave."""
 
-    values: Tensor  # [m, k] e4m3
-    scales: Tensor  # [m, blocks of k] f32, contiguous along m
+    values: Tensor  # see `room`, as of_rows
+    of_rows: Tensor
     dtype: torch.dtype  # of x, and of the product
 
     @property
@@ -34,23 +35,33 @@ class EightBitRows(NamedTuple):
         return self.values.shape
 
 
-def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as e4m3 [m, k], and its scales [m, blocks of k] f32, contiguous along m.
+def room(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Empty (values, of_rows): [m, k] e4m3, and its scales [m, blocks of k] f32.
 
-    x: [m, k] of any float. x is about values · scales.
+    Scales are contiguous along m. Both have memory for a multiple of 4 rows: torch's product wants
+    that many, and columns of scales that begin at multiples of 16 bytes.
     """
+    height = aligned(m)
+    values = torch.empty(height, k, dtype=E4M3, device=device)
+    of_rows = torch.empty(-(-k // BLOCK), height, dtype=torch.float32, device=device)
+    return values[:m], of_rows.t()[:m]
+
+
+def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(values, of_rows), as `room` has them; x is about values · of_rows. x: [m, k], any float."""
     m, k = x.shape
-    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, -1, BLOCK)
+    values, of_rows = room(m, k, x.device)
+    blocks = F.pad(x.float(), (0, -k % BLOCK)).view(m, -(-k // BLOCK), BLOCK)
     amax = blocks.abs().amax(-1).clamp(min=FLOOR)
     inverse = amax.new_tensor(LARGEST) / amax  # of a number, torch would multiply its reciprocal
-    values = blocks * inverse.unsqueeze(-1)  # none passes 448 by half a step of e4m3
-    return values.view(m, -1)[:, :k].to(E4M3), (amax * (1 / LARGEST)).t().contiguous().t()
+    numbers = blocks * inverse.unsqueeze(-1)  # none passes 448 by half a step of e4m3
+    return values.copy_(numbers.flatten(1)[:, :k].to(E4M3)), of_rows.copy_(amax * (1 / LARGEST))
 
 
 eight_bits = op(eight_bits_ref)
 
 
-def scaled(x: Tensor | EightBitRows) -> EightBitRows:
+def eight_bit_rows(x: Tensor | EightBitRows) -> EightBitRows:
     """x in eight bits, unless it is so already."""
     return x if isinstance(x, EightBitRows) else EightBitRows(*eight_bits(x), x.dtype)
 
@@ -58,13 +69,16 @@ def scaled(x: Tensor | EightBitRows) -> EightBitRows:
 def add_rms_norm_eight_ref(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, scales, x + residual) of eight_bits and of add_rms_norm, bit for bit."""
+    """(values, of_rows, x + residual) of eight_bits and of add_rms_norm, bit for bit.
+
+    x, residual: [m, hidden] of one dtype; weight, total: see add_rms_norm_ref.
+    """
     normed, residual = add_rms_norm_ref(x, residual, weight, eps, total)
     return *eight_bits_ref(normed), residual
 
 
 def swiglu_eight_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """eight_bits(swiglu(gate_up)), bit for bit; gate_up: [m, 2 · width]."""
+    """eight_bits(swiglu(gate_up)), bit for bit; gate_up: [m, 2 · width] of any float."""
     return eight_bits_ref(swiglu_ref(gate_up))
 
 
@@ -73,7 +87,7 @@ swiglu_eight = op(swiglu_eight_ref)
 
 
 def scaled_product_ref(
-    x: Tensor,
+    values: Tensor,
     of_rows: Tensor,
     w: Tensor,
     scales: Tensor,
@@ -81,24 +95,24 @@ def scaled_product_ref(
     whole_blocks: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
+    """(values · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
 
-    x, of_rows: see EightBitRows; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
+    values, of_rows: see `room`; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
     column for all. whole_blocks: they are equal within each 128 rows, so that a library for
     published blocks may multiply. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
     of_weights = scales.repeat_interleave(n // height, 0).expand(n, max(width, -(-k // BLOCK)))
-    total = of_rows.new_zeros(len(x), n)
+    total = of_rows.new_zeros(len(values), n)
     for block, start in enumerate(range(0, k, BLOCK)):
         at = slice(start, start + BLOCK)
-        part = F.linear(x[:, at].float(), w[:, at].float())
+        part = F.linear(values[:, at].float(), w[:, at].float())
         total += part * (of_rows[:, block, None] * of_weights[:, block])
     return total.to(dtype) if out is None else out.copy_(total)
 
 
 def scaled_gated_product_ref(
-    x: Tensor,
+    values: Tensor,
     of_rows: Tensor,
     w: Tensor,
     scales: Tensor,
@@ -106,7 +120,7 @@ def scaled_gated_product_ref(
     whole_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """swiglu_eight(scaled_product(..)): of [m, n / 2]; w has gates in its first half, then ups."""
-    return swiglu_eight_ref(scaled_product_ref(x, of_rows, w, scales, dtype))
+    return swiglu_eight_ref(scaled_product_ref(values, of_rows, w, scales, dtype))
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import aligned, overlap
-from worker.ops.norms_triton import MANY_ROWS, launch_rms_norm, launch_swiglu
+from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
 from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
-from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled import BLOCK, E4M3, room, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
 
-# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns, so that few rows
-# each hold many up: 8192 x 4096 takes 40 us with 8, 25 with 32; 64 x 4096 takes 1.4 with 8.
-ROWS, ROWS_OF_MANY = 8, 32
+# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: with 8 rows each
+# 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
+ROWS, ROWS_OF_MANY, MANY_ROWS = 8, 32, 1024
 
 
 @triton.jit(do_not_specialize=["M", "stride_scales"])
@@ -42,39 +41,33 @@ def _eight_bits_kernel(
     tl.store(scales + block.to(tl.int64) * stride_scales + rows, scale, mask=here)
 
 
-def _room(m: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """For values [m, k] and their scales, whose columns begin at multiples of 16 bytes."""
-    values = torch.empty(m, k, dtype=E4M3, device=device)
-    scales = torch.empty(-(-k // BLOCK), aligned(m), dtype=torch.float32, device=device)
-    return values, scales.t()[:m]
-
-
 def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     m, k = x.shape
     assert x.stride(1) == 1
-    values, scales = _room(m, k, x.device)
+    values, of_rows = room(m, k, x.device)
     rows = ROWS_OF_MANY if m >= MANY_ROWS else ROWS
-    _eight_bits_kernel[(scales.shape[1], -(-m // rows))](
-        x, values, scales, m, k, x.stride(0), scales.stride(1),
+    _eight_bits_kernel[(of_rows.shape[1], -(-m // rows))](
+        x, values, of_rows, m, k, x.stride(0), of_rows.stride(1),
         **overlap(x, ROWS=rows, BLOCK=BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
     )  # fmt: skip
-    return values, scales
+    return values, of_rows
 
 
 def add_rms_norm_eight_triton(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, total: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    values, scales = _room(x.shape[0], x.shape[1], x.device)
+    assert total is None or total.shape == x.shape
+    values, of_rows = room(x.shape[0], x.shape[1], x.device)
     total = torch.empty_like(x) if total is None else total
-    launch_rms_norm(x, residual, weight, values, total, eps, scales)
-    return values, scales, total
+    launch_rms_norm(x, residual, weight, values, total, eps, of_rows)
+    return values, of_rows, total
 
 
 def swiglu_eight_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     m, width = gate_up.shape
-    values, scales = _room(m, width // 2, gate_up.device)
-    launch_swiglu(gate_up, values, scales)
-    return values, scales
+    values, of_rows = room(m, width // 2, gate_up.device)
+    launch_swiglu(gate_up, values, of_rows)
+    return values, of_rows
 
 
 @triton.jit(do_not_specialize=["M", "stride_column"])
@@ -165,7 +158,7 @@ def scaled_gemm(
 
 
 def scaled_product_triton(
-    x: Tensor,
+    values: Tensor,
     of_rows: Tensor,
     w: Tensor,
     scales: Tensor,
@@ -178,41 +171,39 @@ def scaled_product_triton(
     A row's result is the same in any batch of up to OWN_ROWS rows. Beyond it depends on the number
     of rows, too, if torch's library computes it.
     """
-    m, n = len(x), len(w)
-    if m > OWN_ROWS and whole_blocks and suits(w, scales, dtype) and agrees(x.device):
-        product = multiplied(*_in_fours(x, of_rows), w, scales)[:m]
+    m, n = len(values), len(w)
+    if m > OWN_ROWS and whole_blocks and suits(w, scales, dtype) and agrees(values.device):
+        product = multiplied(*_in_fours(values, of_rows), w, scales)[:m]
         return product if out is None else out.copy_(product)
-    out = torch.empty(m, n, dtype=dtype, device=x.device) if out is None else out
+    out = torch.empty(m, n, dtype=dtype, device=values.device) if out is None else out
     if m == 0:
         return out
     if (tile := _tile(m, w, dtype)) is not None:
-        return _streamed(x, of_rows, w, scales, out, tile)
-    return scaled_gemm(x, of_rows, w, scales, out, choose_scaled(m, n))
+        return _streamed(values, of_rows, w, scales, out, tile)
+    return scaled_gemm(values, of_rows, w, scales, out, choose_scaled(m, n))
 
 
 def scaled_gated_product_triton(
-    x: Tensor,
+    values: Tensor,
     of_rows: Tensor,
     w: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
     whole_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    m, n = len(x), len(w)
+    m, n = len(values), len(w)
     tile = _tile(m, w, dtype, product_follows=True)
     if tile is None or not tile.gates(n):
-        y = scaled_product_triton(x, of_rows, w, scales, dtype, whole_blocks)
+        y = scaled_product_triton(values, of_rows, w, scales, dtype, whole_blocks)
         return swiglu_eight_triton(y)
-    out = torch.empty(m, n // 2, dtype=dtype, device=x.device)
-    return eight_bits_triton(_streamed(x, of_rows, w, scales, out, tile, gated=True))
+    out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
+    return eight_bits_triton(_streamed(values, of_rows, w, scales, out, tile, gated=True))
 
 
-def _in_fours(x: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
+def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
     """The same, and rows up to a multiple of 4, whose products nobody reads."""
-    if (more := -len(x) % 4) == 0:
-        return x, of_rows
-    longer = F.pad(x.view(torch.uint8), (0, 0, 0, more)).view(x.dtype)
-    return longer, F.pad(of_rows.t(), (0, more)).t()
+    height = aligned(len(values))
+    return tuple(x.as_strided((height, x.shape[1]), x.stride()) for x in (values, of_rows))  # pyright: ignore
 
 
 def _tile(
@@ -226,7 +217,7 @@ def _tile(
 
 
 def _streamed(
-    x: Tensor,
+    values: Tensor,
     of_rows: Tensor,
     w: Tensor,
     scales: Tensor,
@@ -235,6 +226,6 @@ def _streamed(
     *,
     gated: bool = False,
 ) -> Tensor:
-    workspace, pdl = workspace_of(x.device), overlap(x)["PDL"]
-    scaled = of_rows, scales
-    return skinny_gemm(x, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=scaled)
+    workspace, pdl = workspace_of(values.device), overlap(values)["PDL"]
+    both = of_rows, scales
+    return skinny_gemm(values, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=both)

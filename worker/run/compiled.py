@@ -33,10 +33,9 @@ from worker.ops.norms import (
 )
 from worker.ops.product import gated_product, product
 from worker.ops.scaled import (
-    BLOCK,
-    E4M3,
     add_rms_norm_eight,
     eight_bits,
+    room,
     scaled_gated_product,
     scaled_product,
 )
@@ -64,7 +63,7 @@ def _custom_op(
 ) -> Any:
     """Register `function` as a custom op: traces hold the op, and the op calls `function`.
 
-    fake: the op's fake (meta) implementation: output shapes and dtypes only.
+    fake: the op's fake (meta) implementation: shapes, strides and dtypes of outputs only.
     """
     name = f"kvlane::{function.__name__.removesuffix('_ref')}"  # without CUDA it is NAME_ref
     torch.library.custom_op(name, function, mutates_args=mutates, schema=schema).register_fake(fake)
@@ -81,12 +80,6 @@ def substitute() -> None:
         put(lambda *args, op=op: op(*args))
 
 
-def _eight(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Of x's rows, empty; see ops.scaled.EightBitRows."""
-    scales = x.new_empty(-(-width // BLOCK), x.shape[0], dtype=torch.float32)
-    return x.new_empty(x.shape[0], width, dtype=E4M3), scales.t()
-
-
 PRODUCT = _custom_op(
     product,
     "(Tensor x, Tensor w, Tensor? bias=None) -> Tensor",
@@ -97,7 +90,9 @@ GATED_PRODUCT = _custom_op(
     "(Tensor x, Tensor w) -> Tensor",
     lambda x, w: x.new_empty(x.shape[0], w.shape[0] // 2),
 )
-_SCALED = "(Tensor x, Tensor of_rows, Tensor w, Tensor scales, ScalarType dtype, bool whole_blocks)"
+_SCALED = (
+    "(Tensor values, Tensor of_rows, Tensor w, Tensor scales, ScalarType dtype, bool whole_blocks)"
+)
 SCALED_PRODUCT = _custom_op(
     scaled_product,
     f"{_SCALED} -> Tensor",
@@ -106,16 +101,16 @@ SCALED_PRODUCT = _custom_op(
 SCALED_GATED_PRODUCT = _custom_op(
     scaled_gated_product,
     f"{_SCALED} -> (Tensor, Tensor)",
-    lambda x, _, w, *__: _eight(x, w.shape[0] // 2),
+    lambda x, _, w, *__: room(x.shape[0], w.shape[0] // 2, x.device),
 )
 EIGHT_BITS = _custom_op(
-    eight_bits, "(Tensor x) -> (Tensor, Tensor)", lambda x: _eight(x, x.shape[1])
+    eight_bits, "(Tensor x) -> (Tensor, Tensor)", lambda x: room(x.shape[0], x.shape[1], x.device)
 )
 ADD_RMS_NORM_EIGHT = _custom_op(
     add_rms_norm_eight,
     "(Tensor x, Tensor residual, Tensor weight, float eps, Tensor? total=None) "
     "-> (Tensor, Tensor, Tensor)",
-    lambda x, *_: (*_eight(x, x.shape[1]), torch.empty_like(x)),
+    lambda x, *_: (*room(x.shape[0], x.shape[1], x.device), torch.empty_like(x)),
 )
 RMS_NORM = _custom_op(
     rms_norm,
@@ -148,7 +143,7 @@ DEFINITIONS = {RMS_NORM: rms_norm_ref, ADD_RMS_NORM: add_rms_norm_ref, SWIGLU: s
 
 
 def by_inductor(piece: GraphModule, examples: Sequence[Any]) -> Compiled:
-    """Compile `piece` by Inductor: norms as plain torch, so that they fuse; GEMMs stay ours."""
+    """Compile `piece` by Inductor: norms as plain torch, so that they fuse; products stay ours."""
     from torch._inductor.compile_fx import compile_fx  # both take seconds to import
     from torch._inductor.decomposition import select_decomp_table
 
