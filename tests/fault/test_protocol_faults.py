@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ import worker.loop
 from tests.support.books import check_book
 from tests.support.engines import Running, running, value
 from tests.support.laws import sections
-from tests.support.pairwise import more
+from tests.support.pairwise import in_whole, more
 from tests.support.patience import until
 from tests.support.prompts import problem_ids
 from tests.support.pulls import RUNNING, WrappedPull
@@ -234,8 +235,15 @@ def check(cluster: Running, sent: list[str], texts: Texts, before: float) -> Non
         check_book(each.engine.book, [])
 
 
-@pytest.mark.parametrize("act", ["lost", "doubled", "late", "overtaken"])
-@pytest.mark.parametrize("kind", [api.Prefill, api.KVReady, api.Release, api.Renew, api.RenewAck])
+KINDS = api.Prefill, api.KVReady, api.Release, api.Renew, api.RenewAck
+ACTS = "lost", "doubled", "late", "overtaken"
+SHORT = [*zip(KINDS, ACTS * 2, strict=False), *((kind, "lost") for kind in KINDS[1:])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [*SHORT, *in_whole(*(each for each in product(KINDS, ACTS) if each not in SHORT))],
+)
 def test_messages(kind: type, act: str, cluster: Running, texts: Texts) -> None:
     if kind in (api.Renew, api.RenewAck):
         FAULTS.pull_s = 0.8
