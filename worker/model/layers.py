@@ -238,7 +238,9 @@ class RMSNorm(nn.Module):
         if residual is None:
             return self(part), part
         operands = part, residual, self.weight, self.eps, self._kept(part)
-        return (self._collective.all_reduce_rms_norm if self._reduces else add_rms_norm)(*operands)
+        if self._reduces:
+            return self._collective.all_reduce_rms_norm(*operands)
+        return add_rms_norm(*operands)
 
     def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
         """The same for products in eight bits alone: where one kernel norms, it quantises, too."""
