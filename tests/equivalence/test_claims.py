@@ -22,7 +22,7 @@ from router.http.app import RouterServer
 from tests.equivalence.test_failover import BODIES, QUESTION, Losing, change
 from tests.fault.router_doubles import Served, events, routed
 from tests.support.engines import Running, running, value
-from tests.support.pairwise import whole
+from tests.support.pairwise import halved, whole
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import TINY
 from worker.requests.kept import KeptAnswers
@@ -235,7 +235,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", halved(MUTANTS))
 def test_a_mutant_is_red(pair: Pair, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, other = pair.router()
     body = body_of("choices")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
-from tests.support.pairwise import in_whole
+from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
@@ -278,8 +278,7 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
     "case",
     [
         *("qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"),
-        *RANKED[::2],
-        *in_whole(*((case,) for case in RANKED[1::2])),
+        *halved(RANKED),
     ],
 )
 def test_two_ranks_equal_one(case: str, tmp_path: Path):

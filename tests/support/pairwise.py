@@ -1,7 +1,7 @@
 """A few cases of a product of factors that hold every pair of values of any two of them."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,12 @@ def more(*values: Any) -> tuple[Any, ...]:
 def in_whole(*cases: Case) -> list[Any]:
     """Further arguments for `parametrize`, of cases that are run with `--whole` alone."""
     return [pytest.param(*case, marks=pytest.mark.whole) for case in cases]
+
+
+def halved(values: Iterable[Any]) -> list[Any]:
+    """Arguments for `parametrize`: every other one, and the rest with `--whole` alone."""
+    found = list(values)
+    return [*found[::2], *in_whole(*((value,) for value in found[1::2]))]
 
 
 def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
