@@ -86,12 +86,16 @@ def test_whatever_serves_a_request_changes_nothing(
     with running(
         config, num_prefill=num_each, num_decode=num_each, decode_sections=other
     ) as cluster:
-        for _ in range(2):  # cold, then with whatever the prefix trees kept
-            assert ids(cluster.client.generate(*asked())) == expected
         prefills, decodes = (
             [each.engine for name, each in cluster.workers.items() if name.startswith(role)]
             for role in ("prefill", "decode")
         )
+        # Cold, then with whatever the prefix trees kept; on a busy machine rows rarely meet.
+        for number in range(20):
+            assert ids(cluster.client.generate(*asked())) == expected
+            preempted = sum(value(each.metrics.preemptions) for each in decodes)
+            if number and (pages != "few" or preempted > 0):
+                break
     sizes = [{each.pool.num_pages for each in engines} for engines in (prefills, decodes)]
     assert (sizes[0] == sizes[1]) == (pages == "same")
     if place == "always":
@@ -99,7 +103,6 @@ def test_whatever_serves_a_request_changes_nothing(
         draw = [value(each.metrics.generated_tokens) > 0 for each in prefills]
         assert draw == [first_token == "prefill"] * num_each
     if pages == "few":
-        preempted = sum(value(each.metrics.preemptions) for each in decodes)
         assert preempted > 0, "the pool was not small enough to show anything"
 
 
