@@ -30,7 +30,6 @@ from worker.ops.scaled import (
     scaled_gated_product,
     scaled_gated_product_ref,
     scaled_product,
-    swiglu_eight,
 )
 from worker.ops.scaled_library import agrees
 
@@ -137,6 +136,8 @@ def test_activations_are_rounded_as_by_the_definition(m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 17, 300, 2048])
 def test_what_norms_and_gates_leave_is_rounded_as_if_alone(m: int) -> None:
+    from worker.ops.scaled_triton import swiglu_eight_triton
+
     torch.manual_seed(2)
     for k in (128, 1000, 4096, 12288):
         x, residual, weight = rows_of(m, k), rows_of(m, k), rows_of(1, k)[0]
@@ -144,7 +145,7 @@ def test_what_norms_and_gates_leave_is_rounded_as_if_alone(m: int) -> None:
         normed, wanted = add_rms_norm(x, residual, weight, 1e-6)
         assert torch.equal(total, wanted)
         gate_up = rows_of(m, 2 * k)
-        for got, alone in ((found, normed), (swiglu_eight(gate_up), swiglu(gate_up))):
+        for got, alone in ((found, normed), (swiglu_eight_triton(gate_up), swiglu(gate_up))):
             values, scales = eight_bits(alone)
             assert torch.equal(got[0].view(torch.uint8), values.view(torch.uint8))
             assert torch.equal(got[1], scales)

@@ -56,7 +56,7 @@ def launch_rms_norm(
     sums = total.view(-1, size)
     assert rows.stride(1) == others.stride(1) == sums.stride(1) == 1
     assert weight.shape == (size,)
-    block = power_of_two(size) if scales is None else max(power_of_two(size), 128)
+    block = power_of_two(size if scales is None else max(size, 128))
     _rms_norm_kernel[(rows.shape[0],)](
         rows, others, weight, normed, total, normed if scales is None else scales,
         rows.stride(0), others.stride(0), sums.stride(0),

@@ -83,7 +83,6 @@ def swiglu_eight_ref(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 add_rms_norm_eight = op(add_rms_norm_eight_ref)
-swiglu_eight = op(swiglu_eight_ref)
 
 
 def scaled_product_ref(

@@ -203,7 +203,10 @@ def scaled_gated_product_triton(
 def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
     """The same, and rows up to a multiple of 4, whose products nobody reads."""
     height = aligned(len(values))
-    return tuple(x.as_strided((height, x.shape[1]), x.stride()) for x in (values, of_rows))  # pyright: ignore
+    return (
+        values.as_strided((height, values.shape[1]), values.stride()),
+        of_rows.as_strided((height, of_rows.shape[1]), of_rows.stride()),
+    )
 
 
 def _tile(
