@@ -253,13 +253,17 @@ class LimitedProtocol(HttpToolsProtocol):
             self._timed = state, self.cycle
             body = state is _Awaited.BODY
             limits = self.limits
-            limit_s = limits.body_timeout_s + GRACE_S if body else limits.header_timeout_s
-            self._timer = self.loop.call_later(limit_s, self._cut)
+            limit_s = limits.body_timeout_s if body else limits.header_timeout_s
+            self._timer = self.loop.call_later(limit_s, self._leave_to_route if body else self._cut)
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timed = None, (None, None)
+
+    def _leave_to_route(self) -> None:
+        """The route answers first. GRACE_S counts from here: the loop may have stood still."""
+        self._timer = self.loop.call_later(GRACE_S, self._cut)
 
     def _cut(self) -> None:
         """Close the connection; a client that has sent a part of a head learns why."""

@@ -15,13 +15,13 @@ import pytest
 from cluster.config import load
 from router.config import RouterConfig
 from router.http.access import origins
+from router.http.connection import GRACE_S
 from tests.fault.router_doubles import (
     HANG_S,
     DecodeDouble,
     Serve,
     Served,
     asking,
-    connected,
     ended,
     read_all,
     serving,
@@ -144,8 +144,8 @@ def hasty(directory: Path) -> Iterator[Served]:
     """A router that waits for nothing longer than LIMIT_S."""
     double = DecodeDouble(script=speak([5]))
     limits = {"header_timeout_s": LIMIT_S, "body_timeout_s": LIMIT_S}
-    with serving(directory, double, **limits) as (_, url):
-        yield double, url
+    with serving(directory, double, **limits) as (router, url):
+        yield Served(double, url, router)
 
 
 def trickle(connection: socket.socket, part: bytes) -> threading.Thread:
@@ -170,7 +170,7 @@ WHOLE = b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n"
 @pytest.mark.parametrize("before", [b"", WHOLE], ids=["new", "kept"])
 @pytest.mark.parametrize("part", [b"", b"a: b\r\n"], ids=["half", "trickled"])
 def test_a_head_that_does_not_come_is_cut(hasty: Served, before: bytes, part: bytes) -> None:
-    connection = connected(hasty[1])
+    connection = hasty.connect()
     connection.sendall(before + b"GET /health HTTP/1.1\r\n")
     thread = trickle(connection, part) if part else None
     answer = read_all(connection)
@@ -184,13 +184,13 @@ def test_a_head_that_does_not_come_is_cut(hasty: Served, before: bytes, part: by
 
 
 def test_a_connection_that_says_nothing_is_closed_without_an_answer(hasty: Served) -> None:
-    assert read_all(connected(hasty[1])) == b""
+    assert read_all(hasty.connect()) == b""
 
 
 @pytest.mark.parametrize("expects", [b"", b"expect: 100-continue\r\n"], ids=["", "100-continue"])
 @pytest.mark.parametrize("part", [b"", b" "], ids=["half", "trickled"])
 def test_a_body_that_does_not_come_is_408(hasty: Served, part: bytes, expects: bytes) -> None:
-    connection = connected(hasty[1])
+    connection = hasty.connect()
     connection.sendall(HEAD.replace(b"host", expects + b"host") + b'{"prompt": ')
     thread = trickle(connection, part) if part else None
     answer = read_all(connection).removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -202,9 +202,21 @@ def test_a_body_that_does_not_come_is_408(hasty: Served, part: bytes, expects: b
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
 
 
+def test_a_late_body_is_told_so_by_a_router_that_stood_still(hasty: Served) -> None:
+    """Its own limit and that of the connection are over at once."""
+
+    connection = hasty.connect()
+    connection.sendall(HEAD + b'{"prompt": ')
+    loop = hasty.router.loop
+    assert loop is not None
+    reads_after_s = LIMIT_S / 2  # the route
+    loop.call_soon_threadsafe(loop.call_later, reads_after_s, time.sleep, LIMIT_S + GRACE_S)
+    assert read_all(connection).startswith(b"HTTP/1.1 408 ")
+
+
 @pytest.mark.parametrize("path", ["nothing", "v1/models", "v1/embeddings"])
 def test_a_body_that_nobody_wants_is_not_waited_for(hasty: Served, path: str) -> None:
-    connection = connected(hasty[1])
+    connection = hasty.connect()
     connection.sendall(HEAD.replace(b"v1/completions", path.encode()))
     thread = trickle(connection, b" ")
     assert read_all(connection).startswith(b"HTTP/1.1 40")
@@ -212,7 +224,7 @@ def test_a_body_that_nobody_wants_is_not_waited_for(hasty: Served, path: str) ->
 
 
 def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(hasty: Served) -> None:
-    double, url = hasty
+    double, url, _ = hasty
     with httpx.Client(base_url=url) as client, asking() as ask:
         before = client.get("/health").extensions["network_stream"]
         double.script = None
@@ -227,7 +239,7 @@ def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(hasty: Serve
 
 
 def test_requests_that_come_together_are_all_answered(hasty: Served) -> None:
-    connection = connected(hasty[1])
+    connection = hasty.connect()
     body = b'{"prompt": "a"}'
     ask = HEAD.replace(b"9999", str(len(body)).encode()) + body
     connection.sendall(ask + WHOLE + ask + WHOLE[:9])
