@@ -1,7 +1,7 @@
 """Wrong requests at the HTTP port of a running cluster, over many connections.
 
     python -m tests.fault.fuzz_http --seconds 60
-    python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --seed 7
+    python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --rate 60 --seed 7
     python -m tests.fault.fuzz_http --seconds 30 --attacks
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
@@ -117,10 +117,13 @@ async def ask(
         answers.bad.append((f"{type(error).__name__} {error}", request))
 
 
-async def client(port: int, row: Iterator[Request], number: int, answers: Answers) -> None:
-    """Takes requests until there are no more."""
+async def client(
+    port: int, row: Iterator[tuple[float, Request]], number: int, answers: Answers
+) -> None:
+    """Takes requests until there are no more, and sends each when it is due."""
     rng, connection = random.Random(number), Connection(port)
-    for request in row:
+    for due, request in row:
+        await asyncio.sleep(due - time.monotonic())
         await ask(connection, request, rng, answers)
     connection.drop()
 
@@ -146,16 +149,20 @@ async def company(port: int, found: Answers, took_s: float) -> tuple[Answers, fl
     return answers, time.monotonic() - began
 
 
-async def fuzz(watched: Watched, *, seconds: float, num: int, seed: int) -> tuple[Answers, float]:
-    """Send so many requests (0: any number), for so long at most."""
+async def fuzz(
+    watched: Watched, *, seconds: float, num: int, seed: int, rate: float = 0.0
+) -> tuple[Answers, float]:
+    """Send so many requests (0: any number), for so long at most, so many a second (0: as many as
+    are answered).
+    """
     answers, began = Answers(), time.monotonic()
     over = asyncio.Event()
 
-    def row() -> Iterator[Request]:
+    def row() -> Iterator[tuple[float, Request]]:
         for number, request in enumerate(requests(seed, MODEL)):
             if over.is_set() or time.monotonic() - began > seconds or (num and number >= num):
                 return
-            yield request
+            yield (began + number / rate if rate else began), request
 
     async def look() -> None:
         while not over.is_set():
@@ -203,7 +210,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--attacks", action="store_true", help="also floods of large things")
     args = parser.parse_args(argv)
     with watched_cluster(args, *CLUSTER) as (serve, watched):
-        fuzzing = fuzz(watched, seconds=args.seconds, num=args.requests, seed=args.seed)
+        fuzzing = fuzz(
+            watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
+        )
         answers, took_s = asyncio.run(fuzzing)
         beside = watched.noted()
         lines = [f"seed {args.seed}", *told(answers, took_s)]

@@ -155,7 +155,6 @@ def told(ledger: Ledger, took_s: float) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "frames")
-    parser.add_argument("--rate", type=float, default=0.0, help="frames a second; 0: no limit")
     args = parser.parse_args(argv)
     with watched_cluster(args, *CLUSTER) as (serve, watched):
         ledger, took_s = fuzz(

@@ -15,6 +15,7 @@ def parser_of(text: str | None, unit: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument(f"--{unit}", type=int, default=0, help="then it ends; 0: any number")
+    parser.add_argument("--rate", type=float, default=0.0, help=f"{unit} a second; 0: no limit")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--undisturbed-s", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()))
