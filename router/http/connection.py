@@ -254,19 +254,18 @@ class LimitedProtocol(HttpToolsProtocol):
             body = state is _Awaited.BODY
             limits = self.limits
             limit_s = limits.body_timeout_s if body else limits.header_timeout_s
-            self._timer = self.loop.call_later(limit_s, self._leave_to_route if body else self._cut)
+            self._timer = self.loop.call_later(limit_s, self._cut, GRACE_S if body else 0.0)
 
     def _stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._timed = None, (None, None)
 
-    def _leave_to_route(self) -> None:
-        """The route answers first. GRACE_S counts from here: the loop may have stood still."""
-        self._timer = self.loop.call_later(GRACE_S, self._cut)
-
-    def _cut(self) -> None:
+    def _cut(self, grace_s: float = 0.0) -> None:
         """Close the connection; a client that has sent a part of a head learns why."""
+        if grace_s:  # counted from now and not from the first byte: the loop may have stood still
+            self._timer = self.loop.call_later(grace_s, self._cut)
+            return
         part = "body" if self._state is _Awaited.BODY else "head"
         log.debug("%s: cut, its %s took too long", self.client, part)
         if self._state is _Awaited.HEAD:
