@@ -2,8 +2,10 @@
 
     python -m benchmarks.crowd
     python -m benchmarks.crowd --held 4096 --asked 6000 --rates 2000 5000
+    python -m benchmarks.crowd --limited --held 64 --asked 10000
 
-`--held` streams are open, as many as the router takes. Then `--asked` more ask: each over a new
+`--held` streams are open, as many as the router takes, or with `--limited` as many as the crowd's
+API key may have at a time. Then `--asked` more ask: each over a new
 connection, at each of `--rates` a second and at once, and all over connections that are open.
 Beside them one client asks for `/v1/models` every 10 ms over its own connection. Each line says
 
@@ -20,8 +22,10 @@ one waits for as many times the router's CPU as there are.
 import multiprocessing as mp
 import select
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
@@ -30,8 +34,13 @@ from benchmarks.router import Bench, parties
 
 BODY = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
 LENGTH = b"content-length: "
-ASK = b"POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\n%b%d\r\n\r\n%b" % (LENGTH, len(BODY), BODY)
-GET = b"GET /v1/models HTTP/1.1\r\nhost: b\r\n\r\n"
+ASK = b"POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-api-key: bench\r\n%b%d\r\n\r\n%b" % (
+    LENGTH,
+    len(BODY),
+    BODY,
+)
+GET = b"GET /v1/models HTTP/1.1\r\nhost: b\r\nx-api-key: other\r\n\r\n"
+KEYS = "bench name=crowd concurrency={}\nother name=other\n"
 BESIDE_S = 0.01
 SETTLE_S = 0.5
 BATCH = 32  # sent before answers are looked for
@@ -170,9 +179,16 @@ def main() -> None:
     made.add_argument("--held", type=int, default=4096, help="streams, and router.max_inflight")
     made.add_argument("--asked", type=int, default=5904)
     made.add_argument("--rates", type=float, nargs="*", default=(1000.0, 3000.0, 5000.0))
+    made.add_argument("--limited", action="store_true", help="the crowd's API key, not the router")
     options = made.parse_args()
     figures: dict[str, dict[str, float]] = {}
-    with parties("none", options.held) as bench:
+    with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
+        limits: dict[str, object] = {"max_inflight": options.held}
+        if options.limited:
+            keys.write(KEYS.format(options.held))
+            keys.flush()
+            limits = {"api_key_file": keys.name}
+        bench = stack.enter_context(parties("none", **limits))
         for name, found in run(bench, options.held, options.asked, options.rates):
             figures[name] = found
             line = ", ".join(f"{key} {value:.1f}" for key, value in found.items())

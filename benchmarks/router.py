@@ -51,7 +51,10 @@ STEP_S = 0.012
 CALIBRATION_S = 0.0088  # of the two-core machine where the marks were set, when quiet
 PARTS_OF_WINDOW = 20  # calibrated after each: on a shared machine it changes from second to second
 FREE = WorkerStats(max_num_reqs=4096, num_free_pages=1 << 20, num_pages=1 << 20)
-REQUEST = "POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-request-id: {}\r\ncontent-length: {}"
+REQUEST = (
+    "POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-api-key: bench\r\nx-request-id: {}\r\n"
+    "content-length: {}"
+)
 END = b"0\r\n\r\n"
 
 
@@ -121,10 +124,10 @@ class Worker:
 
 
 def route(
-    pipe: Connection, directory: Path, authentication: Authentication, max_inflight: int = 4096
+    pipe: Connection, directory: Path, authentication: Authentication, **options: Any
 ) -> None:
     """The router's process: the router's own threads, and this one for commands."""
-    config = RouterConfig(access_log=False, max_inflight=max_inflight)
+    config = RouterConfig(access_log=False, **options)
     model = ModelConfig(path=str(directory))
     settings = Settings(config, model, PING, authentication=authentication)
     router = RouterServer(settings, Place("router-0", "1"))
@@ -278,19 +281,19 @@ def _ask(pipe: Connection, name: str, value: Any = None) -> Any:
 
 
 @contextmanager
-def parties(authentication: Authentication, *router: int) -> Iterator[Bench]:
-    """Router and worker in processes of their own; both end with it. router: its `max_inflight`."""
+def parties(authentication: Authentication, **options: Any) -> Iterator[Bench]:
+    """Router and worker in processes of their own; both end with it. options: of the router."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory, pipes = Path(folder), list[Connection]()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TINY / name, directory)
         (directory / "config.json").write_bytes(CONFIG)
-        for target, more in ((route, router), (Worker, ())):
+        for target, more in ((route, options), (Worker, {})):
             mine, theirs = context.Pipe()
             pipes.append(mine)
             process = context.Process(
-                target=target, args=(theirs, directory, authentication, *more), daemon=True
+                target=target, args=(theirs, directory, authentication), kwargs=more, daemon=True
             )
             process.start()
             stack.callback(process.join, 10)

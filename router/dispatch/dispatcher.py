@@ -95,9 +95,13 @@ class Dispatcher:
         )
         metrics.watch(live)
 
-    def check_room(self, num_choices: int) -> None:
+    def check_room(self, num_choices: int, client: str = "") -> None:
         """Raise an ApiError, 429, if so many more choices would exceed max_inflight."""
-        if len(self._reqs) + num_choices > self._config.max_inflight:
+        # No API key gets all of it: the last eighth is for those that have less than a sixteenth.
+        room = self._config.max_inflight
+        if client and self._queue.num_of(client) + num_choices > max(1, room // 16):
+            room -= room // 8
+        if len(self._reqs) + num_choices > room:
             raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
 
     def submit(self, req: Req, server: "Trace | None" = None) -> None:

@@ -199,6 +199,7 @@ class Queue:
         self._expired = expired
         self._loop = asyncio.get_running_loop()
         self._waiting: Turns[Req] = Turns()
+        self.num_of = self._waiting.num_of
         self._begun: list[Req] = []  # have output, and go before all others
 
     def __len__(self) -> int:

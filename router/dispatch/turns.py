@@ -135,6 +135,11 @@ class Turns(Generic[W]):
         """One more of its requests is at a worker, or one less."""
         self._client(client).note(self._clock(), change)
 
+    def num_of(self, client: str) -> int:
+        """A client's requests that wait or are at workers."""
+        known = self._clients.get(client)
+        return 0 if known is None else known.num + known.running
+
     def wait_s(self, client: str) -> float:
         """How long a request of this client would wait that comes now; 0: not known."""
         known = self._client(client)

@@ -20,6 +20,7 @@ log = logging.getLogger("kvlane.router")
 
 REREAD_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
+TOLD_S = 60.0  # between two lines about a key that is at a limit
 WORD_S = 300.0  # for which a sibling's word holds: nodes' clocks differ
 MAX_DIGITS = 20  # of when it was said
 
@@ -43,6 +44,7 @@ class _Use:
     requests: _Balance = field(default_factory=_Balance)
     tokens: _Balance = field(default_factory=_Balance)
     num_open: int = 0
+    told_at: float = -math.inf  # when the log said that it is at a limit
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Keys:
     """The keys of a file, and what they have used. Loop thread only."""
 
     path: str
+    num_routers: int = 1  # of the cluster; the router sets it
     keys: tuple[Key, ...] = field(init=False)
     _changed_at: int = field(init=False)  # of the file
     _looked_at: float = 0.0
@@ -93,30 +96,42 @@ class Keys:
         secret = hashlib.blake2b(b"\n".join(sorted(key.secret for key in self.keys))).digest()
         return f"{at}.{hmac.new(secret, f'{at} {path}'.encode(), hashlib.sha256).hexdigest()}"
 
-    def begin(self, name: str, num_tokens: int, num_routers: int) -> None:
-        """A request with so long a prompt may start; raises an ApiError, 429, if it may not."""
+    def check(self, name: str) -> None:
+        """Raise an ApiError, 429, if a limit of the key leaves no room for a request."""
         key = next((key for key in self.keys if key.name == name), None)
         if key is None:
             return  # it has left the file meanwhile
-        now, part = time.monotonic(), 1 / max(1, num_routers)
+        now, part = time.monotonic(), 1 / max(1, self.num_routers)
         use = self._uses.setdefault(name, _Use(now))
         took_s, use.noted_at = now - use.noted_at, now
+        limit, wait_s = "", 1.0
         if key.concurrency and use.num_open >= max(1, round(key.concurrency * part)):
-            raise _limited(f"{key.concurrency} requests at a time", 1.0)
-        for balance, limit, least, unit in (
+            limit = f"{key.concurrency} requests at a time"
+        for balance, per_minute, least, unit in (
             (use.requests, key.requests_per_minute, 1.0, "requests"),
             (use.tokens, key.tokens_per_minute, 0.0, "tokens"),
         ):
-            balance.grow(limit * part, took_s)
-            if balance.left < least:
-                wait_s = (least - balance.left) * MINUTE_S / (limit * part)
-                raise _limited(f"{limit} {unit} a minute", wait_s)
-        use.requests.left -= 1
-        use.tokens.left -= num_tokens
-        use.num_open += 1
+            balance.grow(per_minute * part, took_s)  # each of them: the next call counts from now
+            if balance.left < least and not limit:
+                limit = f"{per_minute} {unit} a minute"
+                wait_s = (least - balance.left) * MINUTE_S / (per_minute * part)
+        if limit:
+            if now - use.told_at >= TOLD_S:
+                use.told_at = now
+                log.info("refused API key %s: it is limited to %s", name, limit)
+            message = f"this API key is limited to {limit}"
+            raise ApiError("rate_limit_exceeded", message, retry_after_s=max(1.0, wait_s))
+
+    def begin(self, name: str, num_tokens: int) -> None:
+        """A request with so long a prompt starts; raises as `check`."""
+        self.check(name)
+        if (use := self._uses.get(name)) is not None:
+            use.requests.left -= 1
+            use.tokens.left -= num_tokens
+            use.num_open += 1
 
     def end(self, name: str, num_tokens: int) -> None:
-        """A request that may start has ended, with so many tokens of output."""
+        """A request that has started has ended, with so many tokens of output."""
         if (use := self._uses.get(name)) is not None:
             use.tokens.left -= num_tokens
             use.num_open -= 1
@@ -140,8 +155,3 @@ class Keys:
             return Path(self.path).expanduser().stat().st_mtime_ns
         except OSError:
             return 0
-
-
-def _limited(limit: str, wait_s: float) -> ApiError:
-    message = f"this API key is limited to {limit}"
-    return ApiError("rate_limit_exceeded", message, retry_after_s=max(1.0, wait_s))

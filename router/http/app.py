@@ -351,8 +351,7 @@ class RouterServer:
             timeout_keep_alive=max(1, round(limits.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
         )
-        tls = None if self._certificate is None else self._certificate.context
-        self.server = _Server(config, self._ready, tls)
+        self.server = _Server(config, self._ready, self._certificate and self._certificate.context)
         await self.server.serve(sockets=listeners)
 
     def _said(self, path: str) -> dict[str, str]:
@@ -371,6 +370,8 @@ class RouterServer:
         for death in self._members.note_changes(*self._told):
             self.front.metrics.deaths(death.role).inc()
         self.front.dispatcher.update_members(self.listed)
+        if self._keys is not None:
+            self._keys.num_routers = sum(each.role == "router" for each in self.listed)
 
     async def _begin_drain(self, others: bool) -> None:
         front, server = self.front, self.server

@@ -16,15 +16,21 @@ PATHS = {path.encode(): path for path in GENERATING}
 
 
 class Room:
-    """Refuses requests for which there is no room before anything of them is read."""
+    """Refuses requests for which there is no room before anything of them is read.
 
-    def __init__(self, app: ASGIApp, front: Front) -> None:
-        self._app, self._front = app, front
+    The router's room, and that of the client's key.
+    """
+
+    def __init__(self, app: ASGIApp, front: Front, keys: Keys | None) -> None:
+        self._app, self._front, self._keys = app, front, keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] == "POST" and scope["path"] in GENERATING:
             try:
-                self._front.dispatcher.check_room(1)
+                client = Exchange.of(scope).client
+                self._front.dispatcher.check_room(1, client)
+                if self._keys is not None:
+                    self._keys.check(client)
             except ApiError as error:
                 self._front.metrics.requests(error.code).inc()
                 Exchange.of(scope).failure = error.code
@@ -34,7 +40,7 @@ class Room:
 
 
 class Gate:
-    """The same without ASGI, at a third of the cost, for nearly all of them.
+    """The router's room without ASGI, at a third of the cost, for nearly all of them.
 
     What needs more than a head and the same bytes each time is left to `Room`: a page of another
     origin, a key that is not valid, a line in the log, a trace.

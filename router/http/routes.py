@@ -153,9 +153,9 @@ class Routes:
                 raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
             prepared = await self._run(request, work)
             exchange.unheeded = prepared.unheeded
-            front.dispatcher.check_room(len(prepared.reqs))
+            front.dispatcher.check_room(len(prepared.reqs), exchange.client)
             if self._keys is not None:
-                self._keys.begin(exchange.client, counted(prepared.reqs)[0], self._num_routers)
+                self._keys.begin(exchange.client, counted(prepared.reqs)[0])
         except KvlaneError as error:
             front.metrics.requests(error.code).inc()
             raise
@@ -167,11 +167,6 @@ class Routes:
                 self._keys.end(exchange.client, counted(prepared.reqs)[1])
 
         return Answer(prepared, front, exchange, closed)
-
-    @property
-    def _num_routers(self) -> int:
-        members = self._served.members.all()
-        return sum(known.member.role == "router" for known in members)
 
     async def _body(self, request: Request) -> bytes:
         config = self._served.config
@@ -284,7 +279,7 @@ def application(
         app.add_api_route(path, routes.not_served, methods=["GET", "POST"], response_model=None)
     for kind in (KvlaneError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, _on_error)
-    layers: ASGIApp = Room(app, front)
+    layers: ASGIApp = Room(app, front, keys)
     if keys is not None:
         refused = front.metrics.requests("invalid_api_key").inc
         layers = ApiKeys(layers, keys, pages=pages_too, refused=refused)

@@ -86,8 +86,10 @@ def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None
 
 
 @pytest.mark.whole
-def test_crowds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = ran("crowd", tmp_path, monkeypatch, "--held 8 --asked 16 --rates 500")["figures"]
+@pytest.mark.parametrize("more", ["", " --limited"])
+def test_crowds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
+    options = f"--held 8 --asked 16 --rates 500{more}"
+    figures = ran("crowd", tmp_path, monkeypatch, options)["figures"]
     assert list(figures) == ["500 a second", "at once", "at once, connected"]
     assert all(each["told p99 ms"] > 0 for each in figures.values())
 

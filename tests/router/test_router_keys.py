@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,16 @@ import router.http.allowance
 from router.errors import ApiError
 from router.http.allowance import Keys
 from router.http.keys import Key, read_keys
-from tests.fault.router_doubles import HELLO, Ask, DecodeDouble, Serve, speak, wait_until
+from tests.fault.router_doubles import (
+    HELLO,
+    Ask,
+    DecodeDouble,
+    Serve,
+    connected,
+    read_until,
+    speak,
+    wait_until,
+)
 from tests.support.patience import HANG_S
 from worker.api import FinishReason
 from worker.errors import UserError
@@ -39,10 +49,10 @@ class Clock:
         monkeypatch.setattr(router.http.allowance.time, "monotonic", lambda: self.now)
 
 
-def refusal(keys: Keys, num_tokens: int = 0, num_routers: int = 1) -> tuple[str, float | None]:
+def refusal(keys: Keys, num_tokens: int = 0) -> tuple[str, float | None]:
     """Code and seconds of the refusal of a request of `a`; ("", None): it may start."""
     try:
-        keys.begin("a", num_tokens, num_routers)
+        keys.begin("a", num_tokens)
     except ApiError as error:
         return error.message, error.retry_after_s
     return "", None
@@ -123,12 +133,28 @@ def test_requests_at_a_time(file: Path) -> None:
     assert refusal(keys)[0] == "this API key is limited to 2 requests at a time"
     keys.end("a", 5)
     assert refusal(keys)[0] == ""
-    keys.begin(keys.keys[1].name, 10**9, 1)  # it has no limit
+    keys.begin(keys.keys[1].name, 10**9)  # it has no limit
+
+
+@pytest.mark.parametrize("limit", ["concurrency=1", "requests_per_minute=1"])
+def test_a_limit_recovers_while_another_one_refuses(
+    file: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    """Whoever tries again and again does not lose the tokens of that time."""
+    clock = Clock(monkeypatch)
+    keys = Keys(written(file, f"k name=a tokens_per_minute=60 {limit}"))
+    assert refusal(keys, 90)[0] == ""  # 30 too many
+    for _ in range(59):
+        clock.now += 1
+        assert "limited to 1 requests" in refusal(keys)[0]
+    keys.end("a", 0)
+    clock.now += 2
+    assert refusal(keys)[0] == ""
 
 
 def test_each_router_allows_its_part(file: Path) -> None:
-    keys = Keys(written(file, "k name=a concurrency=4 requests_per_minute=60"))
-    assert [bool(refusal(keys, num_routers=2)[0]) for _ in range(3)] == [False, False, True]
+    keys = Keys(written(file, "k name=a concurrency=4 requests_per_minute=60"), num_routers=2)
+    assert [bool(refusal(keys)[0]) for _ in range(3)] == [False, False, True]
 
 
 def test_a_file_that_changes_is_read_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +231,35 @@ def test_a_key_changes_under_load_and_no_request_fails(
     second = ask(url, {"x-api-key": "new"})
     speak(ids)(double, *double.take())
     assert second.result().status_code == 200
+
+
+def test_a_key_at_its_limit_is_told_so_by_the_head_of_a_request(
+    serve: Serve, ask: Ask, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Named once in the log, and counted; another key is served meanwhile."""
+    caplog.set_level(logging.INFO, "kvlane.router")
+    path = written(file, "one name=alice concurrency=1", "two name=bob")
+    double, url, _ = serve(DecodeDouble(), api_key_file=path)
+    first = ask(url, {"x-api-key": "one"})
+    item = double.take()
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-api-key: one\r\ncontent-length: 9\r\n\r\n"
+    )
+    for _ in range(3):
+        with connected(url) as client:
+            client.sendall(head)
+            answer = read_until(client, b"}}")
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b'"rate_limit_exceeded"' in answer
+    second = ask(url, {"x-api-key": "two"})
+    for each in (item, double.take()):
+        double.chunk(*each, finish=FinishReason.STOP)
+    assert [each.result(HANG_S).status_code for each in (first, second)] == [200, 200]
+    told = [record.message for record in caplog.records if "refused" in record.message]
+    assert told == ["refused API key alice: it is limited to 1 requests at a time"]
+    page = httpx.get(f"{url}/metrics", headers={"x-api-key": "two"}).text
+    (line,) = (line for line in page.splitlines() if 'outcome="rate_limit_exceeded"' in line)
+    assert line.endswith(" 3.0")
 
 
 PAGES = (
@@ -330,6 +385,33 @@ def test_without_keys_nobody_gives_orders(serve: Serve) -> None:
     answer = httpx.post(f"{url}/admin/drain", json={"name": "decode-0"})
     assert (answer.status_code, operating.orders) == (403, [])
     assert "admin=yes" in answer.json()["error"]["message"]
+
+
+def test_no_key_gets_all_of_a_routers_room(serve: Serve, ask: Ask, file: Path) -> None:
+    """The last eighth is for those that have less than a sixteenth."""
+    path = written(file, "one", "two")
+    double, url, router = serve(DecodeDouble(), max_inflight=16, api_key_file=path)
+    waiting: list[Future[httpx.Response]] = []
+
+    def ask_for(key: str, num: int) -> None:
+        waiting.extend([ask(url, {"x-api-key": key}) for _ in range(num)])
+        wait_until(lambda: len(router.front.dispatcher._reqs) == len(waiting))
+
+    def refused(key: str, n: int = 1) -> str:
+        body = {"prompt": "a", "n": n}
+        headers = {"x-api-key": key}
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=HANG_S)
+        assert answer.status_code == 429
+        return answer.json()["error"]["code"]
+
+    assert refused("two", n=15) == "busy"
+    ask_for("one", 14)
+    assert refused("one") == "busy"
+    ask_for("two", 1)
+    assert refused("two") == refused("one") == "busy"
+    for _ in waiting:
+        double.chunk(*double.take(), finish=FinishReason.STOP)
+    assert [each.result(HANG_S).status_code for each in waiting] == [200] * 15
 
 
 def test_a_full_router_tells_so_to_whom_it_knows_alone(file: Path, serve: Serve, ask: Ask) -> None:
