@@ -2,12 +2,13 @@
 
     python -m tests.fault.fuzz_http --seconds 60
     python -m tests.fault.fuzz_http --requests 200000 --seconds 3600 --rate 60 --seed 7
-    python -m tests.fault.fuzz_http --seconds 30 --attacks
+    python -m tests.fault.fuzz_http --seconds 30 --keys --attacks
 
 Bodies, heads, fields, framing, depth and sizes are mutated; some requests stay halves, some clients
 leave. Prints what was sent and answered, and how a well-behaved client beside it fared: also as a
 multiple of how it fares beside as many honest requests a second, of which as many generate, since
-on few cores any requests slow others down. --attacks: then what `tests.fault.http_attacks` does.
+on few cores any requests slow others down. --keys: that client and the fuzzer each have an API key.
+--attacks: then what `tests.fault.http_attacks` does.
 
 Exits with 1, and keeps the request in a file, if an answer is a 5xx (but 503 with Retry-After), is
 not in OpenAI's form or never comes, if a process ends or is replaced, if that client fails or gets
@@ -20,9 +21,11 @@ import contextlib
 import json
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,6 +44,7 @@ CLUSTER = (
     "--set", "disaggregation.mode=always",
     "--set", "model.max_model_len=64",  # a mutated body may have no limit of tokens
 )  # fmt: skip
+KEYS = "fuzz name=fuzz\nbystander name=bystander\nlimited name=limited concurrency=64\n"
 MODEL = "tiny"
 NUM_CONNECTIONS = 32
 LOOK_S = 2.0
@@ -207,9 +211,14 @@ def told(answers: Answers, took_s: float) -> Iterator[str]:
 
 def main(argv: Sequence[str]) -> int:
     parser = parser_of(__doc__, "requests")
+    parser.add_argument("--keys", action="store_true", help="each of them has an API key")
     parser.add_argument("--attacks", action="store_true", help="also floods of large things")
     args = parser.parse_args(argv)
-    with watched_cluster(args, *CLUSTER) as (serve, watched):
+    with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:
+        keys.write(KEYS)
+        keys.flush()
+        more = ("--api-key-file", keys.name) if args.keys else ()
+        serve, watched = stack.enter_context(watched_cluster(args, *CLUSTER, *more))
         fuzzing = fuzz(
             watched, seconds=args.seconds, num=args.requests, seed=args.seed, rate=args.rate
         )

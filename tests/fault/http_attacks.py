@@ -7,15 +7,17 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from tests.e2e.raw import Connection
 from tests.support.bystander import Stretch
 from tests.support.disturbed import Watched
-from tests.support.heads import head, post
+from tests.support.heads import KEY, head, post
 from tests.support.patience import HANG_S
 
 PATH = "/v1/completions"
 MIB = 1 << 20
+LIMITED = b"limited"  # a key that may have few requests at a time, where there are keys
 Told = tuple[int, float]  # a status (0: cut off without one), and after how many ms it came
 
 
@@ -158,10 +160,10 @@ async def deep_bodies(port: int, sizes: Sizes) -> list[Told]:
     return await at_once(sizes.num_large, lambda each: told(each, post(PATH, body)), port)
 
 
-async def streams(port: int, sizes: Sizes) -> list[Told]:
+async def streams(port: int, sizes: Sizes, key: bytes = KEY) -> list[Told]:
     """All at once, each for little; who is not refused gets its first token and leaves."""
     body = {"model": "tiny", "prompt": "hello", "stream": True, "max_tokens": sizes.stream_tokens}
-    raw = post(PATH, json.dumps(body | {"ignore_eos": True}).encode())
+    raw = post(PATH, json.dumps(body | {"ignore_eos": True}).encode(), key=key)
     return await at_once(sizes.num_streams, lambda each: told(each, raw), port)
 
 
@@ -172,6 +174,7 @@ ATTACKS: tuple[tuple[str, Callable[[int, Sizes], Awaitable[list[Told]]], tuple[i
     ("large heads", large_heads, (400, 431, 0)),
     ("deep bodies", deep_bodies, (400,)),
     ("streams", streams, (200, 429, 503)),
+    ("streams of a limited key", partial(streams, key=LIMITED), (200, 429, 503)),
 )
 
 

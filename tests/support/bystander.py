@@ -24,6 +24,7 @@ END_S = 10.0
 NUM_CLIENTS = 2  # at once
 MAX_TOKENS = 6
 TIMEOUT_S = 120.0
+KEY = "bystander"  # an API key, where there are any
 PROMPTS = ("Tom has 3 apples.", "Two and two", "A", "There are 7 pears and 2 plums.")
 ASKS: tuple[dict[str, Any], ...] = tuple(
     {"prompt": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, "seed": 7} | how
@@ -136,7 +137,7 @@ async def one(
 async def main(url: str) -> None:
     loop, over, stretches = asyncio.get_running_loop(), asyncio.Event(), [Stretch()]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout) as http:
+    async with aiohttp.ClientSession(timeout=timeout, headers={"x-api-key": KEY}) as http:
         right = [await text_of(http, url, body, stretches[-1]) for body in ASKS]
         print("ready", flush=True)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from tests.support.mutants import mutated, seeds
 
+KEY = b"fuzz"  # an API key, where there are any
 HOWS = ("whole", "half", "left", "slow")
 PATHS = (
     "/", "/health", "/live", "/ready", "/metrics", "/metrics/targets", "/config", "/docs",
@@ -65,16 +66,17 @@ def requests(seed: int, model: str) -> Iterator[Request]:
         yield made
 
 
-def head(method: str, path: str, *fields: bytes, version: str = "1.1") -> bytes:
-    """Of a request; `host` is among the fields unless they have one."""
-    lines = [f"{method} {path} HTTP/{version}".encode("latin-1"), b"host: x", *fields]
+def head(method: str, path: str, *fields: bytes, version: str = "1.1", key: bytes = KEY) -> bytes:
+    """Of a request; a host and a key come before these fields."""
+    first = f"{method} {path} HTTP/{version}".encode("latin-1")
+    lines = [first, b"host: x", b"x-api-key: %b" % key, *fields]
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-def post(path: str, body: bytes, *fields: bytes) -> bytes:
+def post(path: str, body: bytes, *fields: bytes, key: bytes = KEY) -> bytes:
     """A right one."""
     sized = (b"content-type: application/json", b"content-length: %d" % len(body))
-    return head("POST", path, *sized, *fields) + body
+    return head("POST", path, *sized, *fields, key=key) + body
 
 
 def chunked(rng: random.Random, path: str, body: bytes) -> bytes:
