@@ -4,10 +4,10 @@
     python -m benchmarks.crowd --held 4096 --asked 6000 --rates 2000 5000
     python -m benchmarks.crowd --limited --held 64 --asked 10000
 
-`--held` streams are open, as many as the router takes, or with `--limited` as many as the crowd's
-API key may have at a time. Then `--asked` more ask: each over a new
-connection, at each of `--rates` a second and at once, and all over connections that are open.
-Beside them one client asks for `/v1/models` every 10 ms over its own connection. Each line says
+`--held` streams are open, as many as the router takes; with `--limited` as many as the crowd's API
+key may have at a time. Then `--asked` more ask: each over a new connection, at each of `--rates` a
+second and at once, and all over connections that are open. Beside them one client asks for
+`/v1/models` every 10 ms over its own connection. Each line says
 
     told       from the moment that a request was sent until its 429 is here: p50, p99
     late       how far the client was behind its rate at most: what is above 20 ms is the client's
@@ -34,11 +34,8 @@ from benchmarks.router import Bench, parties
 
 BODY = b'{"messages": [{"role": "user", "content": "hello"}], "stream": true}'
 LENGTH = b"content-length: "
-ASK = b"POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-api-key: bench\r\n%b%d\r\n\r\n%b" % (
-    LENGTH,
-    len(BODY),
-    BODY,
-)
+ASK = b"POST /v1/chat/completions HTTP/1.1\r\nhost: b\r\nx-api-key: bench\r\n%b%d\r\n\r\n%b"
+ASK %= LENGTH, len(BODY), BODY
 GET = b"GET /v1/models HTTP/1.1\r\nhost: b\r\nx-api-key: other\r\n\r\n"
 KEYS = "bench name=crowd concurrency={}\nother name=other\n"
 BESIDE_S = 0.01
@@ -176,10 +173,14 @@ def run(
 def main() -> None:
     """Measure, print a line a crowd, write JSON."""
     made = parser(__doc__)
-    made.add_argument("--held", type=int, default=4096, help="streams, and router.max_inflight")
+    made.add_argument("--held", type=int, default=4096, help="streams, and the limit")
     made.add_argument("--asked", type=int, default=5904)
     made.add_argument("--rates", type=float, nargs="*", default=(1000.0, 3000.0, 5000.0))
-    made.add_argument("--limited", action="store_true", help="the crowd's API key, not the router")
+    made.add_argument(
+        "--limited",
+        action="store_true",
+        help="the limit is of the crowd's API key, and not router.max_inflight",
+    )
     options = made.parse_args()
     figures: dict[str, dict[str, float]] = {}
     with tempfile.NamedTemporaryFile("w") as keys, ExitStack() as stack:

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.errors import ApiError
-from router.http.allowance import Keys
+from router.http.allowance import TOLD_S, Keys
 from router.http.exchange import Exchange
 from router.http.keys import Key
 
@@ -30,7 +30,7 @@ PAGES = (  # for operators, and all below
 ROUTERS_OWN = "/dashboard/responses/"  # where there are keys nobody but routers reads these
 ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
 BEARER, BASIC = b"bearer ", b"basic "
-TOLD_S, MAX_TOLD = 60.0, 1024  # seconds, addresses
+MAX_TOLD = 1024  # addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
 EXPOSED = (
     "X-Request-Id", "Server-Timing", "Retry-After", "X-Should-Retry", "Idempotent-Replayed",

@@ -20,7 +20,7 @@ log = logging.getLogger("kvlane.router")
 
 REREAD_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
-TOLD_S = 60.0  # between two lines about a key that is at a limit
+TOLD_S = 60.0  # between two lines about a key that is at a limit, or an address without one
 WORD_S = 300.0  # for which a sibling's word holds: nodes' clocks differ
 MAX_DIGITS = 20  # of when it was said
 

@@ -203,14 +203,13 @@ def test_a_body_that_does_not_come_is_408(hasty: Served, part: bytes, expects: b
 
 
 def test_a_late_body_is_told_so_by_a_router_that_stood_still(hasty: Served) -> None:
-    """Its own limit and that of the connection are over at once."""
-
+    """The route's limit and the connection's are over at once."""
     connection = hasty.connect()
     connection.sendall(HEAD + b'{"prompt": ')
     loop = hasty.router.loop
     assert loop is not None
-    reads_after_s = LIMIT_S / 2  # the route
-    loop.call_soon_threadsafe(loop.call_later, reads_after_s, time.sleep, LIMIT_S + GRACE_S)
+    begins_s = LIMIT_S / 2  # until then the route has begun to read
+    loop.call_soon_threadsafe(loop.call_later, begins_s, time.sleep, LIMIT_S + GRACE_S)
     assert read_all(connection).startswith(b"HTTP/1.1 408 ")
 
 
