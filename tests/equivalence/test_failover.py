@@ -138,7 +138,8 @@ def test_a_request_that_is_lost_at_any_token_goes_on_as_if_nothing_were(
     assert num > 4
     for losing.at in range(1, num, STRIDE):
         assert told(served, kind) == expected, losing.at
-    assert len(losing.lost) >= (num - 2) // STRIDE
+    # What comes with the last chunk, of at most five tokens, cannot be lost: it ends the request.
+    assert len(losing.lost) >= max(1, (num - 6) // STRIDE)
 
 
 def stop_string(served: Served) -> str:
