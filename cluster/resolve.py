@@ -5,6 +5,7 @@ are decided in the worker (`WorkerConfig.resolved`). `explain` says of all what 
 """
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter
@@ -185,6 +186,12 @@ def reserved(config: Config, resource: str) -> float:
         bundle_of(config, role).get(resource, 0.0) * num_ranks(config, role) * count
         for role, count in counts(config).items()
     )
+
+
+def num_cpus(config: Config) -> int:
+    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
+    config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
+    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
 
 
 def _with(config: Config, chosen: Chosen, note: Note) -> Config:

@@ -82,9 +82,12 @@ class Commands:
         self._drained = True
         return idle
 
-    async def configuration(self) -> Config:
-        """What was given to `serve`, with what `restart` has changed."""
-        return self._site.given
+    async def configuration(self, decided: bool = False) -> Config:
+        """What was given to `serve`, with what `restart` has changed.
+
+        decided: with what the cluster's machines have decided of it, too.
+        """
+        return self._site.config if decided else self._site.given
 
     async def restart(self, name: str | None, config: Config, timeout_s: float) -> None:
         """Replace the process of one name, or of all workers one after another, under `config`.

@@ -15,8 +15,9 @@ from cluster.control.monitor import Monitor
 from cluster.control.replicas import Event, Replica, State
 from cluster.control.tasks import Background
 from cluster.sites.estate import Done, Legacy, Order, Orders
-from cluster.sites.handles import CONTROLLER, Identity
+from cluster.sites.handles import Identity
 from cluster.sites.process import Process, Record, Stage
+from cluster.sites.ray_private import CONTROLLER
 from cluster.sites.ray_site import Home, RaySite
 from worker.api import Lost, Member
 from worker.keyring import keyring

@@ -1,6 +1,6 @@
 """The kinds of listening ports that a cluster has: who speaks there, how it asks, what one can do.
 
-`doctor --ports` finds for each port of a running cluster which kind it is. The table of
+`doctor --ports` says of the ports of a running cluster of which kind they are. The table of
 .github/SECURITY.md is this one, written by `python -m tests.support.security_page`.
 """
 

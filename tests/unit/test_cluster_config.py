@@ -11,12 +11,12 @@ from cluster.resolve import (
     ROLES,
     bundle_of,
     counts,
+    num_cpus,
     reserved,
     with_collective,
     with_devices,
     with_transport,
 )
-from cluster.serve.launch import num_cpus
 from tests.support.commands import REPOSITORY
 from worker.errors import UserError
 
