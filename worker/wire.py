@@ -34,6 +34,7 @@ from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, d
 from worker.config import PingConfig
 from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, Refusals, bounded_socket
 from worker.keyring import keyring as keyring  # routers see no other module of the wire
+from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
 
@@ -61,8 +62,7 @@ class Wire:
     ) -> None:
         self.me = me
         self.key = "" if keyring is None else keyring.key  # for `Member.wire_key`
-        self._ping, self._deliver, self._stats = ping, deliver, stats
-        self._keyring = keyring
+        self._ping, self._deliver, self._stats, self._keyring = ping, deliver, stats, keyring
         self.refusals = Refusals() if keyring is None else keyring.refusals
         self._links = _Links(me, ping, self._pong, keyring, self.refusals)
         self._outbox: deque[Callable[[], None]] = deque()
@@ -198,7 +198,7 @@ class _Links:
         refusals: Refusals,
     ) -> None:
         self._me, self._ping, self._pong, self._keyring = me, ping, pong, keyring
-        self._refusals = refusals
+        self._refusals, self._log = refusals, Seldom()
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._zap: zmq.Socket[bytes] | None = None
@@ -383,7 +383,7 @@ class _Links:
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
     ) -> None:
         """Close the link to a peer, and report it as lost; the log says so now and then."""
-        if not self._refusals.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
+        if not self._log.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
             level = logging.DEBUG
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)
