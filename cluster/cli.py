@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +275,7 @@ def _doctor(args: argparse.Namespace) -> int:
             from cluster.sites.ray_private import ray_here
 
             rows: list[ReplicaStatus] = ask("status")
-            members = [
-                Member(r.name, r.role, r.node, r.pids, r.address, r.metrics_address) for r in rows
-            ]
+            members = [Member._make(map(partial(getattr, row), Member._fields)) for row in rows]
             serves = {serve.pid: serve.address for serve in all_running(_runtime_dir())}
             decided: Config = ask("configuration", True)
             text, code = report_of_ports(members, decided, ray_here(), serves, as_json=args.json)

@@ -16,7 +16,7 @@ from cluster.control.replicas import Event, Replica, State
 from cluster.control.tasks import Background
 from cluster.sites.estate import Done, Legacy, Order, Orders
 from cluster.sites.handles import Identity
-from cluster.sites.process import Process, Record, Stage
+from cluster.sites.process import Process, Record, Stage, Surroundings
 from cluster.sites.ray_private import CONTROLLER
 from cluster.sites.ray_site import Home, RaySite
 from worker.api import Lost, Member
@@ -113,8 +113,8 @@ class Controller(Commands):
         me = Member("controller", "controller", incarnation, "", wire_key=wire.key)
         self._site.controller = me
         replicas = [Replica.of(record, process) for record, process in found]
-        number = self._legacy.number
-        monitor = Monitor(replicas, self._site, wire, given.cluster, number, me)
+        around = Surroundings(self._site, wire, given.cluster, self._legacy.number, me)
+        monitor = Monitor(replicas, around)
         self._wire, self._monitor = wire, monitor
         wire.start()
         _beat(loop, wire)

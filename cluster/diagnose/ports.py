@@ -7,7 +7,6 @@ one thing or another at a port, both are named. A port that nothing of a cluster
 import json
 import socket
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -86,11 +85,12 @@ class Walk:
     def ports(self) -> list[Port]:
         """All of them, by process. Raises UserError if a process is another user's."""
         family = self._family()
-        has_token = any(environ.get("RAY_AUTH_MODE") == "token" for _, environ in family.values())
-        asks = self._asked(has_token)
+        asks = self._asked(
+            has_token=any(environ.get("RAY_AUTH_MODE") == "token" for _, environ in family.values())
+        )
         of_serve = [family[pid][0] for pid in self.serve if pid in family]  # it has forked others
         ports: list[Port] = []
-        for pid, (words, _) in sorted(family.items()):
+        for pid, (words, _) in family.items():
             name, member, other = self._named(pid, words, words in of_serve)
             for host, port in listening(pid):
                 kinds = self._of_member(member, pid, host, port) if member else [other]
@@ -106,18 +106,15 @@ class Walk:
 
     def _family(self) -> dict[int, tuple[list[str], dict[str, str]]]:
         """Pid -> words and environment of the cluster's processes and of their children."""
-        family: dict[int, tuple[list[str], dict[str, str]]] = {}
-        running = {p.pid: p for p in psutil.process_iter(["cmdline", "environ"])}
-        words = {
-            pid: [word.strip() for word in p.info["cmdline"] or () if word.strip()]
-            for pid, p in running.items()
-        }
-        for root in (p for pid, p in running.items() if self._is_root(pid, words[pid])):
-            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-                for pid in (root.pid, *(child.pid for child in root.children(recursive=True))):
-                    if pid in running:
-                        family[pid] = words[pid], running[pid].info["environ"] or {}
-        return family
+        running = {p.pid: p.info for p in psutil.process_iter(["cmdline", "environ", "ppid"])}
+        words = {pid: list(filter(str.strip, of["cmdline"] or ())) for pid, of in running.items()}
+
+        def belongs(pid: int) -> bool:
+            is_root = pid in words and self._is_root(pid, words[pid])
+            return is_root or (pid in running and belongs(running[pid]["ppid"]))
+
+        ours = filter(belongs, sorted(running))
+        return {pid: (words[pid], running[pid]["environ"] or {}) for pid in ours}
 
     def _is_root(self, pid: int, words: Sequence[str]) -> bool:
         address = f"address={self.ray.address}"

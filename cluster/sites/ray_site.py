@@ -15,14 +15,7 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.diagnose.facts import Driver, read_driver
-from cluster.resolve import (
-    ROLES,
-    bundle_of,
-    counts,
-    with_collective,
-    with_devices,
-    with_transport,
-)
+from cluster.resolve import ROLES, bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
