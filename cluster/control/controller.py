@@ -37,7 +37,7 @@ class Progress:
     events: tuple[Event, ...]  # those that `serve` has not seen
     starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
-    urls: tuple[str, ...]  # of the routers that are ready: one for each node that has some
+    urls: tuple[str, ...]  # of the routers that are ready: one a node
     drained: bool  # nothing is left to serve
 
 

@@ -158,7 +158,7 @@ def _model(config: Config, facts: Facts) -> Iterator[Finding]:
 
 
 def mistakes(settings: Settings) -> list[UserError]:
-    """All that is wrong where `serve` starts Ray on this machine: each names the field."""
+    """All that is wrong where `serve` starts Ray on this machine; an error names the field."""
     return [error for check in CHECKS for error in check(settings)]
 
 

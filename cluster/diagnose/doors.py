@@ -88,7 +88,7 @@ DOORS = {
         "",
         Reach.CLUSTER,
         "learn where KV lies in memory; keep others from a handshake for 60 s a time. Besides "
-        "the one that serves there is one for each peer that KV is pulled from",
+        "the one that serves there is one a peer that KV is pulled from",
     ),
     "mooncake data": Door(
         "workers and their ranks",

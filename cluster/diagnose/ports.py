@@ -85,9 +85,8 @@ class Walk:
     def ports(self) -> list[Port]:
         """All of them, by process. Raises UserError if a process is another user's."""
         family = self._family()
-        asks = self._asked(
-            has_token=any(environ.get("RAY_AUTH_MODE") == "token" for _, environ in family.values())
-        )
+        modes = {environ.get("RAY_AUTH_MODE") for _, environ in family.values()}
+        asks = self._asked(has_token="token" in modes)
         of_serve = [family[pid][0] for pid in self.serve if pid in family]  # it has forked others
         ports: list[Port] = []
         for pid, (words, _) in family.items():
@@ -107,7 +106,10 @@ class Walk:
     def _family(self) -> dict[int, tuple[list[str], dict[str, str]]]:
         """Pid -> words and environment of the cluster's processes and of their children."""
         running = {p.pid: p.info for p in psutil.process_iter(["cmdline", "environ", "ppid"])}
-        words = {pid: list(filter(str.strip, of["cmdline"] or ())) for pid, of in running.items()}
+        words: dict[int, list[str]] = {
+            pid: [word.strip() for word in of["cmdline"] or () if word.strip()]
+            for pid, of in running.items()
+        }
 
         def belongs(pid: int) -> bool:
             is_root = pid in words and self._is_root(pid, words[pid])
@@ -200,7 +202,7 @@ def report_of_ports(
 ) -> tuple[str, int]:  # fmt: skip
     """What `doctor --ports` shows of a cluster, and its exit code: 1 if a port is unknown.
 
-    serves: pid of each `serve` of this machine -> address of its Ray. Raises as `Walk.ports`.
+    serves: pid of a `serve` of this machine -> address of its Ray. Raises as `Walk.ports`.
     """
     here = [member for member in members if member.node == socket.gethostname()]
     ours = {pid for pid, address in serves.items() if address == ray.address}

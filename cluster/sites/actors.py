@@ -232,7 +232,7 @@ class RouterActor(ProcessActor):
             # Its libraries are needed in this process only.
             from router.http.app import Place, RouterServer, Settings
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line a scrape of ours
         config, name = self._config, self._assignment.name
         node = RAY.util.get_node_ip_address()
         self._part = RouterServer(

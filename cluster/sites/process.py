@@ -64,7 +64,7 @@ class Process(Protocol):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """One for each rank, in order; a router has one."""
+        """Of its ranks, in order; a router has one."""
         ...
 
     async def start(self) -> Member:

@@ -54,7 +54,7 @@ def start_what_is_needed() -> None:
 
 
 def silence_worker_deaths() -> None:
-    """Keep Ray from printing a page of advice for each dead worker; the monitor prints a line."""
+    """Keep Ray from printing a page of advice when a worker dies; the monitor prints a line."""
 
     def ignore(*_: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""`process.Site` over Ray: room for each worker and router, and the actors in it."""
+"""`process.Site` over Ray: room for workers and routers, and the actors in it."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ from worker.errors import WorldError
 log = logging.getLogger("kvlane.site")
 
 DRIVER_TIMEOUT_S = 60.0
-MAX_CONCURRENCY = 8  # run() and start() hold one thread of an actor each
+MAX_CONCURRENCY = 8  # run() holds one thread of an actor, and start() another
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +242,8 @@ class RaySite(Site):
 
     def _worker_nodes(self) -> set[str]:
         """Ids of the nodes that workers are on."""
-        workers = [each for each in self._holdings.values() if each.record.role != "router"]
-        return {node.node_id for each in workers if each.group for node in each.group.nodes}
+        workers = [held for held in self._holdings.values() if held.record.role != "router"]
+        return {node.node_id for held in workers if held.group for node in held.group.nodes}
 
 
 async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:
