@@ -26,7 +26,7 @@ from worker.api import (
     WorkerStats,
 )
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.observe.meter import WindowCounts
+from worker.observe.window_counts import WindowCounts
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of

@@ -12,7 +12,8 @@ from worker.cache.pool import KVPool
 from worker.config import EngineConfig
 from worker.drafts.base import Drafter
 from worker.drafts.drafter import DrafterModel
-from worker.draw.sampler import Result, Scores
+from worker.draw.sampler import Result
+from worker.draw.scores import Scores
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks

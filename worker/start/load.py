@@ -43,7 +43,7 @@ from worker.start.memory import (
     with_max_num_reqs,
     with_penalty_rows,
 )
-from worker.step.buffers import BatchBuffers
+from worker.step.buffers import BatchBuffers, BatchShape
 from worker.step.state import StateShape, StepState, Windows
 from worker.weights.loader import Loadable
 
@@ -209,8 +209,7 @@ def _assemble(
     state = StepState(rows, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
-    buffers = BatchBuffers(
-        state,
+    batches = BatchShape(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
@@ -218,6 +217,7 @@ def _assemble(
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
         recurrent=model.delta is not None,
     )
+    buffers = BatchBuffers(state, batches)
     model.pad_below(page_size)
     if model.delta is not None:
         num_rows = int(engine.max_num_reqs)
