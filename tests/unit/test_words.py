@@ -21,7 +21,7 @@ NUMBER = re.compile(r"\bADRs? (\d{4})")
 HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Programs ask for these paths, which are no pages.
-ASKED_FOR = {"../../etc/passwd"}
+ASKED_FOR = {"../../etc/passwd", "../a"}
 
 
 @cache
