@@ -24,19 +24,19 @@ from benchmarks.ranks import led_engine
 from benchmarks.timing import synchronize
 from worker.api import Sampling
 from worker.config import WorkerConfig
+from worker.config.checkpoint.delta_shape import BLOCK
 from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
 from worker.model.experts import Experts
 from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
-from worker.recurrent.delta_shape import BLOCK
 from worker.run.base import ChunkGraphs
 from worker.run.eager import EagerChunks
-from worker.run.engine import Engine
 from worker.run.flight import Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
+from worker.start.engine import Engine
 
 FP8 = {  # as Qwen3-*-FP8 has it
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",

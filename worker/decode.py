@@ -31,11 +31,11 @@ from worker.observe.meter import WindowCounts
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
-from worker.run.engine import Engine
 from worker.run.flight import Flight, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
+from worker.start.engine import Engine
 from worker.transfer.fetch import FetchContext
 from worker.transfer.inbound import Inbound, poll_after_s
 from worker.transfer.peers import PrefillPeers

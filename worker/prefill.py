@@ -12,10 +12,10 @@ from worker.api import ForgetPrefixes, Lost, Prefill, Release, Renew, WorkerStat
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
-from worker.run.engine import Engine
 from worker.run.flight import Flight, LayerGroups, Step
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
+from worker.start.engine import Engine
 from worker.transfer.outbound import Outbound
 
 

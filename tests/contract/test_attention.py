@@ -28,11 +28,11 @@ from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

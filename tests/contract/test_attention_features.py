@@ -18,11 +18,11 @@ from worker.attention.base import AttentionShape, ByLayerAttention, build_attent
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported
 from worker.forward.batch import Bounds
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,13 +21,13 @@ from worker.forward.context import LayerHook, forward_context
 from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
 from worker.run.eager import EagerChunks
-from worker.run.engine import Engine
 from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.runner import padded_shape
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.start.build import Place, build_engine
+from worker.start.engine import Engine
 
 PAGE_SIZE = 16
 ROWS, NUM_PAGES = 12, 400

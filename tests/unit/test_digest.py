@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from worker.config import ModelConfig
+from worker.config.checkpoint.shape import read_model_shape
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import read_model_shape
-from worker.model.shard import Shard
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,
@@ -26,6 +25,7 @@ from worker.start.digest import (
     tensor_sum,
     weights_digest,
 )
+from worker.weights.shard import Shard
 
 CPU = torch.device("cpu")
 TINY = ModelConfig().directory

@@ -8,9 +8,8 @@ import pytest
 from worker.api import Lost, WorkerStats
 from worker.errors import PeerLost
 from worker.plan import Drawn, Ended, Launch, Launched, Plan
-from worker.rank import RankLoop
+from worker.rank import FromLeader, RankLoop, Ranks, from_rank, wrapped
 from worker.run.base import PaddedShape
-from worker.run.ranks import FromLeader, Ranks, from_rank, wrapped
 from worker.transfer.ranked import CancelPull, PullPages
 
 LEADER = "decode-0/1"

@@ -10,10 +10,10 @@ from torch import Tensor
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerAttention, current, forward_context
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 

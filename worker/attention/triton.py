@@ -21,12 +21,12 @@ from worker.attention.prompt_triton import (
     serves,
 )
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 from worker.ops.jit import HAS_TRITON, INTERPRETED
 from worker.ops.launch import power_of_two
-from worker.ops.mask import CAUSAL
 
 log = logging.getLogger("kvlane.attention")
 

@@ -20,9 +20,9 @@ from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
 from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
 from worker.requests.replies import Last, Replies
-from worker.run.engine import Engine
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req, finish_reason
+from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import Inbound
 

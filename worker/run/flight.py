@@ -14,10 +14,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 from worker.api import TokenLogprob
 from worker.cache.layout import KVLayout
 from worker.draw.sampler import Result
+from worker.forward.draws import Masks
 from worker.observe.meter import StepMeter
 from worker.plan import Drawn, Plan
 from worker.run.base import PaddedShape
@@ -137,6 +139,26 @@ class Step:
             return []
         self.scores = result.scores.read() if result.scores is not None else ()
         return result.read()
+
+
+class Followers(Protocol):
+    """The ranks beside the leader, which launch what it launches; `worker.rank` has them."""
+
+    def tell(self, message: Any) -> None:
+        """Send to all of them."""
+        ...
+
+    def launch(self, plan: Plan, shape: PaddedShape) -> None:
+        """Have a step launched; the leader launches it next."""
+        ...
+
+    def launch_tail(self, masks: Masks) -> None:
+        """Have the tail of the masked step launched; masks: on the host."""
+        ...
+
+    def settled(self, step: Step, drawn: Sequence[Drawn]) -> None:
+        """The leader's own step has ended."""
+        ...
 
 
 class Flight:

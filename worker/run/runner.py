@@ -19,8 +19,7 @@ from worker.plan import LONG_STEP_TOKENS, Drawn, Plan
 from worker.run.base import Decoded, LoadedModel, PaddedShape
 from worker.run.build import Graphs
 from worker.run.eager import draw_eagerly
-from worker.run.flight import LayerGroups, Step
-from worker.run.ranks import Ranks
+from worker.run.flight import Followers, LayerGroups, Step
 from worker.run.stream import stream_of
 from worker.step.state import SampledRows
 
@@ -45,7 +44,7 @@ class ModelRunner:
     ) -> None:
         self.loaded, self.graphs, self.meter = graphs.loaded, graphs, meter
         self.stream = stream_of(self.loaded.state.device)
-        self.ranks: Ranks | None = None  # set by `Worker` on the leader of several
+        self.followers: Followers | None = None  # set by `Worker` on the leader of several ranks
         self._state, self._log, self._sums = self.loaded.state, step_log, sums
         self._forwarded: Decoded | None = None  # of a masked plan, until its tail is launched
 
@@ -61,8 +60,8 @@ class ModelRunner:
         log = self._log
         began, began_at = log.event() if log is not None else None, time.monotonic()
         shape = shape or padded_shape(self.graphs, plan, hooked=groups is not None)
-        if self.ranks is not None:
-            self.ranks.launch(plan, shape)
+        if self.followers is not None:
+            self.followers.launch(plan, shape)
         step = Step(plan, shape, groups)
         if plan.masked:
             if plan.decode:
@@ -79,8 +78,8 @@ class ModelRunner:
     def launch_tail(self, step: Step, masks: Masks) -> None:
         """Enqueue the tail of a masked step; masks: on the host."""
         assert step.plan.masked
-        if self.ranks is not None:
-            self.ranks.launch_tail(masks)
+        if self.followers is not None:
+            self.followers.launch_tail(masks)
         step.end = self.stream.submit(partial(self.tail, step.plan, masks))
         if self._log is not None:
             self._log.tail_launched(step.plan)
@@ -93,8 +92,8 @@ class ModelRunner:
         began_at, cpu_at = time.monotonic(), time.thread_time()
         drawn = step.wait()
         self.check_ranks()
-        if self.ranks is not None:
-            self.ranks.settled(step, drawn)
+        if self.followers is not None:
+            self.followers.settled(step, drawn)
         self.meter.settled(step.plan, step.path)
         if self._sums is not None:
             count_sums(self.loaded.model, self._sums, step)

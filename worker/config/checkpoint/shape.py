@@ -4,16 +4,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.model.families import FAMILIES, Family, Features
-from worker.model.fields import Fields, read_fields
-from worker.model.quantized import EightBits, read_quantization
-from worker.model.refusals import DENSE, unknown_architecture
-from worker.model.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
-from worker.model.windows import FULL, LINEAR, SLIDING, read_windows
-from worker.ops.experts.shape import ExpertShape
-from worker.ops.mask import KEY_BLOCK, KeyMask
-from worker.ops.scaling import RopeScaling
-from worker.recurrent.delta_shape import BLOCK, TAPS, DeltaShape
+from worker.config.checkpoint.delta_shape import BLOCK, TAPS, DeltaShape
+from worker.config.checkpoint.experts import ExpertShape
+from worker.config.checkpoint.families import FAMILIES, Family, Features
+from worker.config.checkpoint.fields import Fields, read_fields
+from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
+from worker.config.checkpoint.quantization import EightBits, read_quantization
+from worker.config.checkpoint.refusals import DENSE, unknown_architecture
+from worker.config.checkpoint.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
+from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.windows import FULL, LINEAR, SLIDING, read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
 NOBODYS = Family("")  # what holds for drafters

@@ -3,8 +3,8 @@
 import math
 from typing import Any, NamedTuple
 
-from worker.model.fields import Fields
-from worker.ops.scaling import ROPE_TYPES, RopeScaling
+from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.scaling import ROPE_TYPES, RopeScaling
 
 # What drafters were trained with; their files have no fields of others.
 PLAIN = ("default", "linear", "llama3")

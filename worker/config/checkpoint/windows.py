@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from worker.model.families import Family
-from worker.model.fields import Fields
-from worker.model.refusals import DENSE, window_remedy
+from worker.config.checkpoint.families import Family
+from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.refusals import DENSE, window_remedy
 
 FULL, LINEAR, SLIDING = (
     "full_attention",

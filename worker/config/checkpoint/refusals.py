@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
+from worker.config.checkpoint.fields import Fields
 from worker.errors import Unsupported
-from worker.model.fields import Fields
 
 # Models that are served, by the architecture of their files.
 QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
