@@ -91,8 +91,8 @@ class DecodeLoop:
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
-        metrics.queued("sibling").set_function(lambda: len(requests.deferred.siblings))
-        metrics.queued("grammar").set_function(lambda: len(requests.deferred.compiling))
+        metrics.queued("sibling").set_function(lambda: requests.deferred.num("sibling"))
+        metrics.queued("grammar").set_function(lambda: requests.deferred.num("grammar"))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -101,8 +101,8 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.deferred.siblings),
-            "compiling": len(self.requests.deferred.compiling),
+            "siblings": self.requests.deferred.num("sibling"),
+            "compiling": self.requests.deferred.num("grammar"),
         }
 
     def turn(self, events: list[Incoming]) -> float:
@@ -114,7 +114,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.deferred or self.scheduler.preempted:
+        if self.requests.deferred.waiting or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):

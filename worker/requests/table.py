@@ -99,7 +99,7 @@ class Requests:
 
     def resume(self) -> None:
         """Admit requests that waited for a grammar or a sibling's prompt, and preempted ones."""
-        for router, message, received_at, stage in self.deferred.ready():
+        for router, (message, received_at, stage) in self.deferred.ready():
             self.admit(router, message, received_at, waited_for=stage)
         self.admission.resume_preempted()
 
