@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import newcomers
+from benchmarks import accuracy
 from benchmarks.train import sums, words
 from benchmarks.train.arithmetic import evaluate
 from tests.support.patience import HANG_S
 
-ASKED = {kind: newcomers.asked(kind) for kind in ("sums", "json", "tools")}
+ASKED = {kind: accuracy.newcomers(kind) for kind in ("sums", "json", "tools")}
 NUM_DRAWN = 1500
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -33,7 +33,7 @@ def test_no_name_and_no_wording_of_newcomers_is_trained() -> None:
     names = {*words.NAMES, *(name for name in sums.bank()["names"] + sums.bank()["cities"])}
     for item in (*ASKED["sums"], *ASKED["json"], *ASKED["tools"]):
         assert not names & set(re.findall(r"[A-Z]\w+", item["ask"])), item["ask"]
-    read = "import sys, benchmarks.train.data; assert 'benchmarks.newcomers' not in sys.modules"
+    read = "import sys, benchmarks.train.data; assert 'benchmarks.accuracy' not in sys.modules"
     subprocess.run([sys.executable, "-c", read], check=True, timeout=HANG_S)
     texts = (file.read_text() for file in Path(sums.__file__).parent.glob("*.py"))
     assert not any('newcomers.toml"' in text for text in texts)
@@ -64,4 +64,4 @@ def test_trained_sums_are_worked_rightly() -> None:
     ],
 )
 def test_a_reply_is_read_by_its_form(kind: str, text: str, says: object) -> None:
-    assert newcomers.said(kind, text) == says
+    assert accuracy.said(kind, text) == says

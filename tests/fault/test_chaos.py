@@ -1,8 +1,8 @@
-"""A short form of benchmarks.chaos: workers and the controller are killed and stopped."""
+"""A short form of tests.fault.chaos: workers and the controller are killed and stopped."""
 
 import asyncio
 
-from benchmarks.chaos.__main__ import parse, soak
+from tests.fault.chaos.__main__ import parse, soak
 from tests.e2e.harness import shared_memory
 from tests.e2e.shared import USUAL, Clusters
 from tests.support import pairwise
