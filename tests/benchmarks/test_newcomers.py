@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from benchmarks import accuracy
 from benchmarks.train import sums, words
 from benchmarks.train.arithmetic import evaluate
@@ -50,18 +48,3 @@ def test_trained_sums_are_worked_rightly() -> None:
                 assert evaluate(int(left), op, int(right)) == int(result), line
         assert int(steps[-1][3]) == drawn.value
         assert not re.search(r"[{}<>\[\]|]|  ", drawn.question + drawn.say), drawn
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "says"),
-    [
-        ("sums", "In all: 2 + 3 = 5.\n#### 5", 5),
-        ("sums", "5", None),
-        ("json", '{"pens": 42}', {"pens": 42}),
-        ("json", "42 pens", None),
-        ("tools", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', {"a": 1}),
-        ("tools", '{"name": "f", "arguments": {"a": 1}}', None),
-    ],
-)
-def test_a_reply_is_read_by_its_form(kind: str, text: str, says: object) -> None:
-    assert accuracy.said(kind, text) == says
