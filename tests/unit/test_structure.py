@@ -4,6 +4,7 @@ A module that stands in no room below is a breach too: whoever adds one says whe
 """
 
 import ast
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -78,6 +79,8 @@ RAISE = "the cap is the result of the third design + 3 %; raise it by an ADR wit
 FILE_LINES, KERNEL_FILE_LINES = 400, 600
 FUNCTION_LINES, JIT_LINES = 60, 180
 CLASS_METHODS = 15
+SHAPE = re.compile(r"\[[\w .+*/·,()-]+\]")  # as [num_reqs + 1, head_dim]
+REFERS = re.compile(r"\b[Ss]ee [`\w]|^As [`\w]|\bbroadcast shape")
 
 
 @cache
@@ -315,6 +318,31 @@ def test_every_public_thing_says_what_it_is_for() -> None:
             decorators = [ast.unparse(each) for each in node.decorator_list]
             said = said or any("overload" in x or x.endswith(".setter") for x in decorators)
             if not said and not (node.col_offset and node.name in described()):
+                breaches.append(where(path, node))
+    none_of(breaches)
+
+
+def num_tensors(node: FUNCTIONS) -> int:
+    """Parameters annotated as a tensor, also as one that may be None."""
+    args = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+    names = (ast.unparse(arg.annotation).split(" | ") for arg in args if arg.annotation)
+    return sum("Tensor" in name for name in names)
+
+
+def test_public_functions_of_tensors_say_their_shapes() -> None:
+    """In the docstring, or where it refers to, or where a Protocol or base class describes them."""
+    breaches = []
+    for path in tree().modules.values():
+        module = nodes_of(path)[0][0]
+        assert isinstance(module, ast.Module)
+        for node in public(module.body):
+            if isinstance(node, ast.ClassDef) or num_tensors(node) < 2:
+                continue
+            said = ast.get_docstring(node) or ""
+            elsewhere = node.name.endswith("_triton") or (
+                node.col_offset and node.name in described()
+            )
+            if not (elsewhere or SHAPE.search(said) or REFERS.search(said)):
                 breaches.append(where(path, node))
     none_of(breaches)
 

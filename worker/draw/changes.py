@@ -38,6 +38,7 @@ def drafted(drafts: Tensor, vocab_size: int) -> Tensor:
 def apply_masks(masks: Masks, banned: Tensor, logits: Tensor) -> Tensor:
     """Set tokens that grammars forbid to -inf in `banned`, which is `logits` without early stops.
 
+    banned, logits: [n, vocab] f32; returns the same. masks: of n rows.
     A grammar that allows only stop tokens wins over min_len: its row is made from `logits`.
     """
     forbidden = ~unpack(masks.words[masks.line], logits.shape[1])
