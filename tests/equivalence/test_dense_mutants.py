@@ -52,7 +52,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "phi4-mini-short": {
         "model.shape:ModelShape.served": [("is_long=is_long", "is_long=True")],
     },
-    "phi3": {"model.shard:joined": [("start += part[0].full_shape[0]", "pass")]},
+    "phi3": {"weights.shard:joined": [("start += part[0].full_shape[0]", "pass")]},
     "granite": {
         "model.shape:_read_scales": [
             (
@@ -87,7 +87,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "glm4": {
         "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
-        "model.shape:LayerShape.moved_rows": [("if interleaved:", "if False:")],
+        "weights.shard:moved_rows": [("if interleaved:", "if False:")],
         "model.shape:read_layer_shape": [("int(head_dim * factor) // 2 * 2", "head_dim")],
     },
     "glm": {
@@ -152,7 +152,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("if self._parallel:", "if False:"),
             ("self.feed_forward(selected(hidden", "self.feed_forward(selected(residual"),
         ],
-        "model.decoder:norm_of": [("if features.layer_norm:", "if False:")],
+        "model.decoder:norm_of": [("LayerNorm if features.layer_norm else", "")],
         "model.layers:VocabParallelEmbedding.logits": [("if self.divisor != 1:", "if False:")],
     },
     "command-r-norms": {
@@ -160,7 +160,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("* weight.float()", ""), ("F.layer_norm(x.", "F.rms_norm(x."),
         ],
         "model.attention:HeadLayerNorms.shards": [
-            ("self._shape.moved_rows or ((whole, whole),)", "((whole, whole),)"),
+            ("moved_rows_of(self._shape) or ((whole, whole),)", "((whole, whole),)"),
         ],
     },
     "command-r7b": {
@@ -200,7 +200,7 @@ DIVIDED: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
     },
     "phi3": {
-        "model.shard:joined": [
+        "weights.shard:joined": [
             ("start + rows.start, start + rows.stop", "start, start + rows.stop - rows.start"),
         ],
     },
