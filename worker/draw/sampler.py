@@ -11,7 +11,7 @@ sampling by Maddison, Tarlow, Minka, "A* Sampling", NeurIPS 2014.)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from torch import Tensor
 from worker.api import TokenLogprob
 from worker.draw.logprobs import logprobs
 from worker.forward.draws import Changes, DrawParams, Masks
-from worker.model.layers import VocabParallelEmbedding
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
@@ -266,9 +265,18 @@ def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:
     ]
 
 
-def score(
-    head: VocabParallelEmbedding, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int
-) -> Scores:
+class Head(Protocol):
+    """What makes logits of hidden states."""
+
+    # Of the ids whose logits this rank computes before any gather; None: of all ids.
+    part: VocabPart | None
+
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size]; not whole: [n, ids of `part`]."""
+        ...
+
+
+def score(head: Head, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int) -> Scores:
     """Logprobs of tokens [n] i64, each behind hidden[at[i]]; device work only.
 
     hidden: [num_tokens, hidden]; at: [n] i64. A few rows at a time: the logits of a whole chunk
@@ -281,7 +289,7 @@ def score(
 
 
 def draw(
-    head: VocabParallelEmbedding,
+    head: Head,
     state: StepState,
     sampled: SampledRows,
     hidden: Tensor,

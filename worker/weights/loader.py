@@ -12,8 +12,8 @@ from torch import Tensor
 
 from worker.config.checkpoint.quantization import BLOCK
 from worker.config.checkpoint.shape import LayerShape
+from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
-from worker.observe.metrics import Progress, no_progress
 from worker.weights.files import listed, weight_files
 from worker.weights.matrices import quantized
 from worker.weights.quantized import Scaled, Scales
