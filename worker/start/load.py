@@ -15,6 +15,7 @@ from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
+from worker.config.progress import Progress
 from worker.drafts.build import build_drafter, load_drafter, poison
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape, DrafterShape
@@ -23,7 +24,6 @@ from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.load import load_model
-from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
