@@ -164,9 +164,11 @@ class Dispatcher:
         for known in removed:
             self._wire.disconnect(known.peer)
             for req in list(self._reqs.values()):
-                had = req.had_at(known.peer)
+                is_there, num_tokens = req.is_at(known.peer), len(req.tokens)
                 # Who leaves hands over what it has; else its process has ended.
-                if not known.stats.draining and req.is_suspected(had):
+                if not known.stats.draining and req.suspect.died(
+                    known.peer, num_tokens, is_there=is_there
+                ):
                     self.give_up(req, _suspected())
             self._on_lost(known.peer, "no longer a member")
         for member in added:
@@ -186,21 +188,20 @@ class Dispatcher:
         if (
             req is None
             or req.dispatch != chunk.dispatch
-            or req.route is None
-            or req.route.decode != peer  # two may have had what was claimed
+            or not req.is_at(peer)  # two may have had what was claimed
         ):
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it
                 # Its client may be gone, and come back; a dispatch that was overtaken is nobody's.
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch, keep=req is None))
             return
-        req.has_row = True
+        req.suspect.has_row = True
         failed = chunk.finish_reason in FAILED
         first = req.position - chunk.position  # of its tokens, the first that is new
         if first < 0 and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
-            if req.is_suspected((len(req.tokens), True)):  # a bug may repeat itself
+            if req.suspect.erred(len(req.tokens)):
                 self.give_up(req, _suspected())
             else:
                 self._lose(req, "gap")
@@ -286,11 +287,11 @@ class Dispatcher:
         known = self._members.get(peer)
         self._members.lost(peer)
         self._claims.lost(peer)
-        there = [r for r in self._reqs.values() if r.route and r.route.decode == peer]
+        there = [req for req in self._reqs.values() if req.is_at(peer)]
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
-            req.lost_at[peer] = len(req.tokens), req.has_row
+            req.suspect.lost(peer, len(req.tokens))
             self._lose(req, "worker_lost")
         if known is not None and not self._closed:  # the controller still lists it: ask again
             self._loop.call_later(RECONNECT_S, self._connect_again, known.member)

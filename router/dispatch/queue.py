@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from router.dispatch.mailbox import Mailbox
 from router.dispatch.members import WORKERS, Known, Members
 from router.dispatch.policy import Policy, Route
+from router.dispatch.suspect import Suspect
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
 from router.observe.stages import StageTimes
 from router.text.output import OutputText
@@ -38,11 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvlane.router")
 
-# A request that was present at two deaths may have caused them, and is not sent again. It cannot
-# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw. Nor if
-# it had no row there; but a worker may die before it has told of one, so that counts a few times.
-INNOCENT_TOKENS = 32
-MAX_ABSENT = 3
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
@@ -73,11 +69,7 @@ class Req:
     key: str = ""  # by which it can be claimed; "": it ends with its connection
     was_claimed: bool = False  # a worker had it from before
     avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
-    has_row: bool = False  # its worker has told so, or sent tokens
-    num_absent: int = 0  # deaths of workers at which it had none
-    # Workers that were lost with it: how many output tokens it had, and `has_row`.
-    lost_at: dict[PeerId, tuple[int, bool]] = field(default_factory=dict[PeerId, tuple[int, bool]])
-    suspect_at: int | None = None  # output tokens it had where a worker's process ended last
+    suspect: Suspect = field(default_factory=Suspect)  # whether it kills workers
     queued_at: float = 0.0  # when it last came into the queue
     queued_s: float = 0.0  # all its time in the queue
     queued_first_s: float = 0.0  # of it, before its first token
@@ -98,6 +90,10 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
+    def is_at(self, peer: PeerId) -> bool:
+        """Whether this worker has it."""
+        return self.route is not None and self.route.decode == peer
+
     @property
     def was_sent(self) -> bool:
         """Whether a worker was asked to compute it; of one with a key, dispatch 1 is a claim."""
@@ -108,27 +104,6 @@ class Req:
         found = tuple(zip(self.prompt[1:], self.scored, strict=False))
         self.scored.clear()
         return found
-
-    def had_at(self, peer: PeerId) -> tuple[int, bool] | None:
-        """As `lost_at`, also of the worker where it is; None: it was not there."""
-        lost_at = self.lost_at.pop(peer, None)
-        if self.route is not None and self.route.decode == peer:
-            return len(self.tokens), self.has_row
-        return lost_at
-
-    def is_suspected(self, had: tuple[int, bool] | None) -> bool:
-        """Note that a worker died where this had so many output tokens; whether it caused two.
-
-        had: of `had_at`.
-        """
-        if had is None:
-            return False
-        num_tokens, has_row = had
-        if not has_row:
-            self.num_absent += 1
-            return self.num_absent > MAX_ABSENT
-        before, self.suspect_at = self.suspect_at, num_tokens
-        return before is not None and num_tokens - before < INNOCENT_TOKENS
 
     @property
     def spent(self) -> StageTimes | None:
@@ -339,7 +314,7 @@ class Queue:
 
     def _at(self, req: Req, route: Route, now: float) -> None:
         """It is at these workers from now on."""
-        req.route, req.has_row = route, False
+        req.route, req.suspect.has_row = route, False
         if not req.tokens and (known := self._members.get(route.decode)) is not None:
             req.digest = known.member.digest
         first = route.candidates[0].peer if route.candidates else None
