@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.members import WORKERS, Known, Members
-from router.dispatch.policy import Policy, Route
+from router.dispatch.members import WORKERS, Known
+from router.dispatch.policy import Fleet, Route
 from router.dispatch.suspect import Suspect
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
-from router.observe.stages import StageTimes
+from router.observe.stages import StageTimes, stage_times
 from router.text.output import OutputText
 from worker.api import (
     Abort,
@@ -32,7 +32,6 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
-from worker.wire import Wire
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
@@ -108,36 +107,12 @@ class Req:
     @property
     def spent(self) -> StageTimes | None:
         """Where its time went; None before the first token."""
-        at = self.stages
-        if at is None:
+        if self.stages is None:
             return None
         first_token_s = self.first_token_at - self.arrived_at
         decode_s = self.last_token_at - self.first_token_at
-        until_row_s = at.transfer_s + at.decode_queue_s + at.first_step_s
-        messages_s = first_token_s - self.queued_first_s - at.prefill_queue_s - at.prefill_s
-        if at.late:
-            decode_s -= until_row_s
-        else:
-            messages_s -= until_row_s
-        if decode_s < 0:  # the first token came late, maybe with others
-            messages_s, decode_s = messages_s + decode_s, 0.0
-        return StageTimes(
-            router_queue_s=self.queued_first_s,
-            prefill_queue_s=at.prefill_queue_s,
-            prefill_s=at.prefill_s,
-            transfer_s=at.transfer_s,
-            decode_queue_s=at.decode_queue_s,
-            first_step_s=at.first_step_s,
-            messages_s=max(0.0, messages_s),
-            decode_s=decode_s,
-            first_token_s=first_token_s,
-            first_token_after="prefill" if at.late else "first_step",
-            prefilled_by=at.prefilled_by.partition("/")[0] or None,
-            decoded_by=self.decoded_by.partition("/")[0],
-            pull_s=at.pull_s,
-            pull_span_s=at.pull_span_s,
-            pulled_bytes=at.pulled_bytes,
-        )
+        by = self.decoded_by
+        return stage_times(self.stages, by, self.queued_first_s, first_token_s, decode_s)
 
 
 def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
@@ -160,16 +135,9 @@ class Queue:
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        members: Members,
-        policy: Policy,
-        queue_timeout_s: float,
-        expired: Callable[[Req, float], None],
+        self, fleet: Fleet, queue_timeout_s: float, expired: Callable[[Req, float], None]
     ) -> None:
-        self._wire = wire
-        self._members = members
-        self._policy = policy
+        self._wire, self._members, self._policy = fleet.wire, fleet.members, fleet.policy
         self._queue_timeout_s = queue_timeout_s
         self._expired = expired
         self._loop = asyncio.get_running_loop()

@@ -16,7 +16,7 @@ import uvicorn
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
-from router.dispatch.policy import policy
+from router.dispatch.policy import Fleet, policy
 from router.http import garbage
 from router.http.access import SIBLING, origins
 from router.http.admission import Admission
@@ -262,7 +262,7 @@ class RouterServer:
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
             watch_wire(metrics.wire_refused, wire.refusals)
-            dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
+            dispatcher = Dispatcher(config, Fleet(wire, self._members, self._policy), metrics)
             arrivals.begin(dispatcher.deliver)
             siblings = Siblings(self._members, member, self._said)
             self.front = Front(
