@@ -15,8 +15,9 @@ from torch.nn import functional
 from benchmarks.train.answers import Batch
 from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Drafter, FeedForward
 from benchmarks.train.chain_drafter import Rows, attended
-from benchmarks.train.hybrid import CONFIG
+from benchmarks.train.model import bundled_config
 
+CONFIG = bundled_config("tiny-hybrid")
 EPS, ROTARY_DIM = CONFIG["rms_norm_eps"], HEAD_DIM // 4
 
 
