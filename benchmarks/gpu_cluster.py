@@ -30,10 +30,10 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
 from benchmarks.output import ints, shown, write
+from benchmarks.served import REPOSITORY, enter_namespace, make_model, serving
 
 PULLED = "kvlane_kv_pulled_bytes_total"
 

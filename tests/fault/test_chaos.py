@@ -2,9 +2,9 @@
 
 import asyncio
 
-from tests.fault.chaos.__main__ import parse, soak
 from tests.e2e.harness import shared_memory
 from tests.e2e.shared import USUAL, Clusters
+from tests.fault.chaos.__main__ import parse, soak
 from tests.support import pairwise
 
 MINUTES = "3" if pairwise.whole else "0.35"

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.judges.served import enter_namespace, serving
+from benchmarks.served import enter_namespace, serving
 from tests.fault.chaos.faults import Cluster, Faults, sizes, told
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
 
