@@ -28,10 +28,10 @@ from worker.attention.base import AttentionShape
 from worker.cache.eight_bits import fill_noise
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import KeyMask
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
-from worker.ops.mask import KeyMask
 from worker.registry import resolve
 
 Pass = Callable[[], Tensor]  # all layers; returns the last layer's result

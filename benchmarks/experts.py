@@ -16,11 +16,11 @@ from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Layers, layers_times, product_speed, read_bandwidth
-from worker.model.matrices import GRAIN, quantized
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
-from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.scaled import BLOCK
+from worker.weights.matrices import GRAIN, quantized
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),

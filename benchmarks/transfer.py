@@ -387,8 +387,8 @@ def roads() -> int:
         try:
             for road in options.roads.split(","):
                 two_hosts.slow_down(road)
-                turns = itertools.product(range(options.repeat), options.modes.split(","))
-                for number, mode in turns:
+                modes = options.modes.split(",")
+                for number, mode in ((i, mode) for i in range(options.repeat) for mode in modes):
                     row = served(Path(folder), f"{road}-{mode}-{number}", mode, options)
                     rows.setdefault((road, mode), []).append(row)
                     print(f"{road} {mode}: {row['ttft_ms']:.0f} ms", flush=True)

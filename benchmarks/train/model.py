@@ -30,8 +30,10 @@ def bundled_config(name: str) -> dict[str, Any]:
     return json.loads((ASSETS / name / "config.json").read_text("utf-8"))
 
 
-CONFIG = bundled_config("tiny") | {"intermediate_size": 384}  # 4.8 MB
-CONFIGS = {"tiny": CONFIG} | {name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe")}
+CONFIG: dict[str, Any] = bundled_config("tiny") | {"intermediate_size": 384}  # 4.8 MB
+CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
+    name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe")
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 import torch
 
 from benchmarks.routes import ROWS, ChosenRoutes
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.route import new_load
-from worker.ops.experts.shape import ExpertShape, Held
 
 SHAPE, HELD = ExpertShape(32, 4, 64, renormalizes=True), Held(0, 32)
 CPU = torch.device("cpu")

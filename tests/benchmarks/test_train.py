@@ -23,9 +23,9 @@ from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.pairwise import in_whole
 from worker.api import Sampling
-from worker.model import loader
+from worker.config.checkpoint.shape import read_model_shape
 from worker.model.layers import Placement
-from worker.model.shape import read_model_shape
+from worker.model.load import load_model as load_worker_model
 from worker.peers.base import SingleCollective
 
 TINY = Path(__file__).parents[2] / "worker" / "assets" / "tiny"
@@ -148,4 +148,4 @@ def test_a_model_of_experts_is_saved_by_the_names_of_checkpoints(tmp_path: Path)
     torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.1)  # bfloat16 is stored
     shape = read_model_shape(tmp_path)
     placement = Placement(SingleCollective(), torch.float32, torch.device("cpu"))
-    loader.load_model(tmp_path, shape, placement)  # every tensor of the file, no other
+    load_worker_model(tmp_path, shape, placement)  # every tensor of the file, no other

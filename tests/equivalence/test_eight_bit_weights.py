@@ -25,19 +25,19 @@ from tests.support.pairwise import in_whole
 from tests.support.places import place
 from tests.support.processes import on_ranks
 from worker.config import ModelConfig, SpecConfig
+from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import EightBits
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
-from worker.model import shard
 from worker.model.decoder import Decoder
 from worker.model.layers import Linear, RMSNorm
-from worker.model.matrices import GRAIN, EightBitMatrix, ScaleGrid, Stack, quantized
-from worker.model.quantized import EightBits
-from worker.model.shape import read_model_shape
-from worker.model.shard import Part
 from worker.ops.experts import product as experts
 from worker.ops.experts.route import new_load, route
-from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.scaled import BLOCK, E4M3
 from worker.start.check import _divided_widths, check_directories
+from worker.weights import shard
+from worker.weights.matrices import GRAIN, EightBitMatrix, ScaleGrid, Stack, quantized
+from worker.weights.shard import Part
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
 SIZES = {

@@ -13,20 +13,20 @@ from safetensors.torch import load_file, save_file
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
 from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
+from worker.attention.recurrent.chunk import block_table
+from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.experts import Division
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
 from worker.model.delta_net import rank_delta
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import read_model_shape
-from worker.ops.experts.shape import Division
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
-from worker.recurrent.chunk import block_table
-from worker.recurrent.delta_net import delta_states
 from worker.start.load import attentions_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -10,9 +10,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.equivalence.test_models import assert_same, load, save_random
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
-from worker.model.quantized import Scales
-from worker.model.shape import read_model_shape
+from worker.weights.quantized import Scales
 
 BLOCK = 128
 # Two blocks of rows and of columns in every matrix, of which the last one is a part.

@@ -21,9 +21,9 @@ from tests.unit import test_prefill_scheduler as prefill
 from worker.api import Sampling
 from worker.cache.book import PageBook
 from worker.cache.prefix import PrefixTree
+from worker.config.checkpoint.mask import KEY_BLOCK
+from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.errors import OutOfPages
-from worker.model.shape import ModelShape, read_model_shape
-from worker.ops.mask import KEY_BLOCK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from worker.model.shard import Shard
 from worker.start.digest import GPU_BLOCK, part_sums, tensor_sum, weights_digest
+from worker.weights.shard import Shard
 
 pytestmark = pytest.mark.gpu(1)
 

@@ -13,13 +13,13 @@ from worker.attention.triton import TritonAttention
 from worker.cache.eight_bits import dequantized, exponents_of, quantized
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.model import matrices
 from worker.ops.experts.product import expert_products, expert_products_ref
 from worker.ops.experts.route import new_load, route
-from worker.ops.experts.shape import ExpertShape, Held
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.ops.norms import add_rms_norm, swiglu
 from worker.ops.rope import rope_table
 from worker.ops.scaled import (

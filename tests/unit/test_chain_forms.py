@@ -15,13 +15,13 @@ from torch.nn.functional import embedding
 from tests.support.chain_checkpoints import FORMS, TARGET, change_config, write_chain
 from tests.support.chain_reference import Layer
 from tests.support.chain_rows import PAGE_SIZE, PAGES, ChainRows
+from worker.config.checkpoint.shape import read_model_shape
 from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import read_model_shape
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 

@@ -13,9 +13,13 @@ from tests.support.chain_checkpoints import change_config, write_chain
 from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, config_of, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
-from worker.attention.base import AttentionShape, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import KeyMask
+from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.drafts.build import regions
 from worker.drafts.dflash import DFlashDrafter
 from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
@@ -24,10 +28,7 @@ from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import ModelShape, read_model_shape
-from worker.ops.mask import KeyMask
-from worker.ops.scaling import RopeScaling
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 
 FULL = "full_attention"

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.load import ExpertLoads, Load
 from worker.ops.experts.route import new_load, route_ref
-from worker.ops.experts.shape import ExpertShape, Held
 
 
 def test_readings_are_of_all_layers_and_steps_of_this_rank() -> None:

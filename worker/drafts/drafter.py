@@ -13,9 +13,9 @@ from worker.forward.batch import Batch
 from worker.model.attention import RotaryEmbedding
 from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
-from worker.model.loader import LoadFormat, fill_with_noise, read_weights
-from worker.model.shard import Shard, split_heads, whole
 from worker.step.state import StepState
+from worker.weights.loader import LoadFormat, fill_with_noise, read_weights
+from worker.weights.shard import Shard, split_heads, whole
 
 
 class Stack(nn.ModuleList):

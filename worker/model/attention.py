@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
+from worker.config.checkpoint.rope_fields import Rope
+from worker.config.checkpoint.shape import LayerShape
 from worker.forward.context import current
 from worker.model.layers import (
     ColumnParallelLinear,
@@ -15,10 +17,10 @@ from worker.model.layers import (
     RowParallelLinear,
     selected,
 )
-from worker.model.matrices import Operand
-from worker.model.rope_fields import Rope
-from worker.model.shape import LayerShape
-from worker.model.shard import (
+from worker.ops.norms import sigmoid_gate
+from worker.ops.rope import rope_inv_freq, rope_table
+from worker.weights.matrices import Operand
+from worker.weights.shard import (
     HeadSplit,
     Part,
     Shard,
@@ -30,8 +32,6 @@ from worker.model.shard import (
     split_heads,
     stacked,
 )
-from worker.ops.norms import sigmoid_gate
-from worker.ops.rope import rope_inv_freq, rope_table
 
 
 class RotaryEmbedding(nn.Module):

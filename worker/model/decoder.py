@@ -7,10 +7,13 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from worker.attention.recurrent.delta_net import DeltaState
+from worker.config.checkpoint.delta_shape import DeltaShape
+from worker.config.checkpoint.families import FAMILIES, Features
+from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.model.attention import RotaryEmbedding, SelfAttention
 from worker.model.delta_net import DeltaNet, rank_delta
 from worker.model.experts import Experts
-from worker.model.families import FAMILIES, Features
 from worker.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
@@ -21,12 +24,9 @@ from worker.model.layers import (
     VocabParallelEmbedding,
     selected,
 )
-from worker.model.matrices import Operand
-from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Part, Shard, joined, rearranged, split_even, split_heads
 from worker.ops.norms import geglu, squared_relu, swiglu
-from worker.recurrent.delta_net import DeltaState
-from worker.recurrent.delta_shape import DeltaShape
+from worker.weights.matrices import Operand
+from worker.weights.shard import Part, Shard, joined, rearranged, split_even, split_heads
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor] | None:

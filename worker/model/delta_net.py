@@ -1,4 +1,4 @@
-"""A gated delta net as a layer's attention; worker.recurrent has its rule."""
+"""A gated delta net as a layer's attention; worker.attention.recurrent has its rule."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,6 +7,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from worker.attention.recurrent.chunk import delta_chunk
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.attention.recurrent.window import delta_window
+from worker.config.checkpoint.delta_shape import TAPS, DeltaShape
+from worker.config.checkpoint.shape import ModelShape
 from worker.forward.batch import StateChunks, StateWindows
 from worker.forward.context import current
 from worker.model.layers import (
@@ -15,12 +20,7 @@ from worker.model.layers import (
     RowParallelLinear,
     selected,
 )
-from worker.model.shape import ModelShape
-from worker.model.shard import Part, Shard, all_of, by_head, piece, split_even, stacked, whole
-from worker.recurrent.chunk import delta_chunk
-from worker.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.recurrent.delta_shape import TAPS, DeltaShape
-from worker.recurrent.window import delta_window
+from worker.weights.shard import Part, Shard, all_of, by_head, piece, split_even, stacked, whole
 
 PARTS = ("q", "k", "v", "z", "b", "a")  # of a token's packed projection
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
+from worker.config.checkpoint.experts import rank_experts
+from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
 from worker.model.layers import Placement, ReplicatedLinear, selected
-from worker.model.shape import ModelShape
-from worker.model.shard import Part, Shard, all_of, whole
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
-from worker.ops.experts.shape import rank_experts
+from worker.weights.shard import Part, Shard, all_of, whole
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 

@@ -7,7 +7,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.matrices import (
+from worker.config.checkpoint.experts import Division
+from worker.config.checkpoint.quantization import EightBits
+from worker.ops.best_pairs import ALIGNMENT, VocabPart
+from worker.ops.norms import add_rms_norm, rms_norm, swiglu
+from worker.ops.product import product
+from worker.ops.scaled import BLOCK, E4M3, EightBitRows, add_rms_norm_eight
+from worker.peers.base import Collective
+from worker.weights.matrices import (
     GRAIN,
     EightBitMatrix,
     Matrix,
@@ -16,14 +23,7 @@ from worker.model.matrices import (
     ScaleGrid,
     Stack,
 )
-from worker.model.quantized import EightBits
-from worker.model.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
-from worker.ops.best_pairs import ALIGNMENT, VocabPart
-from worker.ops.experts.shape import Division
-from worker.ops.norms import add_rms_norm, rms_norm, swiglu
-from worker.ops.product import product
-from worker.ops.scaled import BLOCK, E4M3, EightBitRows, add_rms_norm_eight
-from worker.peers.base import Collective
+from worker.weights.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
 from worker.observe.timeline import Timeline
-from worker.run.engine import Engine
 from worker.schedule.asked import fits, known
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
+from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
 
 log = logging.getLogger("kvlane.admission")

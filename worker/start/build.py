@@ -13,22 +13,22 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout, StateRegion
 from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
+from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
-from worker.model.shape import ModelShape, read_model_shape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import Progress, WorkerMetrics, no_progress
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
 from worker.ops.experts.load import ExpertLoads
 from worker.peers.rank_group import RankGroup
-from worker.recurrent.delta_shape import BLOCK
 from worker.registry import resolve
 from worker.run.base import BucketCheck
-from worker.run.engine import Engine, Kept
 from worker.run.runner import ModelRunner
 from worker.start.check import check_kv
+from worker.start.engine import Engine, Kept
 from worker.start.load import Start, load
 from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in

@@ -13,15 +13,15 @@ from worker.config import (
     TransportConfig,
     check_length,
 )
+from worker.config.checkpoint.experts import Division, rank_experts
+from worker.config.checkpoint.quantization import BLOCK
+from worker.config.checkpoint.refusals import check_path
+from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape
 from worker.drafts.drafter_config import READERS, check_block
 from worker.errors import UserError
-from worker.model.files import check_weights, count_weights
-from worker.model.quantized import BLOCK
-from worker.model.refusals import check_path
-from worker.model.shape import LayerShape, ModelShape, read_model_shape
-from worker.model.shard import Part, coarse, split_even, split_heads
-from worker.ops.experts.shape import Division, rank_experts
 from worker.transfer.base import KINDS
+from worker.weights.files import check_weights, count_weights
+from worker.weights.shard import Part, coarse, split_even, split_heads
 
 Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be
 # Path of a field -> ranks among which models are divided, and how their experts are.

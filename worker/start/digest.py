@@ -16,10 +16,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from worker.model.loader import Loadable
-from worker.model.shape import LayerShape
-from worker.model.shard import Shard
+from worker.config.checkpoint.shape import LayerShape
 from worker.peers.rank_group import RankGroup
+from worker.weights.loader import Loadable
+from worker.weights.shard import Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")

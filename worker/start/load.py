@@ -8,10 +8,13 @@ from itertools import pairwise
 
 import torch
 
-from worker.attention.base import Attentions, AttentionShape, build_attentions
+from worker.attention.base import Attentions, AttentionShape
+from worker.attention.build import build_attentions
+from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
+from worker.config.checkpoint.shape import ModelShape
 from worker.drafts.build import build_drafter, load_drafter, poison
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape, DrafterShape
@@ -19,20 +22,18 @@ from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
-from worker.model.loader import Loadable, load_model
-from worker.model.shape import ModelShape
+from worker.model.load import load_model
 from worker.observe.metrics import Progress
 from worker.ops.scaled import multiplies_eight_bits
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
-from worker.recurrent.delta_net import delta_states
 from worker.registry import resolve
 from worker.run.base import BucketCheck, LoadedModel, Weights
 from worker.run.build import Graphs, build_graphs
-from worker.run.engine import Kept
 from worker.run.stream import on_step_stream
 from worker.start.digest import dummy_digest, models_digest
+from worker.start.engine import Kept
 from worker.start.memory import (
     explain_shortage,
     fit,
@@ -44,6 +45,7 @@ from worker.start.memory import (
 )
 from worker.step.buffers import BatchBuffers
 from worker.step.state import StateShape, StepState, Windows
+from worker.weights.loader import Loadable
 
 log = logging.getLogger("kvlane.start")
 

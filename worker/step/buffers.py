@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.attention.recurrent.chunk import block_table
+from worker.config.checkpoint.delta_shape import BLOCK
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
-from worker.recurrent.chunk import block_table
-from worker.recurrent.delta_shape import BLOCK
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack
 from worker.step.state import StepState
 

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from worker.attention.recurrent.delta_net import DeltaShape, DeltaWeights
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
-from worker.recurrent.delta_net import DeltaShape, DeltaWeights
 
 ROWS = 8  # of a program: a head of a token each; 4 take 1.6 times as long for 8,192 tokens
 

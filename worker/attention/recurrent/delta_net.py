@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.recurrent.delta_shape import TAPS, VALUES, DeltaShape
+from worker.config.checkpoint.delta_shape import TAPS, VALUES, DeltaShape
 
 L2_EPS = 1e-6
 

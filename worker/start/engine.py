@@ -12,15 +12,16 @@ from worker.cache.book import PageBook
 from worker.cache.layout import Identity, KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
-from worker.model.shape import ModelShape
+from worker.config.checkpoint.shape import ModelShape
 from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
+from worker.plan import Ended
 from worker.run.base import BucketCheck, Weights
-from worker.run.flight import LayerGroups
-from worker.run.ranks import FromLeader
+from worker.run.layer_groups import LayerGroups
 from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
+from worker.transfer.ranked import RankOrder
 from worker.transfer.sources import LocalRank
 
 if TYPE_CHECKING:
@@ -72,10 +73,10 @@ class Engine:
         """Mean tokens that a row keeps of a step if acceptance is simulated; 0: it is not."""
         return self.config.spec.simulated_len if self.config.role == "decode" else 0.0
 
-    def tell_ranks(self, message: FromLeader) -> None:
+    def tell_ranks(self, message: Ended | RankOrder) -> None:
         """Send to the other ranks, if there are any."""
-        if self.runner.ranks is not None:
-            self.runner.ranks.tell(message)
+        if self.runner.followers is not None:
+            self.runner.followers.tell(message)
 
     def local_rank(self) -> LocalRank:
         """This rank, as the destination of its pulls."""

@@ -1,109 +1,26 @@
-"""Weights in eight bits as they are published: which forms are read, and where their scales are.
+"""Tensors in eight bits as files hold them, with their scales.
 
 Most matrices of layers stay in eight bits (`layers.Placement.matrix`); what else is in eight bits
-becomes the model's dtype while it is loaded. Free of torch until a file is read.
+becomes the model's dtype while it is loaded.
 """
 
-from __future__ import annotations
-
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
-from worker.errors import Unsupported, UserError
-from worker.model.fields import Fields
-from worker.model.files import tensor_names
-from worker.model.refusals import quantized, unquantized
+from worker.config.checkpoint.quantization import BLOCK
+from worker.errors import UserError
+from worker.weights.files import tensor_names
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-BLOCK = 128  # rows and columns that share a scale, in files that have blocks
 # Of DeepSeek's and Qwen's files, and of compressed-tensors; both are multiplied with.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale")
 # Of activations and of KV in eight bits: neither is quantised here, or not by a fixed scale.
 OTHER_SCALES = ("input_scale", "q_scale", "k_scale", "v_scale", "kv_scale", "output_scale")
-
-
-class EightBits(NamedTuple):
-    """Which matrices of a model are in eight bits, and of what its scales are."""
-
-    by_block: bool  # a scale for 128 × 128 numbers; else one for a row or the tensor
-    ignored: tuple[str, ...] = ()  # modules that are not: names, ends of names, "re:..."
-
-    def takes(self, module: str) -> bool:
-        """Whether the matrix of the module of this full name is in eight bits."""
-        return not any(
-            re.match(each[3:], module)
-            if each.startswith("re:")
-            else f".{module}.".endswith(f".{each}.") or f"{module}.".startswith(f"{each}.")
-            for each in self.ignored
-        )
-
-
-def read_quantization(fields: Fields) -> EightBits | None:
-    """What a `quantization_config` says of matrices; None: there is none, or activations stay.
-
-    Read: `fp8` with blocks of 128 × 128, and compressed-tensors' `float-quantized` with a scale a
-    tensor, channel or block. Raises Unsupported for any other, by field and value.
-    """
-    if fields.get("quantization_config") is None:
-        return None
-    held = fields.inner("quantization_config")
-    method = held.get("quant_method")
-    if method == "fp8":
-        held.choice("fmt", ("e4m3",))
-        held.choice("activation_scheme", ("dynamic",))
-        if (size := held.get("weight_block_size")) != [BLOCK, BLOCK]:
-            raise _refused(held, "weight_block_size", f"{size!r}; read: {[BLOCK, BLOCK]}")
-        return EightBits(True, _names(held, "modules_to_not_convert", "ignored_layers"))
-    if method == "compressed-tensors":
-        held.choice("format", ("float-quantized",))
-        if held.get("format") is None:
-            raise _refused(held, "format", "absent; read: float-quantized")
-        groups = held.inner("config_groups")
-        found = {_read_group(groups.inner(name)) for name in groups.values}
-        if len(found) > 1:
-            raise _refused(held, "config_groups", "groups of several forms; read: one form")
-        by_block = next(iter(found), None)
-        return None if by_block is None else EightBits(by_block, _names(held, "ignore"))
-    raise quantized(fields)
-
-
-def _names(fields: Fields, *places: str) -> tuple[str, ...]:
-    where, field = fields.place(*places)
-    value = where.values.get(field) or []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise where.error(field, f"must be a list of names, not {value!r}")
-    return tuple(value)
-
-
-def _read_group(group: Fields) -> bool | None:
-    """Whether scales are those of blocks; None: activations are not in eight bits."""
-    if group.get("targets") not in (None, ["Linear"]):
-        raise _refused(group, "targets", f"{group.get('targets')!r}; read: ['Linear']")
-    weights = group.inner("weights")
-    weights.choice("type", ("float",))
-    weights.choice("num_bits", (8,))
-    weights.choice("strategy", ("tensor", "channel", "block"))
-    if (size := weights.get("block_structure")) not in (None, [BLOCK, BLOCK]):
-        raise _refused(weights, "block_structure", f"{size!r}; read: {[BLOCK, BLOCK]}")
-    # Activations are scaled as they come, by row and block: a scale that was calibrated is not
-    # needed, nor one for a whole row.
-    if group.get("input_activations") is None:
-        return None
-    group.inner("input_activations").choice("num_bits", (8,))
-    group.inner("input_activations").choice("type", ("float",))
-    return weights.get("strategy") == "block"
-
-
-def _refused(fields: Fields, field: str, problem: str) -> Unsupported:
-    return fields.unsupported(field, f"{problem}; or take {unquantized(fields.path)}")
 
 
 class Scales:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from worker.model.shard import Part, Shard, coarse, stacked, with_scales
 from worker.ops.product import gated_product, product
 from worker.ops.scaled import (
     BLOCK,
@@ -21,6 +20,7 @@ from worker.ops.scaled import (
     scaled_gated_product,
     scaled_product,
 )
+from worker.weights.shard import Part, Shard, coarse, stacked, with_scales
 
 # Rows that share a scale here, where 128 do in the file: a rank's part, or the rows of one of
 # several stacked matrices, may begin within such a block. It costs 0.2 % of the memory.

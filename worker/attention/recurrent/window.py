@@ -9,9 +9,7 @@ token is always accepted and folded at once.
 import torch
 from torch import Tensor
 
-from worker.forward.batch import StateWindows
-from worker.ops.op import op
-from worker.recurrent.delta_net import (
+from worker.attention.recurrent.delta_net import (
     TAPS,
     DeltaState,
     DeltaWeights,
@@ -25,6 +23,8 @@ from worker.recurrent.delta_net import (
     read_states,
     write_states,
 )
+from worker.forward.batch import StateWindows
+from worker.ops.op import op
 
 
 def delta_window_ref(

@@ -12,9 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.forward.batch import StateChunks
-from worker.ops.op import op
-from worker.recurrent.delta_net import (
+from worker.attention.recurrent.delta_net import (
     TAPS,
     DeltaState,
     DeltaWeights,
@@ -27,7 +25,9 @@ from worker.recurrent.delta_net import (
     read_states,
     write_states,
 )
-from worker.recurrent.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import BLOCK
+from worker.forward.batch import StateChunks
+from worker.ops.op import op
 
 
 def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:

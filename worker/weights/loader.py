@@ -1,4 +1,4 @@
-"""Build one rank of a model and fill it, from safetensors files or with seeded noise."""
+"""Fill one rank of a model, from safetensors files or with seeded noise."""
 
 import hashlib
 from collections import defaultdict
@@ -10,15 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from worker.config.checkpoint.quantization import BLOCK
+from worker.config.checkpoint.shape import LayerShape
 from worker.errors import UserError
-from worker.model.decoder import Decoder
-from worker.model.files import listed, weight_files
-from worker.model.layers import Placement
-from worker.model.matrices import quantized
-from worker.model.quantized import BLOCK, Scaled, Scales
-from worker.model.shape import LayerShape, ModelShape
-from worker.model.shard import Shard, scales_of, tensor_of
 from worker.observe.metrics import Progress, no_progress
+from worker.weights.files import listed, weight_files
+from worker.weights.matrices import quantized
+from worker.weights.quantized import Scaled, Scales
+from worker.weights.shard import Shard, scales_of, tensor_of
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -38,28 +37,6 @@ class Loadable(Protocol):
     def ignores(self, name: str) -> bool:
         """May a checkpoint hold the tensor `name` although no shard is made of it?"""
         ...
-
-
-def load_model(
-    path: Path,
-    shape: ModelShape,
-    placement: Placement,
-    *,
-    load_format: LoadFormat = "safetensors",
-    seed: int = 0,
-    progress: Progress = no_progress,
-) -> Decoder:
-    """This rank's part of the model in directory `path`, in eval mode.
-
-    "dummy" reads no file: weights follow from `seed` and their names, so any number of ranks makes
-    the same model (on one type of device). Raises UserError as `read_weights`.
-    """
-    model = Decoder(shape, placement)
-    if load_format == "dummy":
-        fill_with_noise(model.shards(), seed, progress)
-    else:
-        read_weights(model, path, progress)
-    return model.eval()
 
 
 def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.attention.recurrent.gated_norm_triton import gated_norm_triton
+from worker.attention.recurrent.window_triton import part_of, silu, softplus, taps
+from worker.config.checkpoint.delta_shape import BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
-from worker.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.recurrent.delta_shape import BLOCK
-from worker.recurrent.gated_norm_triton import gated_norm_triton
-from worker.recurrent.window_triton import part_of, silu, softplus, taps
 
 CONVOLVED = 16  # tokens of a program of the convolution
 SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan

@@ -8,11 +8,11 @@ windows led to it. A program is one warp.
 import torch
 from torch import Tensor
 
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.attention.recurrent.gated_norm_triton import gated_norm_triton
 from worker.forward.batch import StateWindows
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
-from worker.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.recurrent.gated_norm_triton import gated_norm_triton
 
 STAGES = 3  # tokens whose inputs are loaded at once
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from worker.config.checkpoint.refusals import no_safetensors
 from worker.errors import UserError
-from worker.model.refusals import no_safetensors
 
 INDEX_NAME = "model.safetensors.index.json"
 
