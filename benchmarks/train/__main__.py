@@ -23,6 +23,7 @@ import transformers
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy
+from benchmarks.output import described
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
@@ -113,12 +114,8 @@ def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    made = described(__doc__)
+    add = made.add_argument
     add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
     add("--hybrid", action="store_true", help="make tiny-hybrid: layers with a recurrent state")
     add("--moe", action="store_true", help="make tiny-moe: layers of experts")
@@ -133,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num", type=int, default=500, help="problems judged at the end")
     compiled = argparse.BooleanOptionalAction
     add("--compile", action=compiled, default=on_gpu, help="torch.compile the training step")
-    return parser
+    return made
 
 
 if __name__ == "__main__":
