@@ -17,7 +17,6 @@ from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
-from worker.model import matrices
 from worker.ops.experts.product import expert_products, expert_products_ref
 from worker.ops.experts.route import new_load, route
 from worker.ops.norms import add_rms_norm, swiglu
@@ -32,6 +31,7 @@ from worker.ops.scaled import (
     scaled_product,
 )
 from worker.ops.scaled_library import agrees
+from worker.weights import matrices
 
 pytestmark = pytest.mark.gpu(1)
 EIGHT, PAGE, HEADS, KV_HEADS = "float8_e4m3fn", 64, 32, 8
