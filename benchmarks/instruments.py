@@ -32,7 +32,7 @@ from worker.model.experts import Experts
 from worker.plan import LONG_STEP_TOKENS, Drawn, Plan, max_rows
 from worker.run.base import ChunkGraphs
 from worker.run.eager import EagerChunks
-from worker.run.flight import Step
+from worker.run.flight import MaskedStep, Step
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
@@ -189,8 +189,7 @@ class Bench:
             plan = None if waits else scheduler.plan()
             step = None if plan is None else engine.runner.launch(plan)
             if pending is not None:
-                drawn = engine.runner.settle(pending)
-                self.path = pending.path
+                drawn, _, self.path, _ = engine.runner.settle(pending)
                 settled = scheduler.settle(pending.plan.step, drawn)
                 for req, _, _, reason in settled:
                     if reason is not None:
@@ -199,10 +198,10 @@ class Bench:
                 if watch is not None:
                     num_tokens = sum(num for _, _, num, _ in settled)
                     watch(pending.plan, drawn, num_tokens, num_left == batch)
-            if step is not None and step.plan.masked:
+            if isinstance(step, MaskedStep):
                 num = len(step.plan.sampled_rows) * step.plan.width
                 words, line = self._masks  # about half of the vocabulary is allowed
-                engine.runner.launch_tail(step, Masks(words[: 1 + num], line[:num]))
+                step = engine.runner.launch_tail(step, Masks(words[: 1 + num], line[:num]))
             pending = step
         took_s = time.perf_counter() - began
         assert all(len(req.tokens) == prompt_len + sampling.max_tokens for req in reqs)

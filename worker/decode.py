@@ -7,7 +7,6 @@
 import logging
 import time
 from functools import partial
-from itertools import islice
 
 from worker.api import (
     Abort,
@@ -31,7 +30,7 @@ from worker.observe.meter import WindowCounts
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
-from worker.run.flight import Flight, Step
+from worker.run.flight import Flight
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
@@ -91,8 +90,8 @@ class DecodeLoop:
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
         metrics.queued("prefill").set_function(lambda: len(scheduler.local))
         metrics.queued("row").set_function(lambda: len(scheduler.ready))
-        metrics.queued("sibling").set_function(lambda: len(requests.deferred.siblings))
-        metrics.queued("grammar").set_function(lambda: len(requests.deferred.compiling))
+        metrics.queued("sibling").set_function(lambda: requests.deferred.num("sibling"))
+        metrics.queued("grammar").set_function(lambda: requests.deferred.num("grammar"))
         metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
 
     def counters(self) -> dict[str, int]:
@@ -101,8 +100,8 @@ class DecodeLoop:
             "fetches": len(self._inbound.fetches),
             "pulls": len(self._inbound.pulls_began_at),
             "unacknowledged": self.requests.replies.num_unacknowledged,
-            "siblings": len(self.requests.deferred.siblings),
-            "compiling": len(self.requests.deferred.compiling),
+            "siblings": self.requests.deferred.num("sibling"),
+            "compiling": self.requests.deferred.num("grammar"),
         }
 
     def turn(self, events: list[Incoming]) -> float:
@@ -114,7 +113,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.deferred or self.scheduler.preempted:
+        if self.requests.deferred.waiting or self.scheduler.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -122,15 +121,14 @@ class DecodeLoop:
             if (plan := self.scheduler.plan(began_at)) is not None:
                 flight.launched(runner.launch(plan), time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
-            drawn = runner.settle(step)
-            self._pass_scores(step)
-            self._reply(step.plan, drawn, time.monotonic())
-        if (step := flight.take_tail_due()) is not None:
-            sampled = self.scheduler.launched[step.plan.step].sampled
-            matchers = [req.matcher for req in sampled]
-            runner.launch_tail(
-                step, self.requests.admission.grammars.masks(matchers, step.drafts())
-            )
+            result = runner.settle(step)
+            if result.scores:
+                self.requests.pass_scores(step.plan, result.scores)
+            self._reply(step.plan, result.drawn, time.monotonic())
+        if (masked := flight.tail_due) is not None:
+            matchers = [req.matcher for req in self.scheduler.launched[masked.plan.step].sampled]
+            masks = self.requests.admission.grammars.masks(matchers, masked.drafts())
+            flight.tail_launched(runner.launch_tail(masked, masks))
         if self.peers.known or self.peers.closing:
             self.peers.tend(now, self._inbound.uses)
         if now >= self.requests.sweep_at:
@@ -182,14 +180,6 @@ class DecodeLoop:
                 self.peers.heard(peer)
             case _:
                 self._engine.metrics.dropped(type(event).__name__).inc()
-
-    def _pass_scores(self, step: Step) -> None:
-        """Reply with what the step, which has ended, has found of prompts."""
-        scores = iter(step.scores)
-        for req, chunk in self.scheduler.launched[step.plan.step].computed:
-            found = list(islice(scores, len(chunk.scored)))
-            if found and req.phase is not Phase.FINISHED:
-                self.requests.replies.scores(req, found)
 
     def _reply(self, plan: Plan, drawn: list[Drawn], now: float) -> None:
         """Reply with the tokens of a step that has ended; end requests that are complete."""

@@ -78,7 +78,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
         self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
-        self.forget_prefixes = self._queue.forget_prefixes
+        self.forget_prefixes, self.num_of = self._queue.forget_prefixes, self._queue.num_of
         self._claims = Claims(wire, members, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # For each stream that has just got a token, the time of its token before. Streams of one
@@ -95,14 +95,10 @@ class Dispatcher:
         )
         metrics.watch(live)
 
-    def check_room(self, num_choices: int, client: str = "") -> None:
-        """Raise an ApiError, 429, if so many more choices would exceed max_inflight."""
-        # No API key gets all of it: the last eighth is for those that have less than a sixteenth.
-        room = self._config.max_inflight
-        if client and self._queue.num_of(client) + num_choices > max(1, room // 16):
-            room -= room // 8
-        if len(self._reqs) + num_choices > room:
-            raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
+    @property
+    def num_choices(self) -> int:
+        """Choices that have not ended."""
+        return len(self._reqs)
 
     def submit(self, req: Req, server: "Trace | None" = None) -> None:
         """Take a request; its deltas go to its mailbox, the last of them with a finish reason.

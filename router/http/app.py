@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import uvicorn
 
@@ -20,11 +20,11 @@ from router.dispatch.members import Members
 from router.dispatch.policy import policy
 from router.http import garbage
 from router.http.access import SIBLING, origins
+from router.http.admission import Admission
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.orders import Operator
 from router.http.port import BACKLOG, accept_all, listen
-from router.http.room import Gate
 from router.http.routes import application
 from router.http.tls import certificate
 from router.http.turn import MAX_TURN_EVENTS, new_loop
@@ -111,13 +111,15 @@ class _Arrivals:
     Frames that come while the loop is busy are taken together, so a stream gets them as one chunk.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Event]], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._deliver = deliver
         self._events: deque[Event] = deque()
-        self._is_due = False  # a `_take` is to come
+        self._is_due = True  # a `_take` is to come
+
+    def begin(self, deliver: Callable[[Sequence[Event]], None]) -> None:
+        """Hand them to `deliver` from now on, also those that have waited for it. Loop only."""
+        self._deliver = deliver
+        self._take()
 
     def put(self, events: Sequence[Event]) -> None:
         """Called in the wire's thread."""
@@ -300,7 +302,7 @@ class RouterServer:
 
     async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
-        arrivals = _Arrivals(loop, lambda events: dispatcher.deliver(events))
+        arrivals = _Arrivals(loop)
         place, settings = self._place, self._settings
         me = f"{place.name}/{place.incarnation}"
         wire = Wire(me, settings.ping, arrivals.put, keyring=self._keyring)
@@ -312,6 +314,7 @@ class RouterServer:
             metrics.watch_encoder(self._served.text.encoder)
             watch_wire(metrics.wire_refused, wire.refusals)
             dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
+            arrivals.begin(dispatcher.deliver)
             siblings = Siblings(self._members, member, self._said)
             self.front = Front(
                 served=self._served,
@@ -336,10 +339,10 @@ class RouterServer:
     async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self.front is not None
         limits = self._settings.router
-        gate = Gate(self.front, self._keys, is_logged=limits.access_log)
+        admission = Admission(self.front, self._keys)
         config = uvicorn.Config(
-            application(self.front, self._keys, self._settings.operator),
-            http=type("Protocol", (LimitedProtocol,), {"limits": limits, "refuses": gate.refuses}),
+            application(self.front, admission, self._settings.operator),
+            http=cast("Any", partial(LimitedProtocol, limits, admission.refuses)),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address

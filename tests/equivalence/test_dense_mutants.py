@@ -101,7 +101,7 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     },
     "ministral-mixed": {
         "model.windows:read_windows": [("kind == SLIDING for", "True for")],
-        "attention.base:ByLayerAttention.forward": [
+        "attention.build:ByLayerAttention.forward": [
             ("self._backends[layer_id]", "self._backends[0]"),
         ],
     },

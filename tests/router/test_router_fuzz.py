@@ -22,6 +22,7 @@ from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import policy
+from router.http.admission import Admission
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
 from router.openai.served import Served
@@ -125,7 +126,7 @@ async def rounds(
     """Ask everything; returns how often each status came."""
     wire = LoopWire()
     front = front_of(directory, wire, max_body_bytes)
-    app, counts = application(front), Counter[int]()
+    app, counts = application(front, Admission(front)), Counter[int]()
 
     async def connected(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "outlet": NO_OUTLET}, receive, send)

@@ -20,10 +20,9 @@ from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
+from worker.run.chunks import padded_shape
 from worker.run.eager import EagerChunks
-from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
-from worker.run.runner import padded_shape
 from worker.schedule.decode import DecodeScheduler
 from worker.schedule.req import Req
 from worker.start.build import Place, build_engine
@@ -89,7 +88,7 @@ def serve(
         owned |= {page for req in live if req.hold for page in req.hold.pages}
         if pending is not None:
             for req, _, _, reason in scheduler.settle(
-                pending.plan.step, engine.runner.settle(pending)
+                pending.plan.step, engine.runner.settle(pending).drawn
             ):
                 if reason is not None:
                     scheduler.finish(req)
@@ -339,12 +338,11 @@ def check_no_wait(bench: Bench, layout: Layout) -> None:
     plan = bench.plan(layout)
     bench.set_pages(layout)
     shape = padded_shape(bench.engine.runner.graphs, plan, hooked=False)
-    bench.engine.runner.run(Step(plan, shape))  # warm: allocator, kernels
+    bench.engine.runner.run(plan, shape)  # warm: allocator, kernels
     torch.cuda.synchronize()
-    step = Step(plan, shape)
     with no_sync():
-        bench.engine.runner.run(step)
-    assert step.path in ("graph", "piecewise")
+        outcome = bench.engine.runner.run(plan, shape)
+    assert outcome.path in ("graph", "piecewise")
 
 
 def check_canary(bench: Bench, layout: Layout, written: Sequence[Tensor]) -> None:

@@ -11,6 +11,7 @@ those of kernels and of their definitions do not.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -164,6 +165,25 @@ def tracked(root: Path, pattern: str) -> list[Path]:
     return [path for name in names.split("\0") if name and (path := root / name).is_file()]
 
 
+# Groups of Markdown, each with what its paths have; the first that fits counts.
+GROUPS_OF_PAGES = {
+    "changelog": re.compile(r"^CHANGELOG\.md$"),
+    "ADRs": re.compile(r"/adr/"),
+    "results": re.compile(r"^benchmarks/results/"),
+    "pages": re.compile(""),
+}
+
+
+def num_words(root: Path = REPOSITORY) -> dict[str, dict[str, int]]:
+    """Group -> path of each page of it, relative to `root` -> its words, as `wc -w` counts them."""
+    groups: dict[str, dict[str, int]] = {group: {} for group in GROUPS_OF_PAGES}
+    for page in tracked(root, "*.md"):
+        name = page.relative_to(root).as_posix()
+        group = next(group for group, has in GROUPS_OF_PAGES.items() if has.search(name))
+        groups[group][name] = len(page.read_text(encoding="utf-8").split())
+    return groups
+
+
 def knots(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
     """Strongly connected components of more than one node."""
     components = networkx.strongly_connected_components(digraph(graph))
@@ -192,8 +212,10 @@ def main(root: Path) -> None:
         files = tracked(root, f"{folder}/*.py")
         num_lines = sum(len(path.read_text().splitlines()) for path in files)
         print(f"{folder}: {len(files)} files, {num_lines} lines")
-    pages = tracked(root, "*.md")
-    print(f"Markdown: {len(pages)} pages, {sum(len(p.read_text().split()) for p in pages)} words")
+    groups = num_words(root)
+    print(f"Markdown: {sum(sum(pages.values()) for pages in groups.values())} words")
+    for group, pages in groups.items():
+        print(f"  {group}: {len(pages)} files, {sum(pages.values())} words")
     print(f"functions of six parameters or more, kernels apart: {len(wide_functions(tree))}")
     rooms = tree.rooms()
     num_arrows = sum(len(others) for others in rooms.values())

@@ -13,7 +13,8 @@ from tests.support.chain_checkpoints import change_config, write_chain
 from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, config_of, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
-from worker.attention.base import AttentionShape, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import KeyMask

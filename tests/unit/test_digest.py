@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support import identity
 from worker.config import ModelConfig
 from worker.config.checkpoint.shape import read_model_shape
 from worker.model.layers import Placement
@@ -162,3 +164,10 @@ def test_a_drafter_joins_the_digest_by_its_name() -> None:
     alone = combined({"target": "a"})
     assert combined({"target": "a", "draft": "b"}) == combined({"draft": "b", "target": "a"})
     assert len({alone, combined({"target": "a", "draft": "b"}), combined({"target": "b"})}) == 3
+
+
+def test_bundled_models_are_what_they_were_to_workers_of_an_older_version():
+    recorded = json.loads(identity.RECORD.read_text())
+    found = identity.identities(("bfloat16",))
+    assert len(found) == 2 * len(identity.MODELS)
+    assert found == {name: recorded[name] for name in found}

@@ -201,6 +201,10 @@ class Scores(NamedTuple):
     values: Tensor  # [n, 1 + num_logprobs] f32: of the token, then of the likeliest
     ids: Tensor  # [n, 1 + num_logprobs] i64
 
+    def to_host(self) -> Scores:
+        """Enqueue copies to pinned memory on the current stream."""
+        return Scores(pinned_copy(self.values), pinned_copy(self.ids))
+
     def read(self) -> list[TokenLogprob]:
         """Call it only once the device has finished."""
         return read_logprobs(self.values, self.ids)
@@ -213,7 +217,6 @@ class Result:
     drawn: Tensor  # [n, 2 * width + 1] i64, see accept_rows_ref; n sampled rows
     values: Tensor | None = None  # [n * width, 1 + num_logprobs] f32
     ids: Tensor | None = None  # [n * width, 1 + num_logprobs] i64
-    scores: Scores | None = None  # of prompts
 
     def first(self, num_rows: int, num_logprobs: int) -> Result:
         """The result of the first rows, with so many alternatives; -1 = no logprobs."""
@@ -226,17 +229,12 @@ class Result:
 
     def to_host(self) -> Result:
         """Enqueue copies to pinned memory on the current stream."""
-
-        def copy(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None:
-                return None
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            return host.copy_(tensor, non_blocking=True)
-
-        drawn = copy(self.drawn)
-        assert drawn is not None
-        scores = None if self.scores is None else Scores._make(map(copy, self.scores))
-        return Result(drawn, copy(self.values), copy(self.ids), scores)
+        values, ids = self.values, self.ids
+        return Result(
+            pinned_copy(self.drawn),
+            None if values is None else pinned_copy(values),
+            None if ids is None else pinned_copy(ids),
+        )
 
     def read(self) -> list[Drawn]:
         """One entry for each sampled row. Call it only once the device has finished."""
@@ -256,6 +254,12 @@ class Result:
             )
             for i, line in enumerate(lines)
         ]
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy of a tensor of any shape in pinned memory; enqueued on the current stream."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:

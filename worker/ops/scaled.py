@@ -3,7 +3,7 @@
 Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
 row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
 sum over 128 columns is scaled in f32 before it enters the sum over all: as the published blocks
-demand it, and because the tensor cores add e4m3 products with fewer bits. (MODELS.md 3.)
+demand it, and because the tensor cores add e4m3 products with fewer bits.
 """
 
 from typing import NamedTuple

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Sequence
+from itertools import islice
 
 from worker.api import (
     Abort,
@@ -13,9 +15,11 @@ from worker.api import (
     PeerId,
     Refused,
     Stop,
+    TokenLogprob,
 )
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
+from worker.plan import Plan
 from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
 from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
@@ -99,7 +103,7 @@ class Requests:
 
     def resume(self) -> None:
         """Admit requests that waited for a grammar or a sibling's prompt, and preempted ones."""
-        for router, message, received_at, stage in self.deferred.ready():
+        for router, (message, received_at, stage) in self.deferred.ready():
             self.admit(router, message, received_at, waited_for=stage)
         self.admission.resume_preempted()
 
@@ -109,6 +113,14 @@ class Requests:
         self.replies.tokens(req, time.monotonic(), Last(reason=reason))
         if reason is not None:
             self.leave(req, reason)
+
+    def pass_scores(self, plan: Plan, scores: Sequence[TokenLogprob]) -> None:
+        """Reply with the scores of prompts that a step, not settled yet, has computed."""
+        left = iter(scores)
+        for req, chunk in self._scheduler.launched[plan.step].computed:
+            found = list(islice(left, len(chunk.scored)))
+            if found and req.phase is not Phase.FINISHED:
+                self.replies.scores(req, found)
 
     def fetch_ended(self, fetch: Fetch) -> None:
         """Go on with a fetch's request: KV landed, or no worker is left to ask, or it shall end."""

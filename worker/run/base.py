@@ -87,6 +87,21 @@ class Decoded(NamedTuple):
     scores: Scores | None = None  # of prompts
 
 
+class Outcome(NamedTuple):
+    """What a step has come to, on its way to the host."""
+
+    result: Result | None  # None: nothing was drawn
+    scores: Scores | None  # of prompts; None: none were to be scored
+    path: str  # how it was launched, for metrics: see Forward and Decoded
+    num_tokens: int  # of its forward, with padding
+
+    def to_host(self) -> "Outcome":
+        """See OnDevice."""
+        result = None if self.result is None else self.result.to_host()
+        scores = None if self.scores is None else self.scores.to_host()
+        return self._replace(result=result, scores=scores)
+
+
 class StepGraphs:
     """Launches one kind of step. Built as `cls(loaded, memory)`; without graphs memory is None."""
 

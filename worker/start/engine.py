@@ -18,7 +18,7 @@ from worker.observe.metrics import WorkerMetrics
 from worker.peers.rank_group import RankGroup
 from worker.plan import Ended
 from worker.run.base import BucketCheck, Weights
-from worker.run.flight import LayerGroups
+from worker.run.layer_groups import LayerGroups
 from worker.run.runner import ModelRunner
 from worker.transfer.base import KVTransport
 from worker.transfer.ranked import RankOrder

@@ -8,7 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from worker.attention.base import Attentions, AttentionShape, build_attentions
+from worker.attention.base import Attentions, AttentionShape
+from worker.attention.build import build_attentions
 from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool

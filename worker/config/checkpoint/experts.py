@@ -22,7 +22,7 @@ class Held(NamedTuple):
     """The experts of one rank: from `first`, so many."""
 
     first: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride] - nobody counts in a pair
 
 
 def rank_experts(

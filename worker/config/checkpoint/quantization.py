@@ -1,9 +1,9 @@
 """Weights in eight bits as config.json declares them: which forms are read. Free of torch."""
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.fields import Fields, is_list
 from worker.config.checkpoint.refusals import quantized, unquantized
 from worker.errors import Unsupported
 
@@ -57,8 +57,8 @@ def read_quantization(fields: Fields) -> EightBits | None:
 
 def _names(fields: Fields, *places: str) -> tuple[str, ...]:
     where, field = fields.place(*places)
-    value = where.values.get(field) or []
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    value: Any = where.values.get(field) or []
+    if not is_list(value) or not all(isinstance(each, str) for each in value):
         raise where.error(field, f"must be a list of names, not {value!r}")
     return tuple(value)
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from worker.config.checkpoint.delta_shape import BLOCK, TAPS, DeltaShape
 from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.families import FAMILIES, Family, Features
-from worker.config.checkpoint.fields import Fields, read_fields
+from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import EightBits, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
@@ -213,7 +213,7 @@ def _longest(fields: Fields, family: Family) -> int:
 def read_architecture(fields: Fields) -> str:
     """The one name in `architectures`, whether or not we know it."""
     names = fields.get("architectures")
-    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+    if not is_list(names) or len(names) != 1 or not isinstance(names[0], str):
         raise fields.error("architectures", f"must be a list of one name, not {names!r}")
     return names[0]
 
@@ -238,7 +238,7 @@ def _read_delta(fields: Fields) -> dict[str, Any]:
     interval = fields.integer("full_attention_interval", default=4)
     if kinds is None:
         kinds = [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL, LINEAR} >= set(kinds):
+    if not is_list(kinds) or len(kinds) != num_layers or not {FULL, LINEAR} >= set(kinds):
         problem = f"must name {FULL} or {LINEAR} for each of {num_layers} layers, not {kinds!r}"
         raise fields.error("layer_types", problem)
     if FULL not in kinds:
@@ -368,7 +368,7 @@ def _eos_token_ids(*sources: Fields) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for source in sources:
         value = source.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        ids = value if is_list(value) else [] if value is None else [value]
         for token_id in ids:
             if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
                 raise source.error("eos_token_id", f"must be token ids, not {value!r}")
