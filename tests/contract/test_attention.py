@@ -20,7 +20,8 @@ from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionCaps, AttentionShape, build_attentions
+from worker.attention.base import AttentionCaps, AttentionShape
+from worker.attention.build import build_attentions
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.paged_plan_triton import FIELDS
 from worker.attention.qk_rope_store import store_kv_ref

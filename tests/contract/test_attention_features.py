@@ -14,7 +14,8 @@ from tests.contract import test_attention as plain
 from tests.support.attention_asm import attend_asm
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
-from worker.attention.base import AttentionShape, ByLayerAttention, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import ByLayerAttention, build_attentions
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool

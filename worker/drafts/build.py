@@ -1,6 +1,7 @@
 """From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
 
-from worker.attention.base import AttentionBackend, AttentionShape, build_attentions
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig

@@ -16,12 +16,13 @@ from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
 from worker.config.checkpoint.delta_shape import BLOCK
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
+from worker.config.progress import Progress, no_progress
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
 from worker.observe.fresh import Fresh
 from worker.observe.meter import StepMeter
-from worker.observe.metrics import Progress, WorkerMetrics, no_progress
+from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
 from worker.ops.experts.load import load_of

@@ -7,7 +7,7 @@ object `outer`. Values that differ are refused. A field that is null counts as a
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from worker.errors import Unsupported, UserError
 
@@ -54,7 +54,7 @@ class Fields:
         """A list of integers of zero and more, empty if absent."""
 
         def are_integers(value: Any) -> bool:
-            return isinstance(value, list) and all(map(_is_integer, value))
+            return is_list(value) and all(map(_is_integer, value))
 
         return self._read(places, [], "a list of integers from 0 on", are_integers)
 
@@ -109,6 +109,11 @@ class Fields:
         return value
 
 
+def is_list(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a field holds a list, of whatever."""
+    return isinstance(value, list)
+
+
 def _is_integer(value: Any, least: int = 0) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -116,11 +121,11 @@ def _is_integer(value: Any, least: int = 0) -> bool:
 def read_fields(path: Path) -> "Fields":
     """The JSON object in the file `path`; UserError if there is none."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as e:
         raise UserError(f"{path}: no such file; is this a Hugging Face model directory?") from e
     except ValueError as e:
         raise UserError(f"{path}: not valid JSON: {e}") from e
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold a JSON object, not a {type(values).__name__}")
-    return Fields(path, values)
+    return Fields(path, cast("dict[str, Any]", values))

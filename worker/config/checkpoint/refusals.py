@@ -84,8 +84,7 @@ def window_remedy(window: int) -> str:
 
 def quantized(fields: Fields) -> Unsupported:
     """The error for a file that has a `quantization_config`."""
-    config = fields.get("quantization_config")
-    method = config.get("quant_method") if isinstance(config, dict) else None
+    method = fields.inner("quantization_config").get("quant_method")
     kind = str(method or "quantized")
     kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind
     text = f"{kind} weights; {READ}: take {unquantized(fields.path)}"

@@ -1,9 +1,9 @@
 """The fields of config.json that say how rope turns. Free of torch."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.fields import Fields, is_list
 from worker.config.checkpoint.scaling import ROPE_TYPES, RopeScaling
 
 # What drafters were trained with; their files have no fields of others.
@@ -106,8 +106,8 @@ def _longrope(fields: Fields, inner: Fields) -> RopeScaling:
 
 
 def _factors(inner: Fields, field: str) -> tuple[float, ...]:
-    value: Any = inner.get(field)
-    numbers = value if isinstance(value, list) else []
+    value = inner.get(field)
+    numbers = value if is_list(value) else []
     if not numbers or not all(isinstance(x, int | float) and x > 0 for x in numbers):
         raise inner.error(field, f"must be a list of positive numbers, not {value!r}")
     return tuple(map(float, numbers))

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from worker.config.checkpoint.families import Family
-from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.fields import Fields, is_list
 from worker.config.checkpoint.refusals import DENSE, window_remedy
 
 FULL, LINEAR, SLIDING = (
@@ -29,7 +29,7 @@ def read_windows(fields: Fields, family: Family) -> tuple[int, ...]:
         return ()
     kinds = fields.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != count:
+        if not is_list(kinds) or len(kinds) != count:
             problem = f"must name {FULL} or {SLIDING} for each of {count} layers, not {kinds!r}"
             raise fields.error("layer_types", problem)
         slides = [kind == SLIDING for kind in kinds]
@@ -49,7 +49,7 @@ def read_windows(fields: Fields, family: Family) -> tuple[int, ...]:
 def refuse_other_kinds(fields: Fields, known: Collection[str], window: int) -> None:
     """Refuse layers of other types than `known`."""
     kinds = fields.get("layer_types")
-    if others := {*map(str, kinds if isinstance(kinds, list) else ())} - {*known}:
+    if others := {*map(str, kinds if is_list(kinds) else ())} - {*known}:
         remedy = window_remedy(window) if others == {SLIDING} else f"; {DENSE}"
         problem = f"layers of type {', '.join(sorted(others))}{remedy}"
         raise fields.unsupported("layer_types", problem)
