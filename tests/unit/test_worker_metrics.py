@@ -15,10 +15,11 @@ from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.errors import UserError
-from worker.observe.meter import StepMeter, WindowCounts
+from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.page import MAX_CONNECTIONS
 from worker.observe.step_log import StepLine
+from worker.observe.window_counts import WindowCounts
 from worker.plan import Chunk, Plan
 
 BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}
