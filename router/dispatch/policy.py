@@ -51,7 +51,7 @@ class Policy(Protocol):
         ...
 
     def found(self, route: Route, num_cached: int) -> None:
-        """The decode worker of a request has told how many of its prompt's tokens it found."""
+        """The decode worker of a request has said how many of its prompt's tokens it had."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The routers that listen on the same port of the same node, and the metrics of all of them.
 
 Whoever asks the port reaches one of them, and never knows which. So that one asks the others, at
-the port that each has of its own, and answers with one page.
+the ports of their own, and answers with one page.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ HELP = "# HELP "
 class Siblings:
     """What one router, `member`, knows of them; its address is that of the shared port.
 
-    said: headers, for a path, by which they know each other.
+    said: headers, for a path, by which they know one another.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Siblings:
         async def ask(address: str) -> str | None:
             url, headers = f"http://{address}{path}", {"accept": accepted, **self._said(path)}
             try:
-                async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of each part
+                async with asyncio.timeout(TIMEOUT_S):  # httpx's own is that of a part
                     response = await self._client.get(url, headers=headers)
                 return response.raise_for_status().text
             except (httpx.HTTPError, TimeoutError):
