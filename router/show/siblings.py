@@ -29,14 +29,9 @@ class Siblings:
     """
 
     def __init__(
-        self,
-        members: Members,
-        member: Member,
-        said: Callable[[str], Mapping[str, str]],
+        self, members: Members, member: Member, said: Callable[[str], Mapping[str, str]]
     ) -> None:
-        self._members = members
-        self._member = member
-        self._said = said
+        self._members, self._member, self._said = members, member, said
         # Nothing here speaks TLS, and to verify would load all certificates of the machine.
         self._client = httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False, verify=False)
         self._last: dict[tuple[str, str], tuple[str, float]] = {}  # (address, form) -> page, when
