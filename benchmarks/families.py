@@ -9,8 +9,9 @@ For each case of the tests (tests/support/dense_families.py, tests/equivalence/t
 and decode; then a prefill and a decode worker serve it, twice, the second time with cached
 prefixes, and the ids are compared. Exits with 1 if something differs.
 
-A family is added by a row of worker/model/families.py, a case in tests/support/dense_families.py
-and this command. What a feature that is left out breaks is tests/equivalence/test_dense_mutants.py.
+A family is added by a row of worker/config/checkpoint/families.py, a case in
+tests/support/dense_families.py and this command. What a feature that is left out breaks is
+tests/equivalence/test_dense_mutants.py.
 """
 
 import sys
@@ -29,8 +30,8 @@ from tests.equivalence import test_models as models
 from tests.support.engines import running
 from tests.support.expert_families import EXPERTS
 from tests.support.laws import ended
+from worker.config.checkpoint.families import FAMILIES
 from worker.errors import UserError
-from worker.model.families import FAMILIES
 
 CASES = models.CASES | EXPERTS
 # What transformers has not, or what has more around a text that is a case; where it is tested.

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from worker.config import WorkerConfig
 from worker.keyring import keyring
 from worker.peers.rendezvous import free_rendezvous
-from worker.rank import Rank
-from worker.run.engine import Engine
-from worker.run.ranks import Ranks, rank_listeners
+from worker.rank import Rank, Ranks, rank_listeners
 from worker.start.build import Place, build_engine
+from worker.start.engine import Engine
 from worker.wire import Wire
 
 HOST, NAME, INCARNATION = "127.0.0.1", "bench", "1"
@@ -46,7 +45,7 @@ def led_engine(config: WorkerConfig) -> Engine:
     wire = Wire(f"{NAME}/{INCARNATION}", config.ping, lambda events: None, keyring=own)
     wire.start()
     listeners = rank_listeners(engine.rank_group, NAME, INCARNATION, wire.key)
-    engine.runner.ranks = Ranks(tuple(listeners), wire.send, compared=False)
+    engine.runner.followers = Ranks(tuple(listeners), wire.send, compared=False)
     for peer, (address, key) in listeners.items():
         wire.connect(peer, address, key)
     return engine

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 import worker.model.experts
+from worker.config.checkpoint.experts import ExpertShape
 from worker.ops.experts.route import Routes, route
-from worker.ops.experts.shape import ExpertShape
 
 KINDS = ("real", "uniform", "zipf", "table")
 ROWS = 4096  # after which tokens have the same experts again

@@ -378,7 +378,7 @@ class Bye(Message, frozen=True):
 
 
 class RankMessage(Message, frozen=True, tag="Between"):
-    """Between the leader and a rank of one worker; `worker.run.ranks` reads its body."""
+    """Between the leader and a rank of one worker; `worker.rank` reads its body."""
 
     body: bytes
 

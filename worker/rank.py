@@ -1,44 +1,131 @@
-"""A rank of a worker beside its leader: runs the steps that the leader sends, pulls its own KV.
+"""The ranks of a worker: what the leader (rank 0) sends to the others, and what they do with it.
 
-It has a model shard, a KV pool, a step state and graphs of its own, and no scheduler: page ids,
-rows and the order of steps are the leader's. A turn takes what has arrived, launches it, and looks
-whether steps and pulls have ended.
+The leader schedules. It sends a step to the other ranks just before it launches the step itself,
+over one ordered link a rank; they launch in that order, so all ranks enter the same collectives. No
+tokens come back: every rank draws the same itself. (With `engine.strict` they report a digest.)
+
+A rank beside the leader has a model shard, a KV pool, a step state and graphs of its own, pulls its
+own KV, and has no scheduler: page ids, rows and the order of steps are the leader's. A turn takes
+what has arrived, launches it, and looks whether steps and pulls have ended.
 """
 
 import logging
 import threading
 import time
+import zlib
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from worker.api import Lost, PeerId, RankMessage, WorkerStats
+import msgspec
+import torch
+
+from worker.api import AnyMessage, Lost, PeerId, RankMessage, WorkerStats
 from worker.config import WorkerConfig
 from worker.errors import PeerLost
+from worker.forward.draws import Masks
 from worker.keyring import keyring
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
-from worker.plan import Ended, Launch, LaunchTail
-from worker.run.engine import Engine
-from worker.run.ranks import (
-    FromLeader,
-    FromRank,
-    from_leader,
-    launched,
-    leader_key,
-    masks_of,
-    rank_peer,
-    wrapped,
-)
+from worker.peers.rank_group import RankGroup
+from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, PaddedShape, Plan
+from worker.run.flight import MaskedStep, Step
 from worker.start.build import Place, build_engine
-from worker.transfer.ranked import OwnDialled, PullPages, RankPulls
-
-if TYPE_CHECKING:
-    from worker.run.flight import Step
+from worker.start.engine import Engine
+from worker.transfer.ranked import OwnDialled, PullPages, RankAnswer, RankOrder, RankPulls
 
 log = logging.getLogger("kvlane.rank")
 
 STEP_POLL_S = 1e-3  # how often to look whether a step has ended, where nothing waits for it
 LEADER_S = 4.0  # for the leader to say that it stops; then it is gone
 MAX_STEPS = 2  # launched and not ended: as many as the leader has, whose buffers take turns
+
+FromLeader = Launch | LaunchTail | Ended | RankOrder
+FromRank = Launched | RankAnswer
+
+_encode = msgspec.msgpack.Encoder().encode
+from_leader = msgspec.msgpack.Decoder(FromLeader).decode
+from_rank = msgspec.msgpack.Decoder(FromRank).decode
+
+
+def wrapped(message: FromLeader | FromRank) -> RankMessage:
+    """Wrap a message for the wire; `from_leader` and `from_rank` read its body."""
+    return RankMessage(_encode(message))
+
+
+class Ranks:
+    """The ranks beside the leader, to which it sends every step.
+
+    peers: of ranks 1, 2, …, in that order; send: the wire's; compared: they report what each step
+    drew, which has to equal what the leader drew.
+    """
+
+    def __init__(
+        self, peers: Sequence[PeerId], send: Callable[[PeerId, AnyMessage], None], *, compared: bool
+    ) -> None:
+        self.peers = tuple(peers)
+        self._send = send
+        self._compared = compared
+        self._reports: dict[int, list[Launched]] = {}  # by step, until all ranks have reported
+
+    def tell(self, message: FromLeader) -> None:
+        """Send to all of them."""
+        body = wrapped(message)
+        for peer in self.peers:
+            self._send(peer, body)
+
+    def launch(self, plan: Plan, shape: PaddedShape) -> None:
+        """Have a step launched; the leader launches it next."""
+        self.tell(Launch(plan, shape))
+
+    def launch_tail(self, masks: Masks) -> None:
+        """Have the tail of the masked step launched."""
+        words = masks.words.contiguous()
+        self.tell(LaunchTail(len(words), words.numpy().tobytes(), tuple(masks.line.tolist())))
+
+    def settled(self, step: Step, drawn: Sequence[Drawn]) -> None:
+        """The leader's own step has ended."""
+        if self._compared:
+            self.reported(launched(step, drawn))
+
+    def reported(self, report: Launched) -> None:
+        """Take one rank's report of a step; asserts that it equals those of the other ranks."""
+        reports = self._reports.setdefault(report.step, [])
+        reports.append(report)
+        assert reports[0] == report, f"ranks differ: {reports}"
+        if len(reports) > len(self.peers):
+            del self._reports[report.step]
+
+
+def rank_listeners(
+    rank_group: RankGroup, name: str, incarnation: str, key: str
+) -> dict[PeerId, tuple[str, str]]:
+    """Addresses and wire keys of the ranks beside the leader, in their order; `key` is its own.
+
+    Raises PeerLost if one is gone.
+    """
+    said = [msgspec.msgpack.decode(text) for text in rank_group.gather(_encode(("", key)))]
+    return {rank_peer(name, incarnation, i): (said[i][0], said[i][1]) for i in range(1, len(said))}
+
+
+def leader_key(rank_group: RankGroup, address: str, key: str) -> str:
+    """The leader's wire key, for a rank that listens at `address` with `key`."""
+    return str(msgspec.msgpack.decode(rank_group.gather(_encode((address, key)))[0])[1])
+
+
+def rank_peer(name: str, incarnation: str, rank: int) -> PeerId:
+    """The name under which the leader of a worker addresses a rank."""
+    return f"{name}.{rank}/{incarnation}"
+
+
+def launched(step: Step, drawn: Sequence[Drawn]) -> Launched:
+    """Digest what a finished step drew, to compare it among ranks."""
+    tokens = [(row.tokens, row.finished, row.drafts) for row in drawn]
+    return Launched(step.plan.step, zlib.crc32(_encode(tokens)))
+
+
+def masks_of(message: LaunchTail) -> Masks:
+    """The masks that the leader made, on the host."""
+    words = torch.frombuffer(bytearray(message.words), dtype=torch.int32)
+    return Masks(words.view(message.num_masks, -1), torch.tensor(message.line, dtype=torch.int64))
 
 
 class RankLoop:
@@ -50,7 +137,7 @@ class RankLoop:
         self._leader: PeerId = ""  # known from its first message on
         self._pending: deque[FromLeader] = deque()  # not done yet, in order
         self._steps: deque[Step] = deque()  # launched and not ended, in order
-        self._masked: Step | None = None  # its tail is not launched yet
+        self._masked: MaskedStep | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
         self._pulls = RankPulls(engine.local_rank(), self._answer, thread.post)
         self.over = threading.Event()  # the leader has said that nothing follows
@@ -95,7 +182,7 @@ class RankLoop:
         match message:
             case Launch():
                 step = self._engine.runner.launch(message.plan, shape=message.shape)
-                if message.plan.masked:
+                if isinstance(step, MaskedStep):
                     assert self._masked is None, "a step before the tail of the one before"
                     self._masked = step
                 else:
@@ -103,8 +190,7 @@ class RankLoop:
             case LaunchTail():
                 step, self._masked = self._masked, None
                 assert step is not None, "a tail without a step"
-                self._engine.runner.launch_tail(step, masks_of(message))
-                self._steps.append(step)
+                self._steps.append(self._engine.runner.launch_tail(step, masks_of(message)))
             case Ended():
                 pass
             case _:
@@ -114,7 +200,7 @@ class RankLoop:
         """Take the steps that have ended."""
         while self._steps and self._steps[0].done():
             step = self._steps.popleft()
-            drawn = step.wait()
+            drawn = step.wait().drawn
             self._engine.runner.check_ranks()
             self._num_steps += 1
             if self._engine.config.engine.strict:

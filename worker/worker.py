@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-from msgspec.structs import replace
 
 from worker.api import Lost, Member, RankMessage
 from worker.config import WorkerConfig
@@ -14,10 +13,10 @@ from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
 from worker.observe.card import watch
 from worker.observe.metrics import watch_wire
 from worker.plan import Ended, Launched
+from worker.rank import Ranks, from_rank, rank_listeners
 from worker.registry import resolve
-from worker.run.engine import Kept
-from worker.run.ranks import Ranks, from_rank, rank_listeners
 from worker.start.build import Place, build_engine
+from worker.start.engine import Addresses, Kept
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
@@ -43,6 +42,7 @@ class Worker:
         watch_wire(self.engine.metrics.wire_refused, self._thread.refusals)
         role = resolve("role", config.role, ROLES)
         self.loop = role(self.engine, self._thread, place.incarnation)
+        self._ranks: Ranks | None = None  # the other ranks, once they are known
         self.join = self._thread.join
 
     def start(self) -> Member:
@@ -57,17 +57,16 @@ class Worker:
             listeners = rank_listeners(group, place.name, place.incarnation, self._thread.key)
             strict = self.engine.config.engine.strict
             # Before the first is connected, as one may be lost at once.
-            self.engine.runner.ranks = Ranks(tuple(listeners), self._thread.send, compared=strict)
+            self._ranks = Ranks(tuple(listeners), self._thread.send, compared=strict)
+            self.engine.runner.followers = self._ranks
             for peer, (rank_address, key) in listeners.items():
                 self._thread.connect(peer, rank_address, key)
         device = self.engine.pool.device
         if device.type == "cuda":
             uuid = torch.cuda.get_device_properties(device).uuid
             watch(f"GPU-{uuid}", self._thread.note_card)
-        member = self.engine.member(
-            place.name, place.incarnation, address, metrics_address, endpoints
-        )
-        return replace(member, wire_key=self._thread.key)
+        addresses = Addresses(address, self._thread.key, metrics_address)
+        return self.engine.member(place.name, place.incarnation, addresses, endpoints)
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Take the control plane's whole list of live members, also before the start.
@@ -120,7 +119,7 @@ class Worker:
 
     def _turn(self, events: list[Incoming]) -> float:
         """Take the messages of ranks, whose death is the worker's, and hand the role the rest."""
-        ranks = self.engine.runner.ranks
+        ranks = self._ranks
         if ranks is None:
             return self.loop.turn(events)
         rest: list[Incoming] = []

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import families
 from tests.equivalence import test_models as models
-from worker.model.families import FAMILIES
+from worker.config.checkpoint.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -20,7 +20,8 @@ from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionCaps, AttentionShape, build_attentions
+from worker.attention.base import AttentionCaps, AttentionShape
+from worker.attention.build import build_attentions
 from worker.attention.flashinfer import FlashInferAttention
 from worker.attention.paged_plan_triton import FIELDS
 from worker.attention.qk_rope_store import store_kv_ref
@@ -28,11 +29,11 @@ from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,15 +14,16 @@ from tests.contract import test_attention as plain
 from tests.support.attention_asm import attend_asm
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.pairwise import in_whole
-from worker.attention.base import AttentionShape, ByLayerAttention, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import ByLayerAttention, build_attentions
 from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported
 from worker.forward.batch import Bounds
 from worker.forward.context import forward_context
 from worker.ops.jit import HAS_TRITON
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -21,8 +21,8 @@ from worker.attention.qk_rope_store_triton import qk_rope_store_triton
 from worker.cache.eight_bits import E4M3, dequantized, exponents_of, quantized
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.forward.context import forward_context
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.ops.rope import rope_table
 from worker.registry import resolve
 

@@ -18,7 +18,8 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
 from worker.attention.backends import ATTENTION
-from worker.attention.base import AttentionShape, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.errors import Unsupported

@@ -17,7 +17,7 @@ from tests.support.drafter_cases import Known, judge, reference_of, speculation,
 from tests.support.engines import value
 from tests.support.lockstep import DECODE, Ask
 from tests.support.pairwise import halved, more
-from worker.ops.mask import KeyMask
+from worker.config.checkpoint.mask import KeyMask
 from worker.step.rows import SampledRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")

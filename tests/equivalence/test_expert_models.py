@@ -19,11 +19,11 @@ from tests.equivalence.test_models import (
 from tests.support.expert_families import EXPERTS
 from tests.support.pairwise import in_whole
 from tests.support.processes import on_ranks
+from worker.config.checkpoint.experts import Division, ExpertShape, Held, rank_experts
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
 from worker.model import experts as layer
-from worker.model.shape import read_model_shape
 from worker.ops.experts import route as routing
-from worker.ops.experts.shape import Division, ExpertShape, Held, rank_experts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

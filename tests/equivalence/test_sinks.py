@@ -13,7 +13,7 @@ import torch
 
 from tests.equivalence import test_models as models
 from tests.equivalence.test_hybrid_mutants import mutate
-from worker.model.families import FAMILIES
+from worker.config.checkpoint.families import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,9 +17,9 @@ from tests.support.prompts import problem_ids
 from worker.api import Prefill, Sampling, Xfer
 from worker.errors import Unsupported
 from worker.peers.rendezvous import free_rendezvous
-from worker.run.engine import Kept
 from worker.start import load
 from worker.start.build import Place
+from worker.start.engine import Kept
 from worker.worker import Worker
 
 ME = "decode-9"  # who takes another role

@@ -187,7 +187,7 @@ def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogu
             refused = rogue.answer(api.Refused)
             assert isinstance(refused, api.Refused)
             assert (refused.req_id, refused.error.code) == (f"s{number}", "busy")
-        assert len(requests.deferred.siblings) == 3
+        assert requests.deferred.num("sibling") == 3
         for number in range(3):
             rogue.send("decode-0/i0", api.Abort(f"s{number}", 1))
-        until(lambda: not requests.deferred.siblings)
+        until(lambda: not requests.deferred.waiting)

@@ -15,7 +15,7 @@ from tests.gpu.sync import no_sync
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
-from worker.ops.mask import KeyMask
+from worker.config.checkpoint.mask import KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)

@@ -27,9 +27,9 @@ from worker.attention.paged_tiles import SHORT_KEYS
 from worker.attention.qk_rope_store import store_kv_ref
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
-from worker.ops.mask import CAUSAL, KeyMask
 from worker.registry import resolve
 
 pytestmark = pytest.mark.gpu(1)

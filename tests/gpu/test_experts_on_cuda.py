@@ -8,9 +8,9 @@ from tests.equivalence import test_dense_laws as laws
 from tests.gpu.sync import no_sync
 from tests.support.engines import running
 from tests.support.laws import ended
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.product import expert_products, expert_products_ref
 from worker.ops.experts.route import new_load, route, route_ref
-from worker.ops.experts.shape import ExpertShape, Held
 
 pytestmark = pytest.mark.gpu(1)
 SIZE, SHAPE = 2048, ExpertShape(128, 8, 768, renormalizes=True)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from worker.config.checkpoint.shape import ModelShape
 from worker.errors import UserError
-from worker.model.shape import ModelShape
 
 FORMS = ("specforge", "speculators", "eagle", "mimo")
 ABSENT = "absent"  # as the value of a field: leave it out

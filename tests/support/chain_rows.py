@@ -7,10 +7,10 @@ from worker.attention.base import AttentionShape
 from worker.attention.reference import ReferenceAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import KeyMask
 from worker.drafts.chain import ChainDrafter
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.ops.mask import KeyMask
 
 PAGE_SIZE, NUM_PAGES = 4, 9
 PAGES = [5, 2, 7, 1]  # of the one request: slot t is row t % 4 of page PAGES[t // 4]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support import chain_checkpoints as chain
 from tests.support.chain_checkpoints import ABSENT, left
-from worker.model.shape import ModelShape
+from worker.config.checkpoint.shape import ModelShape
 
 FORMS = ("zlab", "speculators")
 TAPS = (1, 4, 6)  # after these layers of the target

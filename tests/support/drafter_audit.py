@@ -10,7 +10,7 @@ from tests.support.lockstep import Window
 from worker.api import Sampling
 from worker.cache.book import PageBook
 from worker.cache.prefix import Node
-from worker.run.engine import Engine
+from worker.start.engine import Engine
 
 TOLERANCE = 1e-4  # of the length of a row, in float32
 

@@ -17,7 +17,7 @@ from tests.support.chain_reference import Rows, behind_layers
 from tests.support.dflash_checkpoints import ABSENT, write_dflash
 from tests.support.dflash_reference import DFlashReference, plain_name
 from tests.support.fitted_drafters import LAYER, SHARP, solve
-from worker.model.shape import read_model_shape
+from worker.config.checkpoint.shape import read_model_shape
 
 FORMS = ("dflash", "dflash mixed")
 BLOCK_SIZE, LAYERS = 8, 2

@@ -18,7 +18,7 @@ from torch.nn.functional import embedding, one_hot
 
 from tests.support.chain_checkpoints import write_chain
 from tests.support.chain_reference import ChainReference, short_name
-from worker.model.shape import read_model_shape
+from worker.config.checkpoint.shape import read_model_shape
 
 PUBLISHED = {"eagle3": "specforge", "eagle": "eagle", "mtp": "mimo"}  # see write_chain
 FORMS = tuple(PUBLISHED)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.places import place
 from worker.plan import Plan
-from worker.run.engine import Engine
+from worker.start.engine import Engine
 
 SHAPE = {
     "architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 199, "hidden_size": 64,

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tests.support.lockstep import Window
 from worker.forward.batch import Batch
-from worker.run.engine import Engine
+from worker.start.engine import Engine
 from worker.step.state import SampledRows
 
 

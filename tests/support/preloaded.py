@@ -8,7 +8,7 @@ import gc
 from importlib import import_module
 
 gc.disable()
-for name in ("pytest", "torch.distributed", "worker.model.loader", "router.http.app"):
+for name in ("pytest", "torch.distributed", "worker.weights.loader", "router.http.app"):
     import_module(name)
 gc.freeze()
 gc.enable()

@@ -21,10 +21,10 @@ from cluster.diagnose.finding import refuse
 from tests.support.commands import REPOSITORY
 from worker.attention.backends import ATTENTION
 from worker.errors import UserError
-from worker.model.files import INDEX_NAME
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS, TRANSPORTS
 from worker.transfer.mooncake_engine import SELECTION
+from worker.weights.files import INDEX_NAME
 
 TINY = Config().model.directory
 DRAFTER = TINY.with_name("tiny-chain")

@@ -13,9 +13,13 @@ from tests.support.chain_checkpoints import change_config, write_chain
 from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, config_of, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
-from worker.attention.base import AttentionShape, build_attentions
+from worker.attention.base import AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import KeyMask
+from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.drafts.build import regions
 from worker.drafts.dflash import DFlashDrafter
 from worker.drafts.drafter_config import read_chain_shape, read_dflash_shape
@@ -24,10 +28,7 @@ from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import ModelShape, read_model_shape
-from worker.ops.mask import KeyMask
-from worker.ops.scaling import RopeScaling
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 
 FULL = "full_attention"
@@ -314,7 +315,7 @@ def batch_of(first: int, num: int, query_start: Tensor) -> Batch:
 def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path: Path) -> None:
     drafter, written = load(tmp_path, CASES[form])
     spec, reference = drafter.shape, DFlashReference(SERVED, tmp_path)
-    held = {name: shard.dest for name, shard in drafter.shards().items()}
+    held = {key.tensor: shard.dest for key, shard in drafter.shards().items()}
     assert held.keys() == written.keys()
     for name, tensor in written.items():
         assert torch.equal(held[name], tensor), name

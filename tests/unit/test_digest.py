@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support import identity
 from worker.config import ModelConfig
+from worker.config.checkpoint.quantization import Quantization
+from worker.config.checkpoint.shape import read_model_shape
 from worker.model.layers import Placement
-from worker.model.loader import load_model
-from worker.model.shape import read_model_shape
-from worker.model.shard import Shard
+from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,
@@ -26,6 +28,7 @@ from worker.start.digest import (
     tensor_sum,
     weights_digest,
 )
+from worker.weights.shard import Shard
 
 CPU = torch.device("cpu")
 TINY = ModelConfig().directory
@@ -142,6 +145,8 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
                 other: object = value + "x"
             case tuple():
                 other = (7,)
+            case None if field.name == "quantization":
+                other = Quantization("e4m3", 128)
             case None:
                 other = "another"
             case _:
@@ -155,10 +160,17 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
 def test_noise_follows_from_seed_dtype_and_device() -> None:
     f32, bf16, cuda = torch.float32, torch.bfloat16, torch.device("cuda")
     kinds = (0, f32, CPU), (0, f32, CPU), (1, f32, CPU), (0, bf16, CPU), (0, f32, cuda)
-    assert len({dummy_digest(*each) for each in kinds}) == 4
+    assert len({dummy_digest(*each) for each in (*kinds, (0, f32, CPU, "e4m3"))}) == 5
 
 
 def test_a_drafter_joins_the_digest_by_its_name() -> None:
     alone = combined({"target": "a"})
     assert combined({"target": "a", "draft": "b"}) == combined({"draft": "b", "target": "a"})
     assert len({alone, combined({"target": "a", "draft": "b"}), combined({"target": "b"})}) == 3
+
+
+def test_bundled_models_are_what_they_were_to_workers_of_an_older_version():
+    recorded = json.loads(identity.RECORD.read_text())
+    found = identity.identities(("bfloat16",))
+    assert len(found) == 2 * len(identity.MODELS)
+    assert found == {name: recorded[name] for name in found}

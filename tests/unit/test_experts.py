@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
-from worker.model.matrices import quantized
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.experts.route_triton import route_triton as route
-from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.scaled import BLOCK
+from worker.weights.eight_bits import quantized
 
 pytest.importorskip("triton", reason=WHY)
 pytestmark = [  # of numpy, in the interpreter

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from worker.config import ModelConfig, SpecConfig
+from worker.config.checkpoint.families import FAMILIES, served
+from worker.config.checkpoint.refusals import ADVISED, NEEDED, READ
+from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported, UserError
-from worker.model.families import FAMILIES, served
-from worker.model.refusals import ADVISED, NEEDED, READ
-from worker.model.shape import read_model_shape
 from worker.start.check import EIGHT_BITS, check_directories, check_kv
 
 SIZES: dict[str, Any] = {

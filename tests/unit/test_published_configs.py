@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from worker.model.shape import ModelShape, read_model_shape
-from worker.ops.mask import KEY_BLOCK
+from worker.config.checkpoint.mask import KEY_BLOCK
+from worker.config.checkpoint.shape import ModelShape, read_model_shape
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 GEMMA_2 = {

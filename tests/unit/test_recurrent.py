@@ -14,18 +14,17 @@ from torch import Tensor
 
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, compiling
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.config.checkpoint.delta_shape import VALUES, DeltaShape, block_table
 from worker.forward.batch import StateChunks, StateWindows
 from worker.ops.jit import HAS_TRITON
-from worker.recurrent.chunk import block_table
-from worker.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.recurrent.delta_shape import VALUES, DeltaShape
 
 if INTERPRETED:
-    from worker.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
-    from worker.recurrent.window_triton import delta_window_triton as delta_window
+    from worker.attention.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
+    from worker.attention.recurrent.window_triton import delta_window_triton as delta_window
 else:
-    from worker.recurrent.chunk import delta_chunk
-    from worker.recurrent.window import delta_window
+    from worker.attention.recurrent.chunk import delta_chunk
+    from worker.attention.recurrent.window import delta_window
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -227,7 +226,7 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_an_h200_one_for_all_widths() -> None:
         """With the sizes of a 9B. Widths are arguments that nothing is specialised for."""
-        from worker.recurrent import chunk_triton, gated_norm_triton, window_triton
+        from worker.attention.recurrent import chunk_triton, gated_norm_triton, window_triton
 
         for kernel in (window_triton._inputs_kernel, window_triton._state_kernel):
             numbers = {param.name for param in kernel.params if param.do_not_specialize}

@@ -1,20 +1,15 @@
-"""The contract of attention over the paged cache, and the backends that keep it."""
+"""The contract of attention over the paged cache: what is asked, what is accepted, what answers."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-import torch
-from torch import Tensor
-
-from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
-from worker.errors import Unsupported, UserError
+from worker.config.checkpoint.mask import CAUSAL, KeyMask
+from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
-from worker.forward.context import LayerAttention, current, forward_context
-from worker.ops.mask import CAUSAL, KeyMask
-from worker.registry import resolve
+from worker.forward.context import LayerAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,51 +115,6 @@ class AttentionBackend(LayerAttention, Protocol):
         ...
 
 
-class PoolAttention:
-    """What backends share that attend over a region of the pool themselves; see AttentionCaps."""
-
-    caps: ClassVar[AttentionCaps]
-
-    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
-        self.region = self.caps.region(pool, shape)
-        assert bool(sinks) == shape.sinks
-        self.sinks = sinks or [None] * self.region.num_layers
-        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
-        self.dtype: torch.dtype = getattr(torch, shape.dtype or self.region.dtype)
-        self._layers = pool.layers(shape.region)
-
-    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        return self._layers[layer_id]
-
-    def variant(self, bounds: Bounds) -> Hashable:
-        return None  # nothing is compiled for a batch
-
-
-class ByLayerAttention:
-    """Backends of one kind, of which each layer has one: they differ in their masks."""
-
-    def __init__(self, backends: Sequence[AttentionBackend]) -> None:
-        """backends: of each layer; layers that see the same keys share one."""
-        self._backends = backends
-        self.caps, self.static_plan = backends[0].caps, backends[0].static_plan
-
-    def plan(self, batch: Batch) -> Mapping[AttentionBackend, object]:
-        """The plan of each backend."""
-        return {each: each.plan(batch) for each in dict.fromkeys(self._backends)}
-
-    def variant(self, bounds: Bounds) -> Hashable:
-        return tuple(each.variant(bounds) for each in dict.fromkeys(self._backends))
-
-    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
-        return self._backends[layer_id].kv(layer_id)
-
-    def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
-        context, backend = current(), self._backends[layer_id]
-        assert isinstance(context.attn_plan, dict), "the plan must be this backend's own"
-        with forward_context(context.batch, backend, context.attn_plan[backend]):
-            return backend.forward(q, layer_id, out)
-
-
 @dataclass(frozen=True, slots=True)
 class Attentions:
     """The backend of each kind of batch, over one pool; equal names are one object."""
@@ -172,40 +122,3 @@ class Attentions:
     prefill: AttentionBackend  # chunks of prompts
     decode: AttentionBackend  # one token of each row
     spec: AttentionBackend  # windows that are verified; `static_plan`
-
-
-def build_attentions(
-    names: Mapping[str, str],
-    pool: KVPool,
-    shape: AttentionShape,
-    masks: Sequence[KeyMask] = (),
-    sinks: Sequence[Tensor] = (),
-) -> Attentions:
-    """Build the backends that `names` gives for the fields of Attentions, each name once.
-
-    masks: of each layer; (): all have that of `shape`. sinks: see AttentionBackend.
-    Without `spec`, where there are no windows, it is that of `decode`. Raises UserError for an
-    unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
-    `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
-    """
-    built: dict[str, Any] = {}
-    for kind, name in names.items():
-        param = f"engine.attention.{kind}"
-        if name not in built:
-            try:
-                cls = resolve("attention backend", name, ATTENTION)
-                shapes = {mask: replace(shape, mask=mask) for mask in masks or (shape.mask,)}
-                made = {mask: cls(pool, each, sinks) for mask, each in shapes.items()}
-                alone = made[masks[0] if masks else shape.mask]
-                several = len(made) > 1
-                built[name] = ByLayerAttention([made[x] for x in masks]) if several else alone
-            except UserError as refusal:
-                raise type(refusal)(f"{param}: {refusal}", param) from refusal
-        if kind == "spec" and not built[name].static_plan:
-            raise Unsupported(
-                f"{param}: {name} plans on the host, which does not know the lengths of windows; "
-                "name one that does not, as triton, or leave it auto",
-                param,
-            )
-    names = {"spec": names["decode"], **names}
-    return Attentions(**{kind: built[name] for kind, name in names.items()})

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
+from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import constants_of, options_of, paged_attention
+from worker.attention.pooled import PoolAttention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,
@@ -21,12 +22,12 @@ from worker.attention.prompt_triton import (
     serves,
 )
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
 from worker.ops.jit import HAS_TRITON, INTERPRETED
 from worker.ops.launch import power_of_two
-from worker.ops.mask import CAUSAL
 
 log = logging.getLogger("kvlane.attention")
 

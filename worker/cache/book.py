@@ -193,6 +193,8 @@ class PageBook:
         that go are entered into the tree. Without them private pages are free. As many pages as it
         had bound of these are promised to the hold again, if it still wants them.
         """
+        if not self.span:
+            return  # all of a text is read
         first, last = hold.num_trimmed, min(self.first_read(num_tokens), hold.keep_from)
         if last <= first:
             return

@@ -1,9 +1,12 @@
 """From the configuration to a drafter: its checkpoint, its regions, its place beside the target."""
 
-from worker.attention.base import AttentionBackend, AttentionShape, build_attentions
+from worker.attention.base import AttentionBackend, AttentionShape
+from worker.attention.build import build_attentions
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
+from worker.config.checkpoint.mask import KeyMask
+from worker.config.checkpoint.shape import ModelShape
 from worker.drafts.base import Drafter
 from worker.drafts.chain import Chain, ChainDrafter
 from worker.drafts.dflash import DFlash, DFlashDrafter
@@ -13,8 +16,6 @@ from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.drafts.ngram import Ngram
 from worker.errors import UserError
 from worker.model.decoder import Decoder
-from worker.model.shape import ModelShape
-from worker.ops.mask import KeyMask
 from worker.plan import max_rows
 from worker.step.state import StepState
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from worker.attention.base import AttentionBackend
 from worker.attention.qk_rope_store import Rotation, layers_rope_store
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.mask import KeyMask
 from worker.drafts.base import Drafter
 from worker.drafts.draft_draws import DraftDraws, draw_drafts
 from worker.drafts.draft_rows import kept_rows
@@ -30,11 +31,10 @@ from worker.forward.context import current, forward_context
 from worker.model.attention import SelfAttention
 from worker.model.decoder import Decoder, DecoderLayer
 from worker.model.layers import ReplicatedLinear, RMSNorm
-from worker.model.loader import LoadFormat
-from worker.ops.mask import KeyMask
 from worker.ops.product import product
 from worker.step.rows import SampledRows, read_rows
 from worker.step.state import StepState
+from worker.weights.loader import LoadFormat
 
 Attentions: TypeAlias = Mapping[KeyMask, AttentionBackend]
 
@@ -55,7 +55,7 @@ class Stacked:
         biases = [layer.qkv.bias[start:] for layer in layers if layer.qkv.bias is not None]
         norms = [layer.k_norm.weight.detach() for layer in layers if layer.k_norm is not None]
         return cls(
-            torch.cat([layer.qkv.weight.tensor[start:] for layer in layers]).detach(),
+            torch.cat([layer.qkv.weight.values[start:] for layer in layers]).detach(),
             torch.cat(biases).detach() if biases else None,
             torch.stack(norms) if norms else None,
         )

@@ -10,16 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from worker.drafts.draft_forms import DRAFTS, FORMS, HYBRID_ROPE, MISSING, ROPE, Form, Rules
-from worker.model.fields import Fields, read_fields
-from worker.model.files import tensor_names
-from worker.model.shape import (
+from worker.config.checkpoint.fields import Fields, read_fields
+from worker.config.checkpoint.shape import (
     ModelShape,
     read_architecture,
     read_layer_shape,
     refuse_what_we_cannot_compute,
 )
-from worker.model.windows import refuse_windows
+from worker.config.checkpoint.windows import refuse_windows
+from worker.drafts.draft_forms import DRAFTS, FORMS, HYBRID_ROPE, MISSING, ROPE, Form, Rules
+from worker.weights.files import tensor_names
 
 
 @dataclass(frozen=True, slots=True)

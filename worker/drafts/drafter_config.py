@@ -4,12 +4,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from worker.config import SpecConfig
+from worker.config.checkpoint.fields import Fields
+from worker.config.checkpoint.mask import KeyMask
+from worker.config.checkpoint.shape import ModelShape, read_dtype
 from worker.drafts.draft_file import DrafterFile
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
-from worker.model.fields import Fields
-from worker.model.shape import ModelShape, read_dtype
-from worker.ops.mask import KeyMask
 
 IDS, FUSES = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
 SLIDING, FULL = "sliding_attention", "full_attention"

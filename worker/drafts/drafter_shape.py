@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from worker.model.families import Features
-from worker.model.shape import LayerShape
-from worker.ops.mask import KeyMask
+from worker.config.checkpoint.families import Features
+from worker.config.checkpoint.mask import KeyMask
+from worker.config.checkpoint.shape import LayerShape
 
 ChainKind: TypeAlias = Literal["eagle3", "eagle", "mtp"]
 

@@ -1,6 +1,7 @@
 """Requests that are not admitted yet: they wait for their grammar, or for another's prompt."""
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from worker.api import Generate, PeerId
 from worker.errors import Busy
@@ -8,56 +9,62 @@ from worker.requests.admission import BUSY_RETRY_S, Admission
 from worker.requests.replies import Key
 from worker.schedule.req import Req
 
+Stage = Literal["grammar", "sibling"]
+
+
+class Waiting(NamedTuple):
+    """A request that waits for its grammar, or, as a further choice, for the first one's prompt."""
+
+    message: Generate
+    received_at: float
+    stage: Stage
+
 
 class Deferred:
-    """They hold no pages. At most as many wait as may be admitted.
+    """The requests in `waiting`, which hold no pages; at most as many as may be admitted.
 
-    `siblings` are further choices (n > 1) that wait for the first one's prompt, the others wait for
-    their grammar; each with when it came. `reqs` are those that are admitted.
+    reqs: the admitted ones.
     """
 
     def __init__(self, admission: Admission, reqs: Mapping[tuple[str, int], Req]) -> None:
-        self.siblings: dict[Key, tuple[Generate, float]] = {}
-        self.compiling: dict[Key, tuple[Generate, float]] = {}
+        self.waiting: dict[Key, Waiting] = {}
         self._admission, self._reqs = admission, reqs
 
-    def __len__(self) -> int:
-        return len(self.compiling) + len(self.siblings)
+    def num(self, stage: Stage) -> int:
+        """How many wait in a stage; a thread that scrapes metrics may ask."""
+        return [request.stage for request in list(self.waiting.values())].count(stage)
 
     def take(self, router: PeerId, message: Generate, received_at: float) -> bool:
-        """Whether it has to wait, which it does here; raises Busy if too many do already."""
+        """Whether the request has to wait, which it does here; raises Busy if too many do."""
         key = router, message.req_id, message.dispatch
-        if key in self.compiling or key in self.siblings:
+        if key in self.waiting:
             return True
         may_wait = bool(message.sampling.grammar or message.after)
-        limit = self._admission.max_reqs
-        waiting = ((each[0], 1) for each in (*self.compiling, *self.siblings))
-        if may_wait and not self._admission.shares.allow(
-            router, limit, limit - len(self) - 1, waiting
-        ):
+        limit, waiting = self._admission.max_reqs, ((peer, 1) for peer, _, _ in self.waiting)
+        left = limit - len(self.waiting) - 1
+        if may_wait and not self._admission.shares.allow(router, limit, left, waiting):
             raise Busy("too many requests", BUSY_RETRY_S)
-        if self._admission.compiles(message):
-            self.compiling[key] = message, received_at
-            return True
-        if self._waits(router, message):
-            self.siblings[key] = message, received_at
-            return True
-        return False
+        if (stage := self._stage(router, message)) is None:
+            return False
+        self.waiting[key] = Waiting(message, received_at, stage)
+        return True
 
-    def ready(self) -> Iterator[tuple[PeerId, Generate, float, str]]:
-        """Those that need not wait any more, and the stage in which they did; they leave."""
-        waiting = self.compiling.items()
-        for key in [key for key, (each, _) in waiting if not self._admission.compiles(each)]:
-            yield key[0], *self.compiling.pop(key), "grammar"
-        waiting = self.siblings.items()
-        for key in [key for key, (each, _) in waiting if not self._waits(key[0], each)]:
-            yield key[0], *self.siblings.pop(key), "sibling"
+    def ready(self) -> Iterator[tuple[PeerId, Waiting]]:
+        """Requests whose stage has ended, and their routers; they leave."""
+        for key, request in list(self.waiting.items()):
+            if self._stage(key[0], request.message) != request.stage:
+                del self.waiting[key]
+                yield key[0], request
 
     def forget(self, is_meant: Callable[[Key], bool]) -> None:
-        """Drop some."""
-        for deferred in (self.siblings, self.compiling):
-            for key in [key for key in deferred if is_meant(key)]:
-                del deferred[key]
+        """Drop the requests whose key is meant."""
+        self.waiting = {key: each for key, each in self.waiting.items() if not is_meant(key)}
+
+    def _stage(self, router: PeerId, message: Generate) -> Stage | None:
+        """What a request has to wait for; None: nothing."""
+        if self._admission.compiles(message):
+            return "grammar"
+        return "sibling" if self._waits(router, message) else None
 
     def _waits(self, router: PeerId, message: Generate) -> bool:
         """Whether it is a further choice, and the first one's prompt is not in the prefix tree yet.

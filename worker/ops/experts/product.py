@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.experts import Held
 from worker.ops.experts.route import Routes
-from worker.ops.experts.shape import Held
 from worker.ops.norms import swiglu
 from worker.ops.op import op
 from worker.ops.scaled import eight_bits_ref, scaled_gated_product_ref, scaled_product_ref

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.experts import Held
 from worker.ops.experts.route import Routes
-from worker.ops.experts.shape import Held
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from worker.ops.experts.shape import ExpertShape, Held
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.op import op
 
 

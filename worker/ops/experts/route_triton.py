@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.route import Routes
-from worker.ops.experts.shape import ExpertShape, Held
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 

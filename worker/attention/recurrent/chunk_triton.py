@@ -1,0 +1,306 @@
+"""Kernels of chunk.py: convolution, each block's matrices, the scan over blocks, gated norm."""
+
+import torch
+from torch import Tensor
+
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
+from worker.attention.recurrent.gated_norm_triton import gated_norm_triton
+from worker.attention.recurrent.window_triton import part_of, silu, softplus, taps
+from worker.config.checkpoint.delta_shape import BLOCK
+from worker.forward.batch import StateChunks
+from worker.ops.jit import enter, tl, triton
+from worker.ops.launch import overlap
+
+CONVOLVED = 16  # tokens of a program of the convolution
+SCAN_VALUES, SCAN_STAGES, SCAN_WARPS = 32, 3, 4  # values of a head in a program of the scan
+MATRIX_WARPS = 4
+EXACT = tl.constexpr("tf32x3")  # of products of f32: as good as f32, on tensor cores
+
+
+@triton.jit
+def _raw(conv, chunk, stride_conv, stride_packed, t, end, started, lanes, inside):
+    """Raw inputs of a chunk's tokens t < end; below 0 they are of the slot."""
+    source = tl.where(t < 0, conv + (t + 3) * stride_conv, chunk + t * stride_packed)
+    there = tl.where(t < 0, started, t < end)
+    return tl.load(source + lanes, mask=there & inside, other=0.0)
+
+
+@triton.jit
+def _put(to, x0, x1, x2, x3, w0, w1, w2, w3, kept, is_value, scale):
+    """Convolve one token, rounded once; of q and k, give it a length of `scale`."""
+    y = w0 * x0.to(tl.float32) + w1 * x1.to(tl.float32)
+    y = silu(y + w2 * x2.to(tl.float32) + w3 * x3.to(tl.float32))
+    y = y.to(to.dtype.element_ty).to(tl.float32)
+    if not is_value:
+        y *= tl.rsqrt(tl.sum(y * y, 0) + 1e-6) * scale
+    tl.store(to, y.to(to.dtype.element_ty), mask=kept)
+
+
+@triton.jit
+def _convolve_kernel(
+    packed, conv_weight, a_log, dt_bias, conv_all, query_start, seq_lens, slots, blocks,
+    mixed, decays, betas, stride_packed, stride_conv_slot, stride_conv_head, stride_conv,
+    num_reqs, num_blocks,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    LANES: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, heads of q, k and v, BLOCK / TOKENS); a program is one warp.
+
+    `decays` become sums of g from the block's begin on.
+    """
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    is_value, head, first, key_head, of_head = part_of(KEY_HEADS, RATIO, KEY_DIM, VALUE_DIM)  # type: ignore
+    lanes = tl.arange(0, LANES)
+    inside = lanes < tl.where(is_value, VALUE_DIM, KEY_DIM)
+    w0, w1, w2, w3 = taps(conv_weight + first * 4, lanes, inside)
+    scale = tl.where(tl.program_id(1) < KEY_HEADS, KEY_DIM**-0.5, 1.0)
+    enter(PDL)
+    request = tl.load(blocks + tl.program_id(0))
+    if request < num_reqs:
+        begin = tl.load(query_start + request)
+        end = tl.load(query_start + request + 1) - begin
+        at = tl.load(blocks + num_blocks + tl.program_id(0)) - begin
+        started = tl.load(seq_lens + request) > end
+        conv = conv_all + tl.load(slots + request).to(tl.int64) * stride_conv_slot
+        conv += key_head * stride_conv_head + of_head
+        chunk = packed + begin.to(tl.int64) * stride_packed
+        source, early = chunk + first, at + tl.program_id(2) * TOKENS
+        to_part = mixed + begin.to(tl.int64) * CHANNELS + first + lanes
+        x0 = _raw(conv, source, stride_conv, stride_packed, early - 3, end, started, lanes, inside)
+        x1 = _raw(conv, source, stride_conv, stride_packed, early - 2, end, started, lanes, inside)
+        x2 = _raw(conv, source, stride_conv, stride_packed, early - 1, end, started, lanes, inside)
+        for t in range(early, tl.minimum(early + TOKENS, end), 4):  # four loads at once
+            token = source + t * stride_packed + lanes
+            x3 = tl.load(token, mask=inside, other=0.0)
+            x4 = tl.load(token + stride_packed, mask=inside & (t + 1 < end), other=0.0)
+            x5 = tl.load(token + 2 * stride_packed, mask=inside & (t + 2 < end), other=0.0)
+            x6 = tl.load(token + 3 * stride_packed, mask=inside & (t + 3 < end), other=0.0)
+            to = to_part + t * CHANNELS
+            _put(to, x0, x1, x2, x3, w0, w1, w2, w3, inside, is_value, scale)
+            to += CHANNELS
+            _put(to, x1, x2, x3, x4, w0, w1, w2, w3, inside & (t + 1 < end), is_value, scale)
+            to += CHANNELS
+            _put(to, x2, x3, x4, x5, w0, w1, w2, w3, inside & (t + 2 < end), is_value, scale)
+            to += CHANNELS
+            _put(to, x3, x4, x5, x6, w0, w1, w2, w3, inside & (t + 3 < end), is_value, scale)
+            x0, x1, x2 = x4, x5, x6
+        if is_value & (tl.program_id(2) == 0):
+            token = at + tl.arange(0, BLOCK)
+            there = token < end
+            gates = chunk + token * stride_packed + CHANNELS + HEADS * VALUE_DIM + head
+            b = tl.load(gates, mask=there, other=0.0).to(tl.float32)
+            a = tl.load(gates + HEADS, mask=there, other=0.0).to(tl.float32)
+            g = -tl.exp(tl.load(a_log + head)) * softplus(a + tl.load(dt_bias + head))
+            g = tl.cumsum(tl.where(there, g, 0.0), 0)
+            gate_at = (begin + token).to(tl.int64) * HEADS + head
+            tl.store(decays + gate_at, g, mask=there)
+            tl.store(betas + gate_at, 1.0 / (1.0 + tl.exp(-b)), mask=there)
+
+
+@triton.jit
+def _matrices_kernel(
+    mixed, decays, betas, query_start, blocks, scratch, w_all, u_all, p_all, num_reqs, num_blocks,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (blocks, value heads): T = (1 + A)^-1, w = T β e^G k, u = T β v, and P of q and k.
+
+    T by forward substitution of the four blocks of 16 on its diagonal, then by twos.
+    """
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    number, head = tl.program_id(0), tl.program_id(1)
+    enter(PDL)
+    request = tl.load(blocks + number)
+    if request < num_reqs:
+        end = tl.load(query_start + request + 1)
+        i = tl.arange(0, BLOCK)
+        tokens = tl.load(blocks + num_blocks + number) + i
+        inside = tokens < end
+        rows = tokens.to(tl.int64)
+        # Behind the end the sum stays what it is: e to a difference from 0 might overflow.
+        total = tl.load(decays + tl.minimum(rows, end - 1) * HEADS + head)
+        beta = tl.load(betas + rows * HEADS + head, mask=inside, other=0.0)
+        both = inside[:, None]
+        k_at = mixed + rows[:, None] * CHANNELS + KEYS + head // RATIO * KEY_DIM
+        keys = tl.arange(0, KEY_DIM)[None, :]
+        k = tl.load(k_at + keys, mask=both, other=0.0)
+        q = tl.load(k_at - KEYS + keys, mask=both, other=0.0)
+        p = tl.dot(q, tl.trans(k), input_precision=EXACT)
+        a = tl.dot(k, tl.trans(k), input_precision=EXACT)
+        lower = i[:, None] >= i[None, :]
+        decay = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+        place = (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)
+        square = i[:, None] * BLOCK + i[None, :]
+        tl.store(p_all + place + square, (p * decay).to(DTYPE))
+        scratch += place
+        a *= decay * beta[:, None]
+        tl.store(scratch + square, tl.where(i[:, None] > i[None, :], a, 0.0))
+        tl.debug_barrier()
+
+        # The diagonal blocks, all four at once: column c of the inverse over its rows r, so that no
+        # sum leaves a warp.
+        d, c = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
+        r = tl.arange(0, 16)[None, None, :]
+        diagonal = scratch + d * (16 * BLOCK + 16)
+        inverse = tl.where((r == c) & (d >= 0), 1.0, 0.0)
+        for row in tl.static_range(1, 16):  # type: ignore
+            line = tl.sum(inverse * tl.load(diagonal + (row * BLOCK + r + 0 * c)), 2)[:, :, None]
+            inverse -= tl.where(r == row, line, 0.0)
+        tl.debug_barrier()
+        tl.store(diagonal + r * BLOCK + c, inverse)
+        tl.debug_barrier()
+        h = tl.arange(0, 16)
+        half = h[:, None] * BLOCK + h[None, :]
+        for pair in tl.static_range(2):  # type: ignore
+            corner = scratch + pair * 32 * (BLOCK + 1)
+            left = tl.load(corner + 16 * (BLOCK + 1) + half)
+            below = tl.dot(left, tl.load(corner + 16 * BLOCK + half), input_precision=EXACT)
+            below = -tl.dot(below, tl.load(corner + half), input_precision=EXACT)
+            tl.store(corner + 16 * BLOCK + half, below)
+        tl.debug_barrier()
+        h2 = tl.arange(0, 32)
+        half2 = h2[:, None] * BLOCK + h2[None, :]
+        left2 = tl.load(scratch + 32 * (BLOCK + 1) + half2)
+        below2 = tl.dot(left2, tl.load(scratch + 32 * BLOCK + half2), input_precision=EXACT)
+        below2 = -tl.dot(below2, tl.load(scratch + half2), input_precision=EXACT)
+        tl.store(scratch + 32 * BLOCK + half2, below2)
+        tl.debug_barrier()
+
+        t = tl.load(scratch + square).to(DTYPE)
+        w_at = w_all + (rows[:, None] * HEADS + head) * KEY_DIM
+        k = tl.load(k_at + keys, mask=both, other=0.0)  # again: its registers were needed
+        k = (k.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(DTYPE)
+        tl.store(w_at + keys, tl.dot(t, k, input_precision=EXACT).to(DTYPE), mask=both)
+        values = tl.arange(0, VALUE_DIM)[None, :]
+        v_at = mixed + rows[:, None] * CHANNELS + 2 * KEYS + head * VALUE_DIM + values
+        v = tl.load(v_at, mask=both, other=0.0).to(tl.float32)
+        u = tl.dot(t, (v * beta[:, None]).to(DTYPE), input_precision=EXACT)
+        u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values
+        tl.store(u_at, u.to(DTYPE), mask=both)
+
+
+@triton.jit
+def _scan_kernel(
+    packed, mixed, decays, query_start, seq_lens, slots, w_all, u_all, p_all, s_all, conv_all, out,
+    stride_packed, stride_slot, stride_head, stride_conv_slot, stride_conv_head, stride_conv,
+    KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    VALUES: tl.constexpr, HELD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (VALUE_DIM / VALUES, value heads, requests): outputs, and the state after the chunk.
+
+    HELD: values that lie together in a state.
+    """
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    HEADS: tl.constexpr = KEY_HEADS * RATIO
+    CHANNELS: tl.constexpr = 2 * KEYS + HEADS * VALUE_DIM
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
+    part, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    enter(PDL)
+    begin, end = tl.load(query_start + request), tl.load(query_start + request + 1)
+    if end > begin:
+        started = tl.load(seq_lens + request) > end - begin
+        slot = tl.load(slots + request).to(tl.int64)
+        i, keys = tl.arange(0, BLOCK), tl.arange(0, KEY_DIM)
+        values = part * VALUES + tl.arange(0, VALUES)
+        key_head = head // RATIO
+        s_at = s_all + slot * stride_slot + key_head * stride_head
+        s_at += head % RATIO * (KEY_DIM * VALUE_DIM) + keys[:, None] * HELD
+        s_at += (values // HELD * (KEY_DIM * HELD) + values % HELD)[None, :]
+        s = tl.load(s_at, mask=started & (keys[:, None] >= 0), other=0.0)
+        number = 0
+        for earlier in range(request):
+            length = tl.load(query_start + earlier + 1) - tl.load(query_start + earlier)
+            number += (length + BLOCK - 1) // BLOCK
+        p_at = p_all + (number.to(tl.int64) * HEADS + head) * (BLOCK * BLOCK)  # type: ignore
+        p_at += i[:, None] * BLOCK + i[None, :]
+        for first in range(begin, end, BLOCK):
+            inside = first + i < end
+            rows = (first + i).to(tl.int64)
+            both = inside[:, None]
+            w = tl.load(w_all + (rows[:, None] * HEADS + head) * KEY_DIM + keys[None, :], mask=both,
+                        other=0.0)  # fmt: skip
+            u_at = u_all + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+            u = tl.load(u_at, mask=both, other=0.0).to(tl.float32)
+            q_at = mixed + rows[:, None] * CHANNELS + key_head * KEY_DIM + keys[None, :]
+            q = tl.load(q_at, mask=both, other=0.0)
+            k = tl.load(q_at + KEYS, mask=both, other=0.0)
+            total = tl.load(decays + tl.minimum(rows, end - 1) * HEADS + head)
+            last_row = (tl.minimum(first + BLOCK, end) - 1).to(tl.int64)
+            last = tl.load(decays + last_row * HEADS + head)
+            held = s.to(DTYPE)
+            new = u - tl.dot(w, held, input_precision=EXACT)
+            o = tl.dot(q, held, input_precision=EXACT) * tl.exp(total)[:, None]
+            o += tl.dot(tl.load(p_at), new.to(DTYPE), input_precision=EXACT)
+            to = out + (rows[:, None] * HEADS + head) * VALUE_DIM + values[None, :]
+            tl.store(to, o.to(DTYPE), mask=both)
+            new = (new * tl.exp(last - total)[:, None]).to(DTYPE)
+            s = s * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=EXACT)
+            p_at += HEADS * BLOCK * BLOCK
+        tl.store(s_at, s)
+
+        # The last three raw inputs. Of a short chunk some were in the slot before.
+        t = end - begin - 3 + tl.arange(0, 4)[:, None]
+        length = end - begin
+        chunk = packed + begin.to(tl.int64) * stride_packed
+        conv = conv_all + slot * stride_conv_slot + key_head * stride_conv_head
+        line = tl.arange(0, 4)[:, None] * stride_conv
+        inside = tl.arange(0, 4)[:, None] < 3
+        of_v = head % RATIO * VALUE_DIM + 2 * KEY_DIM
+        x = _raw(conv + of_v, chunk + 2 * KEYS + head * VALUE_DIM, stride_conv, stride_packed, t,
+                 length, started, values[None, :], inside)  # fmt: skip
+        tl.debug_barrier()
+        tl.store(conv + of_v + line + values[None, :], x, mask=inside)
+        if (part == 0) & (head % RATIO == 0):
+            of_q = chunk + key_head * KEY_DIM
+            x_q = _raw(conv, of_q, stride_conv, stride_packed, t, length, started, keys[None, :],
+                       inside)  # fmt: skip
+            x_k = _raw(conv + KEY_DIM, of_q + KEYS, stride_conv, stride_packed, t, length, started,
+                       keys[None, :], inside)  # fmt: skip
+            tl.debug_barrier()
+            tl.store(conv + line + keys[None, :], x_q, mask=inside)
+            tl.store(conv + KEY_DIM + line + keys[None, :], x_k, mask=inside)
+
+
+def delta_chunk_triton(
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
+) -> None:
+    """See delta_chunk_ref; a token's result depends on its request alone, bit for bit."""
+    shape, num_tokens, num_reqs = state.shape, len(packed), len(chunks.slots)
+    s, conv, _ = state
+    heads, num_blocks = shape.value_heads, chunks.blocks.shape[1]
+    assert s[0, 0].is_contiguous()
+    assert packed.stride(1) == conv.stride(3) == 1
+    mixed = packed.new_empty(num_tokens, shape.channels)
+    decays = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=packed.device)
+    w = packed.new_empty(num_tokens, heads, shape.key_dim)
+    u = packed.new_empty(num_tokens, heads, shape.value_dim)
+    p = packed.new_empty(num_blocks, heads, BLOCK, BLOCK)
+    scratch = torch.empty(p.shape, dtype=torch.float32, device=packed.device)
+    sizes = overlap(
+        packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
+        VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
+    )  # fmt: skip
+    strides = conv.stride(0), conv.stride(1), conv.stride(2)
+    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, BLOCK // CONVOLVED)](
+        packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
+        chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
+        packed.stride(0), *strides, num_reqs, num_blocks, LANES=max(shape.key_dim, shape.value_dim),
+        TOKENS=CONVOLVED, num_warps=1, **sizes,  # type: ignore
+    )  # fmt: skip
+    _matrices_kernel[(num_blocks, heads)](
+        mixed, decays[0], decays[1], chunks.query_start, chunks.blocks, scratch, w, u, p,
+        num_reqs, num_blocks, num_warps=MATRIX_WARPS, **sizes,  # type: ignore
+    )  # fmt: skip
+    values = min(SCAN_VALUES, shape.value_dim)
+    stages = SCAN_STAGES - (packed.dtype == torch.float32)  # which needs twice the shared memory
+    _scan_kernel[(shape.value_dim // values, heads, num_reqs)](
+        packed, mixed, decays[0], chunks.query_start, chunks.seq_lens, chunks.slots, w, u, p, s,
+        conv, out, packed.stride(0), s.stride(0), s.stride(1), *strides, VALUES=values,
+        HELD=s.shape[5], num_warps=SCAN_WARPS, num_stages=stages, **sizes,  # type: ignore
+    )  # fmt: skip
+    z = packed[:, shape.channels : shape.channels + shape.value_width]
+    gated_norm_triton(out, z, weights, shape, chunks.query_start[-1:])

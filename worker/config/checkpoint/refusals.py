@@ -1,0 +1,117 @@
+"""What is not served, and what could be taken instead. Free of torch."""
+
+import re
+from pathlib import Path
+
+from worker.config.checkpoint.fields import Fields
+from worker.errors import Unsupported
+
+# Models that are served, by the architecture of their files.
+QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
+SPARSE = "Qwen/Qwen3-30B-A3B"
+MISTRAL, OLMO, PHI, GEMMA = (
+    *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
+    *("microsoft/phi-4", "google/gemma-3-1b-it"),
+)
+ADVISED = {
+    SPARSE: "Qwen3MoeForCausalLM",
+    QWEN: "Qwen3ForCausalLM", HYBRID: "Qwen3_5ForConditionalGeneration", LLAMA: "LlamaForCausalLM",
+    MISTRAL: "MistralForCausalLM", OLMO: "Olmo2ForCausalLM", PHI: "Phi3ForCausalLM",
+    GEMMA: "Gemma3ForCausalLM",
+}  # fmt: skip
+READ = "kvlane reads bf16, f16, f32 and FP8 safetensors"
+DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
+
+# Of `architectures`: pattern -> (what such models need, what to do instead). The first counts.
+NEEDED: dict[str, tuple[str, str]] = {
+    "GptOss": ("experts in MXFP4, attention sinks and sliding windows", DENSE),
+    "Mamba|Jamba|Zamba|Bamba|Rwkv|FalconH1|NemotronH|MoeHybrid|RecurrentGemma|Lfm2|xLSTM|Linear": (
+        "recurrent layers that are no gated delta nets",
+        f"take {HYBRID}, which has those, or {QWEN}",
+    ),
+    "Deepseek|Kimi|Longcat|MiniCPM3|MoeLite|GlmMoeDsa|Mistral4|MistralLarge4": (
+        "latent attention (MLA), most of them experts too",
+        f"{DENSE}; the distilled DeepSeek-R1 models are Llama and Qwen2, which are served",
+    ),
+    "Moe|MoE|moe|Mixtral|Dbrx|Arctic|MiniMax|Llama4|Grok": (
+        "experts of another form than Mixtral's or Qwen3's", f"take {SPARSE}, or {DENSE[5:]}",
+    ),
+    "ConditionalGeneration|VL|Vision|ImageText|Llava|Phi4MM|Phi3V|Omni|Audio|Whisper": (
+        "images, sound or an encoder beside the text",
+        f"take a model of text alone, as {QWEN}, or {HYBRID}, of which the text is served",
+    ),
+    "Gemma": (
+        "what Gemma 2 and 3 have not", f"take one of those, as {GEMMA}, or a dense {MISTRAL}"
+    ),
+    "Step3|Afmoe": (
+        "gates of its own beside sliding windows", f"take a model without, as {OLMO}",
+    ),
+    "Starcoder|GPT|Falcon|Bloom|MPT|Mpt|OPT|StableLm|Persimmon|^PhiFor|^OlmoFor": (
+        "LayerNorm, or a feed-forward without a gate",
+        f"take a model with RMSNorm and SwiGLU, as {PHI} or {QWEN}",
+    ),
+    "Baichuan|ChatGLM|QWenLM|InternLM|Orion|Yuan": (
+        "code of its own",
+        f"take its conversion to Llama, if there is one, or {QWEN}",
+    ),
+    "Bert|Roberta|T5|Classification|Embedding|RewardModel|MaskedLM": (
+        "another task than to continue a text", f"take a model ...ForCausalLM, as {QWEN}",
+    ),
+}  # fmt: skip
+_SUFFIX = re.compile(
+    r"(?P<name>[\w.-]+?)-(FP8|AWQ|GPTQ|GGUF|INT[48]|W[48]A|bnb|[48]bit|MXFP|NVFP|quantized)", re.I
+)
+
+
+def unknown_architecture(fields: Fields, name: str, supported: str) -> Unsupported:
+    """The error for an architecture that is no family's; supported: those that are."""
+    field = "architectures"
+    for pattern, (needs, instead) in NEEDED.items():
+        if re.search(pattern, name):
+            text = f"{name!r} is not supported, for it needs {needs}; {instead}"
+            return fields.unsupported(field, f"{text}; supported: {supported}")
+    text = f"{name!r} is not supported; take a model of an architecture that is: {supported}"
+    return fields.unsupported(field, text)
+
+
+def window_remedy(window: int) -> str:
+    """What can be done about layers that see so many keys only."""
+    if not window:
+        return f"; {DENSE}"
+    reason = "a window hides nothing in texts no longer than itself"
+    return f"; {reason}: set max_position_embeddings to {window} to serve those, or {DENSE}"
+
+
+def quantized(fields: Fields) -> Unsupported:
+    """The error for a file that has a `quantization_config`."""
+    method = fields.inner("quantization_config").get("quant_method")
+    kind = str(method or "quantized")
+    kind = kind.upper() if kind in ("fp8", "awq", "gptq", "mxfp4", "gguf") else kind
+    text = f"{kind} weights; {READ}: take {unquantized(fields.path)}"
+    return fields.unsupported("quantization_config", text)
+
+
+def unquantized(path: Path) -> str:
+    """The model of which a quantized one in such a directory was made, if its name says so."""
+    for part in reversed(path.parts):
+        if found := _SUFFIX.match(part):
+            name = found["name"].removeprefix("models--").replace("--", "/")
+            return f"{name}, if that is what it was made from"
+    return "the model that it was made from, whose name mostly lacks FP8, AWQ, GPTQ or the like"
+
+
+def check_path(path: Path) -> None:
+    """Refuse what is no directory of safetensors but a GGUF file, or a directory of such."""
+    is_file = path.suffix.lower() == ".gguf"
+    is_empty = not (path / "config.json").exists()
+    if is_file or (is_empty and (any(path.glob("*.gguf")) or "-gguf" in str(path).lower())):
+        text = f"{path} is a GGUF {'file' if is_file else 'model'}; {READ}"
+        raise Unsupported(f"{text}: take {unquantized(path)}")
+
+
+def no_safetensors(path: Path) -> str:
+    """What to do in a directory without them."""
+    others = sorted(x.name for end in ("bin", "pt", "pth", "gguf") for x in path.glob(f"*.{end}"))
+    held = f", but {others[0]}" if others else ""
+    convert = "from_pretrained and save_pretrained of transformers write them"
+    return f"{path}: no *.safetensors file{held}; {READ}: {convert}"

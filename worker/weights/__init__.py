@@ -1,0 +1,1 @@
+"""Weights: how matrices are stored, and how files fill them."""

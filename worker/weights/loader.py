@@ -1,0 +1,130 @@
+"""Fill one rank of a model, from safetensors files or with seeded noise."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from worker.config.checkpoint.shape import LayerShape
+from worker.config.progress import Progress, no_progress
+from worker.errors import UserError
+from worker.weights.files import listed, weight_files
+from worker.weights.formats import Readings
+from worker.weights.plain import PLAIN
+from worker.weights.shard import VALUES, Key, Shard
+
+LoadFormat = Literal["safetensors", "dummy"]
+
+
+class Loadable(Protocol):
+    """One rank of a model, a drafter too, that waits for its weights."""
+
+    @property
+    def shape(self) -> LayerShape:
+        """Of the whole model."""
+        ...
+
+    def shards(self) -> dict[Key, Shard]:
+        """Of every tensor that this rank needs, and of every piece of it."""
+        ...
+
+    def ignores(self, name: str) -> bool:
+        """May a checkpoint hold the tensor `name` although no shard is made of it?"""
+        ...
+
+
+def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) -> None:
+    """Fill `model` from the safetensors files of directory `path`, one tensor after the other.
+
+    Raises UserError if a file is missing or broken, or if tensors are missing, unexpected or of
+    another shape (all of them are named, up to eight).
+    """
+    shards, files = model.shards(), weight_files(path)
+    readings, others = Readings(files), list[str]()
+    missing = set(shards)
+    for file in files:
+        for key, part in _tensors(file, shards, readings):
+            if part is not None:
+                shards[key].fill(part)
+                missing.discard(key)
+                progress("load", len(shards) - len(missing), len(shards))
+            else:
+                others.append(key.tensor)
+    unexpected = [
+        name
+        for name in others
+        if not readings.is_spent(name)
+        and not model.ignores(name)
+        and not model.ignores(readings.owner_of(name))
+    ]
+    absent = sorted({key.tensor for key in missing})
+    kinds = ("missing", absent), ("unexpected", unexpected)
+    if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
+        architecture = model.shape.architecture
+        raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
+
+
+def _tensors(
+    file: Path, shards: dict[Key, Shard], readings: Readings
+) -> Iterator[tuple[Key, Tensor | None]]:
+    """The parts of each tensor in `file`, by key; None if no shard asks for it."""
+    keys = defaultdict[str, list[Key]](list)
+    for key in shards:
+        keys[key.tensor].append(key)
+    try:
+        with safe_open(file, framework="pt", device="cpu") as reader:
+            for name in reader.keys():  # noqa: SIM118 - not a mapping
+                if (tensor := readings.tensor_of(name)) not in keys:
+                    yield Key(name), None
+                    continue
+                stored = readings.opened(name, reader.get_slice(name))
+                for key in keys[tensor]:
+                    yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
+    except SafetensorError as e:
+        raise UserError(f"{file}: not a readable safetensors file: {e}") from e
+
+
+def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:
+    try:
+        return (shard.codec or PLAIN).part(stored, role, shard)
+    except UserError as e:
+        raise UserError(f"{place} {e}") from None
+
+
+def fill_with_noise(
+    shards: Mapping[Key, Shard], seed: int, progress: Progress = no_progress
+) -> None:
+    """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
+    roles = defaultdict[Key, dict[str, Shard]](dict)
+    for key, shard in shards.items():
+        roles[key._replace(role=VALUES)][key.role] = shard
+    num_filled = 0
+    for key, of_roles in roles.items():
+        progress("load", num_filled, len(shards))
+        shapes = {role: shard.full_shape for role, shard in of_roles.items()}
+        values = of_roles[VALUES]
+        drawn = (values.codec or PLAIN).drawn(_noise(key, values, seed), shapes)
+        for role, shard in of_roles.items():
+            shard.fill(drawn[role][shard.index])
+        num_filled += len(of_roles)
+
+
+def _noise(key: Key, shard: Shard, seed: int) -> Tensor:
+    """The whole tensor [*shard.full_shape] f32, by the shard's name."""
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    generator = torch.Generator(shard.dest.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    shape, device, tensor = shard.full_shape, shard.dest.device, key.tensor
+    whole = torch.randn(shape, generator=generator, device=device)
+    if tensor.endswith(".A_log"):  # as these are initialised for training, so states stay finite
+        return (0.01 + 15.99 * torch.rand(shape, generator=generator, device=device)).log()
+    if tensor.endswith(".dt_bias"):
+        return torch.ones_like(whole)
+    if whole.dim() == 1 and "norm" in tensor:
+        return 1 - shard.plus + 0.1 * whole
+    return whole.mul_(0.02 if whole.dim() == 1 else shape[-1] ** -0.5)
