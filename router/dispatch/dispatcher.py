@@ -178,7 +178,8 @@ class Dispatcher:
         if (
             req is None
             or req.dispatch != chunk.dispatch
-            or not req.is_at(peer)  # two may have had what was claimed
+            or req.route is None
+            or req.route.decode != peer  # two may have had what was claimed
         ):
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it
