@@ -24,7 +24,7 @@ DIVIDED = ["specforge-prefixed", "specforge-3.1", "speculators-qwen3", "eagle", 
 def drafted(path: Path, collective: Collective) -> list[Tensor]:
     """g of six tokens, then of one behind them, what the head takes, and its logits."""
     placement = Placement(collective, torch.float32, CPU)
-    target = load_model(Path(), TARGET, placement, load_format="dummy")
+    target = load_model(Path(), TARGET, placement, noise=0)
     spec = read_chain_shape(path, TARGET)
     drafter = ChainDrafter(spec, target, 64)
     drafter.fill(path)

@@ -200,7 +200,7 @@ def test_a_part_is_counted_in_blocks() -> None:
 
 @pytest.mark.parametrize("kind", ["qwen3", "gated", "experts"])
 def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
-    made = [linears(models.load(saved(kind), eight=eight, load_format="dummy")) for eight in (0, 1)]
+    made = [linears(models.load(saved(kind), eight=eight, noise=0)) for eight in (0, 1)]
     for name, eight in made[1].items():
         if is_eight(eight):
             drawn, found = made[0][name].values, worth(eight)
@@ -209,8 +209,8 @@ def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
             assert not torch.equal(found, drawn)
 
 
-@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["files", "noise"])
-def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str, str]) -> None:
+@pytest.mark.parametrize("options", [{}, {"noise": 0}], ids=["files", "noise"])
+def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str, int]) -> None:
     """Else torch's product, which takes one of 128 rows, would be another than the kernels'."""
     made = linears(models.load(saved("qwen3", "fp8"), eight=True, **options))
     found = [each for each in made.values() if is_eight(each) and each.whole_blocks]
@@ -245,7 +245,7 @@ def test_traced_layers_are_those_of_eager() -> None:
 
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
-    options = {"eight": True, "load_format": "dummy", "seed": 3}
+    options = {"eight": True, "noise": 3}
     made = models.load(path, collective, eight=True), models.load(path, collective, **options)
     held, noise = (models.Engine(each).run(chunk=64) for each in made)
     return [*held, noise[0]]

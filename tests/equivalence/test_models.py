@@ -272,7 +272,7 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
     """Of the saved weights for each prompt, and of noise for the first."""
-    made = load(path, collective), load(path, collective, load_format="dummy", seed=3)
+    made = load(path, collective), load(path, collective, noise=3)
     saved, noise = (Engine(each).run(chunk=64) for each in made)
     return [*saved, noise[0]]
 

@@ -71,7 +71,7 @@ def write_case(path: Path, case: str) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def target() -> Decoder:
-    return load_model(Path(), TARGET, PLACEMENT, load_format="dummy")
+    return load_model(Path(), TARGET, PLACEMENT, noise=0)
 
 
 def load(path: Path, target: Decoder, **options: Any) -> ChainDrafter:
@@ -162,7 +162,7 @@ def test_ids_that_cannot_be_are_refused(change, message, tmp_path: Path, target:
 def test_noise_needs_no_weights_and_has_norms_near_one(case, tmp_path, target: Decoder) -> None:
     write_case(tmp_path, case)
     weights(tmp_path).unlink()
-    drafter, again, other = (load(tmp_path, target, load_format="dummy", seed=s) for s in (1, 1, 2))
+    drafter, again, other = (load(tmp_path, target, noise=s) for s in (1, 1, 2))
     for name, shard in drafter.shards().items():
         assert torch.equal(shard.dest, again.shards()[name].dest)
         if shard.dest.is_floating_point():
