@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
 from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
-from worker.attention.recurrent.chunk import block_table
 from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.delta_shape import block_table
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported

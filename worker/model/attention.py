@@ -203,7 +203,10 @@ class SelfAttention(nn.Module):
         return self.output(out)
 
     def store(self, hidden: Tensor, positions: Tensor) -> None:
-        """Only the keys and values of forward(), into the tokens' slots."""
+        """Only the keys and values of forward(), into the tokens' slots.
+
+        hidden: [num_tokens, hidden]; positions: [num_tokens] i64.
+        """
         context, kv = current(), self.qkv.last(hidden, 2)
         caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
         qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)

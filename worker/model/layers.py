@@ -130,7 +130,7 @@ class ReplicatedLinear(Linear):
 
 
 def selected(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of `x` with these numbers; None: all."""
+    """The rows of `x` [num_tokens, size] with these numbers, [n] i64; None: all."""
     return x if rows is None else x.index_select(0, rows)
 
 
@@ -217,7 +217,7 @@ class LayerNorm(RMSNorm):
 
 
 def added(part: Tensor, residual: Tensor, tap: Tensor | None) -> Tensor:
-    """Their sum, in plain torch, kept in `tap` if there is one."""
+    """Their sum [num_tokens, hidden], in plain torch; kept in `tap` of as many rows or more."""
     total = torch.add(part, residual)
     if tap is not None:
         tap[: len(part)] = total

@@ -15,6 +15,7 @@ from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
+from worker.config.progress import Progress
 from worker.drafts.build import build_drafter, load_drafter, poison
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape, DrafterShape
@@ -23,7 +24,6 @@ from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.load import load_model
-from worker.observe.metrics import Progress
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
@@ -42,7 +42,7 @@ from worker.start.memory import (
     with_max_num_reqs,
     with_penalty_rows,
 )
-from worker.step.buffers import BatchBuffers
+from worker.step.buffers import BatchBuffers, BatchShape
 from worker.step.state import StateShape, StepState, Windows
 from worker.weights.formats import format_of
 from worker.weights.loader import Loadable
@@ -205,8 +205,7 @@ def _assemble(
     state = StepState(rows, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
-    buffers = BatchBuffers(
-        state,
+    batches = BatchShape(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
@@ -214,6 +213,7 @@ def _assemble(
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
         recurrent=model.delta is not None,
     )
+    buffers = BatchBuffers(state, batches)
     model.pad_below(page_size)
     if model.delta is not None:
         num_rows = int(engine.max_num_reqs)

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker.config.checkpoint.shape import LayerShape
+from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
-from worker.observe.metrics import Progress, no_progress
 from worker.weights.files import listed, weight_files
 from worker.weights.formats import Readings
 from worker.weights.plain import PLAIN
