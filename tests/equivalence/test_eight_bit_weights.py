@@ -26,13 +26,14 @@ from tests.support.places import place
 from tests.support.processes import on_ranks
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
 from worker.model.decoder import Decoder
 from worker.ops.experts import product as experts
 from worker.ops.experts.route import new_load, route
-from worker.ops.scaled import BLOCK, E4M3
+from worker.ops.scaled import E4M3
 from worker.start.check import _divided_widths, check_directories
 from worker.weights import shard
 from worker.weights.base import Matrix, Parts
@@ -340,7 +341,7 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("where", "old", "new"),
     [
-        ("ops.scaled:eight_bits_ref", "amax * (1 / LARGEST)", "inverse"),
+        ("ops.scaled:eight_bits_ref", "amax * (1 / E4M3_MAX)", "inverse"),
         ("ops.scaled:eight_bits_ref", "blocks.abs().amax(-1)", "blocks.amax(-1)"),
         ("ops.scaled:eight_bits_ref", ".amax(-1)", ".amax((0, 2)).expand(m, -1)"),
         ("ops.scaled:scaled_product_ref", "of_weights[:, block]", "of_weights[:, 0]"),

@@ -16,7 +16,7 @@ from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes
 from worker.ops.scaled import (
     E4M3,
-    LARGEST,
+    E4M3_MAX,
     EightBitRows,
     add_rms_norm_eight,
     eight_bit_rows,
@@ -139,6 +139,6 @@ def quantized(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if width > 1:
         rows = F.pad(rows, (0, width * SCALE_BLOCK - k))
     blocks = rows.view(height, -1, width, rows.shape[1] // width)
-    scales = (blocks.abs().amax((1, 3), keepdim=True) / LARGEST).clamp_(min=1e-12)
+    scales = (blocks.abs().amax((1, 3), keepdim=True) / E4M3_MAX).clamp_(min=1e-12)
     values = (blocks / scales).view(len(rows), -1)[:, :k].to(E4M3)
     return values.view(*lead, k), scales.view(shape)
