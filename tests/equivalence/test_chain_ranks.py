@@ -12,8 +12,8 @@ from tests.support.processes import on_ranks
 from tests.unit.test_chain_forms import CPU, write_case
 from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import Collective, SingleCollective
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,8 +24,8 @@ from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
 from worker.model.delta_net import rank_delta
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.load import attentions_of
 from worker.weights.formats import format_of

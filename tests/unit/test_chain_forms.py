@@ -20,8 +20,8 @@ from worker.drafts.chain import ChainDrafter
 from worker.drafts.drafter_config import read_chain_shape
 from worker.errors import Unsupported, UserError
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import model_digest, part_sums, weights_digest
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from worker.config.checkpoint.shape import ModelShape
 from worker.config.progress import Progress, no_progress
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
+from worker.model.placement import Placement
 from worker.weights.loader import fill_with_noise, read_weights
 
 

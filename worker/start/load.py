@@ -22,8 +22,8 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
