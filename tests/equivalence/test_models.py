@@ -24,8 +24,8 @@ from worker.forward.batch import Batch, StateChunks, StateWindows
 from worker.forward.context import forward_context
 from worker.model.decoder import Decoder
 from worker.model.delta_net import rank_delta
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.load import attentions_of
 from worker.weights.formats import format_of
@@ -272,7 +272,7 @@ def test_a_checkpoint_of_many_files_loads_through_its_index(tmp_path: Path):
 
 def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tensor]]:
     """Of the saved weights for each prompt, and of noise for the first."""
-    made = load(path, collective), load(path, collective, load_format="dummy", seed=3)
+    made = load(path, collective), load(path, collective, noise=3)
     saved, noise = (Engine(each).run(chunk=64) for each in made)
     return [*saved, noise[0]]
 

@@ -16,8 +16,8 @@ from tests.support import identity
 from worker.config import ModelConfig
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,

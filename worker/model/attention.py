@@ -14,11 +14,11 @@ from worker.forward.context import current
 from worker.model.layers import (
     ColumnParallelLinear,
     NormOptions,
-    Placement,
     RMSNorm,
     RowParallelLinear,
     selected,
 )
+from worker.model.placement import Placement
 from worker.ops.norms import sigmoid_gate
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.weights.base import Matrix, Operand, Parts

@@ -18,13 +18,13 @@ from worker.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
     NormOptions,
-    Placement,
     RMSNorm,
     RowParallelLinear,
     Sum,
     VocabParallelEmbedding,
     selected,
 )
+from worker.model.placement import Placement
 from worker.ops.norms import geglu, squared_relu, swiglu
 from worker.weights.base import Matrix, Operand, Parts
 from worker.weights.shard import (

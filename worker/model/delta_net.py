@@ -13,12 +13,8 @@ from worker.config.checkpoint.delta_shape import TAPS, DeltaShape
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.batch import StateChunks, StateWindows
 from worker.forward.context import current
-from worker.model.layers import (
-    ColumnParallelLinear,
-    Placement,
-    RowParallelLinear,
-    selected,
-)
+from worker.model.layers import ColumnParallelLinear, RowParallelLinear, selected
+from worker.model.placement import Placement
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, by_head, split_even, stacked, whole
 

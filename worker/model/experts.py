@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from worker.config.checkpoint.experts import rank_experts
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
-from worker.model.layers import Placement, ReplicatedLinear, selected
+from worker.model.layers import ReplicatedLinear, selected
+from worker.model.placement import Placement
 from worker.ops.experts.route import new_load, route
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, whole

@@ -22,8 +22,8 @@ from worker.drafts.drafter_shape import ChainShape, DrafterShape
 from worker.draw.simulated import SimulatedAcceptance
 from worker.errors import Unsupported
 from worker.model.decoder import Decoder
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
@@ -142,7 +142,7 @@ def _load_weights(start: Start) -> Weights:
     """The models of a worker, and the digest of both."""
     config, device = start.config, torch.device(start.config.engine.device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
-    load_format, seed = config.model.load_format, config.model.seed
+    seed = config.model.noise
     kept = format_of(start.shape.quantization)
     if not kept.multiplies(device):
         log.info("%s multiplies no %s: weights become %s", device, kept.name, config.model.dtype)
@@ -151,14 +151,13 @@ def _load_weights(start: Start) -> Weights:
         config.model.directory,
         start.shape,
         Placement(_collective(start), dtype, device, config.engine.experts, kept),
-        load_format=load_format,
-        seed=seed,
+        noise=seed,
         progress=start.progress,
     )
     drafter, models = None, dict[str, Loadable](target=model)
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
-    noise = dummy_digest(seed, dtype, device, kept.noise) if load_format == "dummy" else ""
+    noise = "" if seed is None else dummy_digest(seed, dtype, device, kept.noise)
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
 
 
