@@ -171,3 +171,14 @@ def test_bundled_models_are_what_they_were_to_workers_of_an_older_version():
     found = identity.identities(("bfloat16",))
     assert len(found) == 2 * len(identity.MODELS)
     assert found == {name: recorded[name] for name in found}
+
+
+def test_what_experts_say_beyond_the_usual_is_in_the_digest():
+    plain = read_model_shape(ModelConfig(path="tiny-moe").directory)
+    assert plain.experts is not None
+    others = [
+        dataclasses.replace(plain, experts=plain.experts._replace(**{field: value}))
+        for field, value in (("scoring", "sigmoid"), ("is_biased", True), ("factor", 2.5))
+    ]
+    digests = {model_digest(shape, "") for shape in (plain, *others)}
+    assert len(digests) == 1 + len(others)

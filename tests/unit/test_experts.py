@@ -17,8 +17,10 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, compiling
 from tests.support.pairwise import in_whole
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.errors import Unsupported
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
+from worker.ops.experts.computed import refuse_others
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
@@ -59,6 +61,24 @@ def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:
         assert routes.ids.tolist() == [[3, 0, 1], [0, 1, 2]]
         assert routes.weights[1].isnan().all()
         assert routes.weights[0].sum() == pytest.approx(1)
+
+
+OTHERS = {
+    "scoring": "tanh", "is_biased": True, "num_groups": 4, "factor": 2.5, "activation": "gelu",
+    "limit": 7.0,
+}  # fmt: skip
+
+
+def test_experts_that_a_device_would_not_compute_are_refused_by_field_and_value() -> None:
+    plain = ExpertShape(8, 2, 16, renormalizes=True)
+    for device in (CPU, torch.device("cuda")):
+        refuse_others(plain, device)
+        for field, value in OTHERS.items():
+            with pytest.raises(Unsupported, match=f"{field} {value!r} on {device.type}"):
+                refuse_others(plain._replace(**{field: value}), device)
+    # No other field changes what is computed unless num_groups does.
+    later = ExpertShape._fields[ExpertShape._fields.index("scoring") :]
+    assert {*OTHERS, "top_groups"} == {*later}
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 64, 128, 300, 8192])

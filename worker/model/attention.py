@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from worker.attention.base import AttentionShape
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store
 from worker.config.checkpoint.rope_fields import Rope
 from worker.config.checkpoint.shape import LayerShape
@@ -120,14 +121,9 @@ class SelfAttention(nn.Module):
     """Projections, optional norms, rope and attention of one layer."""
 
     def __init__(
-        self,
-        shape: LayerShape,
-        layer_id: int,
-        rotary: RotaryEmbedding,
-        placement: Placement,
-        in_features: int | None = None,
+        self, shape: LayerShape, layer_id: int, rotary: RotaryEmbedding, placement: Placement
     ) -> None:
-        """in_features: of q, k and v; None: the hidden size."""
+        """layer_id: of the pool."""
         super().__init__()
         num_heads, num_kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
         collective, features, eps = placement.collective, shape.features, shape.rms_norm_eps
@@ -140,10 +136,9 @@ class SelfAttention(nn.Module):
         rows = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         if features.output_gate:  # q_proj has both, head by head: see shards
             rows = {"gate": q, **rows}
-        in_features = in_features or size
         self._moved, self._fused = shape.moved_rows, features.fused_qkv
         self.qkv = ColumnParallelLinear(
-            in_features,
+            shape.in_features,
             rows,
             placement,
             bias=features.qkv_bias,
@@ -163,8 +158,8 @@ class SelfAttention(nn.Module):
             self.wide_norms = HeadLayerNorms(shape, heads, placement)
         self.sinks = placement.empty(heads.num_heads) if features.sinks else None
         assert not (self._moved or self._fused) or not (features.qk_norm or features.output_gate)
-        self.rotary, self.layer_id = rotary, layer_id  # of the pool
-        self._heads, self._head_dim = heads, head_dim
+        self.rotary, self.layer_id = rotary, layer_id
+        self._shape, self._heads, self._head_dim = shape, heads, head_dim
         self._all_heads = num_heads
         self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
 
@@ -184,6 +179,19 @@ class SelfAttention(nn.Module):
         if self._gate_width:
             out = sigmoid_gate(out, selected(qkv[:, : self._gate_width], rows))
         return self.output(out)
+
+    @property
+    def inputs(self) -> ColumnParallelLinear:
+        """What the normed input is multiplied by, and nothing else."""
+        return self.qkv
+
+    def attended(self) -> AttentionShape:
+        """What a backend attends with for such layers."""
+        shape, heads = self._shape, self._heads
+        return AttentionShape(
+            heads.num_heads, heads.num_kv_heads, self._head_dim, shape.attention_scale,
+            cap=shape.scales.attention_cap, sinks=shape.features.sinks,
+        )  # fmt: skip
 
     def store(self, hidden: Tensor, positions: Tensor) -> None:
         """Only the keys and values of forward(), into the tokens' slots."""

@@ -9,6 +9,7 @@ from worker.config.checkpoint.experts import rank_experts
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
 from worker.model.layers import Placement, ReplicatedLinear, selected
+from worker.ops.experts.computed import refuse_others
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
 from worker.weights.shard import Part, Shard, all_of, whole
@@ -29,6 +30,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         assert shape.experts is not None
+        refuse_others(shape.experts, placement.device)
         self.shape, size = shape.experts, shape.hidden_size
         self._collective = group = placement.collective
         blocks = shape.eight is not None and shape.eight.by_block
@@ -50,7 +52,7 @@ class Experts(nn.Module):
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None
-        if shared is not None:
+        if shared is not None and names.shared_gate:
             whole = replace(placement, eight=None)
             self.shared_gate = ReplicatedLinear(size, 1, whole, bias=False)
 
@@ -61,9 +63,13 @@ class Experts(nn.Module):
         out = None
         if self._collective.size > 1:
             out = self._collective.buffer((len(hidden), hidden.shape[1]), hidden.dtype)
-        if self.shared is not None and self.shared_gate is not None:
+        if self.shared is not None:
             # Before the products: the shared expert's part may lie in the same buffer.
-            shared = self.shared(hidden) * self.shared_gate(hidden).sigmoid()
+            shared = self.shared(hidden)
+            if self.shared_gate is not None:
+                shared = shared * self.shared_gate(hidden).sigmoid()
+            elif self._collective.size > 1:
+                shared = shared.clone()
             return self._products(hidden, routes, out).add_(shared)
         return self._products(hidden, routes, out)
 
@@ -82,9 +88,10 @@ class Experts(nn.Module):
             rows = {f"{expert}.{name}": self._part for name in (names.gate, names.up)}
             shards |= self.gate_up.shards(i, rows, size)
             shards |= self.down.shards(i, {f"{expert}.{names.down}": size}, self._part)
-        if self.shared is not None and self.shared_gate is not None:
-            shards |= self.shared.shards(f"{prefix}.shared_expert")  # pyright: ignore
-            shards |= self.shared_gate.shards(f"{prefix}.shared_expert_gate")
+        if self.shared is not None:
+            shards |= self.shared.shards(f"{prefix}.{names.shared}")  # pyright: ignore
+        if self.shared_gate is not None:
+            shards |= self.shared_gate.shards(f"{prefix}.{names.shared_gate}")
         return shards
 
     def is_elsewhere(self, name: str) -> bool:
