@@ -21,7 +21,7 @@ from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
 from worker.ops.scaled import BLOCK
-from worker.weights.matrices import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, quantized
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),

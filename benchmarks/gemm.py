@@ -24,7 +24,7 @@ from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.ops.product import product
 from worker.ops.scaled import BLOCK, eight_bits, scaled_product
-from worker.weights.matrices import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, quantized
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 

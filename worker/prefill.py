@@ -12,7 +12,9 @@ from worker.api import ForgetPrefixes, Lost, Prefill, Release, Renew, WorkerStat
 from worker.loop import MAX_IDLE_S, DrainAsked, EngineThread, Incoming, MembersChanged, Role
 from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
-from worker.run.flight import Flight, LayerGroups, Step
+from worker.run.flight import Flight, Launched, Step
+from worker.run.layer_groups import LayerGroups
+from worker.schedule.asked import PromptLimits
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.start.engine import Engine
@@ -34,15 +36,13 @@ class PrefillLoop(Role):
             engine.shape.num_kv_layers,
             1 - engine.layout.target.page_bytes / engine.layout.page_bytes,
         )
-        self.scheduler = PrefillScheduler(
-            engine.book,
-            config.engine,
+        limits = PromptLimits(
             int(config.model.max_model_len),
-            self._pace,
-            grain=engine.shape.grain,
-            vocab_size=engine.shape.vocab_size,
-            num_eos_ids=len(engine.shape.eos_token_ids),
+            engine.shape.vocab_size,
+            len(engine.shape.eos_token_ids),
+            engine.shape.grain,
         )
+        self.scheduler = PrefillScheduler(engine.book, config.engine, limits, self._pace)
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,
@@ -72,7 +72,7 @@ class PrefillLoop(Role):
                 flight.launched(step, time.monotonic() - began_at)
         if (step := flight.take_ended()) is not None:
             self._announce_rest(step)
-            self._settled(step.plan, self._engine.runner.settle(step))
+            self._settled(step.plan, self._engine.runner.settle(step).drawn)
         self._outbound.sweep(now)
         self._publish()
         idle_s = flight.idle_s()
@@ -112,7 +112,7 @@ class PrefillLoop(Role):
                 self._announce_groups(step)
         self._num_groups_announced = 0
 
-    def _announce_groups(self, step: Step | None) -> None:
+    def _announce_groups(self, step: Launched | None) -> None:
         """Announce the layer groups of the running step that are final since the last call."""
         if step is None or step.groups is None:
             return

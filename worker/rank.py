@@ -27,7 +27,7 @@ from worker.keyring import keyring
 from worker.loop import MAX_IDLE_S, EngineThread, Incoming
 from worker.peers.rank_group import RankGroup
 from worker.plan import Drawn, Ended, Launch, Launched, LaunchTail, PaddedShape, Plan
-from worker.run.flight import Step
+from worker.run.flight import MaskedStep, Step
 from worker.start.build import Place, build_engine
 from worker.start.engine import Engine
 from worker.transfer.ranked import OwnDialled, PullPages, RankAnswer, RankOrder, RankPulls
@@ -137,7 +137,7 @@ class RankLoop:
         self._leader: PeerId = ""  # known from its first message on
         self._pending: deque[FromLeader] = deque()  # not done yet, in order
         self._steps: deque[Step] = deque()  # launched and not ended, in order
-        self._masked: Step | None = None  # its tail is not launched yet
+        self._masked: MaskedStep | None = None  # its tail is not launched yet
         self._num_steps = 0  # ended
         self._pulls = RankPulls(engine.local_rank(), self._answer, thread.post)
         self.over = threading.Event()  # the leader has said that nothing follows
@@ -182,7 +182,7 @@ class RankLoop:
         match message:
             case Launch():
                 step = self._engine.runner.launch(message.plan, shape=message.shape)
-                if message.plan.masked:
+                if isinstance(step, MaskedStep):
                     assert self._masked is None, "a step before the tail of the one before"
                     self._masked = step
                 else:
@@ -190,8 +190,7 @@ class RankLoop:
             case LaunchTail():
                 step, self._masked = self._masked, None
                 assert step is not None, "a tail without a step"
-                self._engine.runner.launch_tail(step, masks_of(message))
-                self._steps.append(step)
+                self._steps.append(self._engine.runner.launch_tail(step, masks_of(message)))
             case Ended():
                 pass
             case _:
@@ -201,7 +200,7 @@ class RankLoop:
         """Take the steps that have ended."""
         while self._steps and self._steps[0].done():
             step = self._steps.popleft()
-            drawn = step.wait()
+            drawn = step.wait().drawn
             self._engine.runner.check_ranks()
             self._num_steps += 1
             if self._engine.config.engine.strict:

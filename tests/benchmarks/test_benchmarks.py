@@ -85,15 +85,6 @@ def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None
     assert all(figure > 0 for figure in figures.values())
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize("more", ["", " --limited"])
-def test_crowds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
-    options = f"--held 8 --asked 16 --rates 500{more}"
-    figures = ran("crowd", tmp_path, monkeypatch, options)["figures"]
-    assert list(figures) == ["500 a second", "at once", "at once, connected"]
-    assert all(each["told p99 ms"] > 0 for each in figures.values())
-
-
 @pytest.mark.whole  # imports transformers
 def test_the_bundled_model_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (score,) = ran("accuracy", tmp_path, monkeypatch, f"--num 2 --model {TINY}")

@@ -26,6 +26,8 @@ from worker.model.kinds import Cut, regions_of
 from worker.model.layers import Placement
 from worker.model.load import load_model
 from worker.peers.base import SingleCollective
+from worker.weights.formats import format_of
+from worker.weights.plain import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -221,8 +223,10 @@ def load(
 ) -> Decoder:
     """eight: matrices in eight bits stay so."""
     shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
-    group, held = collective or SingleCollective(), shape.eight if eight else None
-    placement = Placement(group, torch.float32, CPU, experts, held)
+    group, kept = collective or SingleCollective(), PLAIN
+    if eight:
+        kept = format_of(shape.quantization)
+    placement = Placement(group, torch.float32, CPU, experts, kept)
     return load_model(path, shape, placement, **options)
 
 

@@ -16,8 +16,7 @@ from tests.support.lockstep import DECODE, PREFILL, Ask, Lockstep
 from tests.support.pairwise import in_whole
 from worker.api import FinishReason
 from worker.cache.pages import PageAllocator
-from worker.plan import Drawn
-from worker.run.flight import Step
+from worker.run.flight import Step, StepResult
 from worker.run.stream import HostEvent
 
 BIG_CHUNKS: dict[str, dict[str, object]] = {"engine": {"max_prefill_tokens": 64}}
@@ -111,15 +110,15 @@ def free_at_once(self: PageAllocator, pages: Iterable[int]) -> None:
         self._settled.add(page)
 
 
-WAIT: Callable[[Step], list[Drawn]] = Step.wait
+WAIT: Callable[[Step], StepResult] = Step.wait
 
 
-def wait_for_tokens_only(self: Step) -> list[Drawn]:
+def wait_for_tokens_only(self: Step) -> StepResult:
     """A step that draws nothing counts as settled at once: KV is announced that is not there.
 
     So where it shows, no prefill step may draw.
     """
-    return WAIT(self) if self.plan.sampled_rows else []
+    return WAIT(self) if self.plan.sampled_rows else StepResult([], (), "eager", 0)
 
 
 def is_whole(ask: Ask) -> bool:

@@ -1,10 +1,10 @@
-"""A short form of benchmarks.chaos: workers and the controller are killed and stopped."""
+"""A short form of tests.fault.chaos: workers and the controller are killed and stopped."""
 
 import asyncio
 
-from benchmarks.chaos.__main__ import parse, soak
 from tests.e2e.harness import shared_memory
 from tests.e2e.shared import USUAL, Clusters
+from tests.fault.chaos.__main__ import parse, soak
 from tests.support import pairwise
 
 MINUTES = "3" if pairwise.whole else "0.35"

@@ -1,4 +1,4 @@
-"""Who dies at which step of a transfer: KV-TRANSFER.md's table A9, row by row.
+"""Who dies at which step of a transfer, and the test of each row.
 
 | row | dies | test |
 |---|---|---|

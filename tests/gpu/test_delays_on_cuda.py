@@ -82,10 +82,11 @@ def early_results(runner: Any) -> None:
     pinned: dict[tuple[int, ...], Any] = {}
     run = runner.run
 
-    def wrong(step: Any) -> Any:
-        result = run(step)
+    def wrong(*args: Any) -> Any:
+        outcome = run(*args)
+        result = outcome.result
         if result is None or result.values is not None:
-            return result
+            return outcome
         drawn = result.drawn
         if drawn.shape not in pinned:
             pinned[drawn.shape] = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True)
@@ -94,7 +95,7 @@ def early_results(runner: Any) -> None:
             def to_host(self) -> Result:
                 return Result(pinned[drawn.shape].copy_(drawn, non_blocking=True))
 
-        return Early(drawn)
+        return outcome._replace(result=Early(drawn))
 
     runner.run = wrong
 

@@ -13,6 +13,7 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
 from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
+from worker.run.flight import Step
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu(1)
@@ -81,10 +82,10 @@ def launched(engine: Any, plan: Plan, *, hooked: bool) -> tuple[list[int], str, 
         cache.zero_()
     step = engine.runner.launch(plan, engine.layer_groups(lambda: None) if hooked else None)
     assert step is not None
-    drawn = engine.runner.settle(step)
+    drawn, _, path, _ = engine.runner.settle(step)
     assert all(len(each.tokens) == 1 and each.finished for each in drawn)
     assert not engine.runner.loaded.state.active.any(), "no row of a prefill worker stays active"
-    return [each.tokens[0] for each in drawn], step.path, [cache[1:].clone() for cache in caches]
+    return [each.tokens[0] for each in drawn], path, [cache[1:].clone() for cache in caches]
 
 
 def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool) -> None:
@@ -127,6 +128,6 @@ def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) 
     groups = engine.layer_groups(lambda: None) if hooked else None
     with no_sync():
         step = engine.runner.launch(plan, groups)
-    assert step is not None
-    assert [each.tokens[0] for each in engine.runner.settle(step)] == wanted
+    assert isinstance(step, Step)
+    assert [each.tokens[0] for each in engine.runner.settle(step).drawn] == wanted
     engine.close()

@@ -1,7 +1,7 @@
 """Checks custom resources against the schemas of their definitions.
 
-The definitions of KubeRay, prometheus-operator, KEDA and Gateway API lie beside the repository, in
-../shared/data; where they are absent, the tests that need them are skipped.
+The definitions of KubeRay, prometheus-operator, KEDA and Gateway API are an archive (`DEFINITIONS`)
+that is no part of this repository; where it is absent, the tests that need it are skipped.
 """
 
 import tarfile

@@ -1,6 +1,7 @@
 """The table in router/API.md of what others' fields do here: each is sent, and judged."""
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -172,20 +173,32 @@ def fate(served: Served, path: str, name: str, value: Any) -> str:
 
 def test_the_table_says_what_each_field_does(served: Served) -> None:
     """Where it is not so, write what this has found between the two lines of the page."""
-    lines = [
-        " | ".join(["| these", *(f"of `/v1/{path}`" for path in OWN)]) + " |",
-        "|---" * 5 + "|",
-    ]
-    found: dict[str, dict[str, list[str]]] = {each: {path: [] for path in OWN} for each in WORDS}
-    for path, own in OWN.items():
-        for name, value in own.items():
-            found[fate(served, path, name, value)][path].append(f"`{name}`")
-    for each, paths in found.items():
-        lines.append(" | ".join([f"| {WORDS[each]}", *map(", ".join, paths.values())]) + " |")
+    fates = {
+        path: {name: fate(served, path, name, value) for name, value in own.items()}
+        for path, own in OWN.items()
+    }
+    both = {name: did for name, did in fates[CHAT].items() if fates[TEXT].get(name) == did}
+    columns = {"chats and completions": both}
+    for path, own in fates.items():
+        column = f"`/v1/{path}`" + " alone" * (path in (CHAT, TEXT))
+        columns[column] = own if path not in (CHAT, TEXT) else without(own, both)
+    lines = [" | ".join(["| these", *(f"of {each}" for each in columns)]) + " |"]
+    lines.append("|---" * (1 + len(columns)) + "|")
+    for each, words in WORDS.items():
+        names = [
+            ", ".join(f"`{name}`" for name, did in column.items() if did == each)
+            for column in columns.values()
+        ]
+        lines.append(" | ".join([f"| {words}", *names]) + " |")
     page = PAGE.read_text()
     written = re.search(r"<!-- fields -->\n(.*?)\n<!-- /fields -->", page, re.DOTALL)
     assert written is not None
     assert written[1] == "\n".join(lines), "\n".join(lines)
+
+
+def without(fates: dict[str, str], both: Collection[str]) -> dict[str, str]:
+    """The fates of a path's own fields."""
+    return {name: did for name, did in fates.items() if name not in both}
 
 
 def test_the_table_has_every_field_of_our_own_bodies() -> None:

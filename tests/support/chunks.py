@@ -20,11 +20,11 @@ from worker.forward.batch import Batch
 from worker.forward.context import LayerHook, forward_context
 from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel
+from worker.run.chunks import padded_shape
 from worker.run.eager import EagerChunks
-from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
-from worker.run.runner import padded_shape
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.start.build import Place, build_engine
 from worker.start.engine import Engine
@@ -71,16 +71,15 @@ def serve(
 ) -> tuple[list[list[int]], set[int]]:
     """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
     eos_ids = frozenset(engine.shape.eos_token_ids)
-    scheduler = DecodeScheduler(
-        engine.book, engine.config.engine, eos_ids, grain=engine.shape.grain
-    )
+    queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
+    scheduler = DecodeScheduler(queues, eos_ids)
     scheduler.step = STEPS[0]
     scheduler.widths = AnyWidth(widths, random.Random(3))
     reqs, owned, pending = [], set(), None
     for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
         req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
-        assert scheduler.admit(req)
-        scheduler.prefill_locally(req)
+        assert queues.admit(req)
+        queues.prefill_locally(req)
         reqs.append(req)
     live = set(reqs)
     while live or pending is not None:
@@ -89,10 +88,10 @@ def serve(
         owned |= {page for req in live if req.hold for page in req.hold.pages}
         if pending is not None:
             for req, _, _, reason in scheduler.settle(
-                pending.plan.step, engine.runner.settle(pending)
+                pending.plan.step, engine.runner.settle(pending).drawn
             ):
                 if reason is not None:
-                    scheduler.finish(req)
+                    queues.finish(req)
                     live.discard(req)
         pending = step
     STEPS[0] = scheduler.step
@@ -339,12 +338,11 @@ def check_no_wait(bench: Bench, layout: Layout) -> None:
     plan = bench.plan(layout)
     bench.set_pages(layout)
     shape = padded_shape(bench.engine.runner.graphs, plan, hooked=False)
-    bench.engine.runner.run(Step(plan, shape))  # warm: allocator, kernels
+    bench.engine.runner.run(plan, shape)  # warm: allocator, kernels
     torch.cuda.synchronize()
-    step = Step(plan, shape)
     with no_sync():
-        bench.engine.runner.run(step)
-    assert step.path in ("graph", "piecewise")
+        outcome = bench.engine.runner.run(plan, shape)
+    assert outcome.path in ("graph", "piecewise")
 
 
 def check_canary(bench: Bench, layout: Layout, written: Sequence[Tensor]) -> None:

@@ -38,9 +38,8 @@ from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.run.base import Forward, PaddedShape
-from worker.run.flight import Step
+from worker.run.chunks import padded_shape, run_chunks
 from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
-from worker.run.runner import padded_shape
 from worker.run.segments import Capture
 
 MAX_TOKENS = 40
@@ -173,10 +172,10 @@ def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
             groups = SimpleNamespace(
                 on_layer=on_layer, on_regions=lambda: None, released_on_error=nullcontext
             )
-        plan, stream = bench.plan(layout), bench.engine.runner
-        step = Step(plan, padded_shape(stream.graphs, plan, hooked=groups is not None), groups)
+        plan, graphs = bench.plan(layout), bench.engine.runner.graphs
+        shape = padded_shape(graphs, plan, hooked=groups is not None)
         with torch.inference_mode():
-            forwarded = stream.run_chunks(step)
+            forwarded = run_chunks(graphs, plan, shape, groups)
         return forwarded.hidden, forwarded.path
 
     found, path = forward()

@@ -10,6 +10,7 @@ from worker.errors import PeerLost
 from worker.plan import Drawn, Ended, Launch, Launched, Plan
 from worker.rank import FromLeader, RankLoop, Ranks, from_rank, wrapped
 from worker.run.base import PaddedShape
+from worker.run.flight import StepResult
 from worker.transfer.ranked import CancelPull, PullPages
 
 LEADER = "decode-0/1"
@@ -23,9 +24,9 @@ class Step:
     def done(self) -> bool:
         return self.ended
 
-    def wait(self) -> list[Drawn]:
+    def wait(self) -> StepResult:
         assert self.ended, "the loop must not block"
-        return [Drawn((self.plan.step,), finished=False)]
+        return StepResult([Drawn((self.plan.step,), finished=False)], (), "eager", 1)
 
 
 class Rank:

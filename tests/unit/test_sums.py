@@ -79,8 +79,7 @@ def test_a_step_is_under_what_its_padded_size_is_summed_by(num_tokens: int, algo
         collective=Chosen(),
     )
     for plan in (Plan(1, decode=(1,)), Plan(2, chunks=(Chunk(1, 0, (5, 6, 7)),))):
-        step: Any = SimpleNamespace(plan=plan, num_tokens=num_tokens)
-        count_sums(model, metrics, step)
+        count_sums(model, metrics, plan, num_tokens)
     for kind in ("decode", "prefill"):
         labels = {"kind": kind, "algorithm": algorithm}
         assert value(metrics, "all_reduce_bytes_count", **labels) == 1

@@ -3,7 +3,7 @@
 The rows of a head in a page are followed by their exponents, a byte each: a number is worth
 e4m3 · 2^(byte - 127). The power is the smallest by which no number of its row passes 448. So
 nothing is calibrated, a page that is moved takes its scales along, and bf16 holds every value: a
-kernel may scale keys, scores or a copy, with the same result. (MODELS.md 4.)
+kernel may scale keys, scores or a copy, with the same result.
 """
 
 import torch

@@ -59,6 +59,7 @@ class StepLog:
         self._launched: dict[int, _Launched] = {}
         self._ended: torch.cuda.Event | None = None  # of the step that settled last
         self._cpu_at: float | None = None  # of the loop's thread, at the last settling
+        self._waits_at = 0.0, 0.0  # monotonic, and CPU time of the loop's thread
         self._flushed_at = 0.0
 
     def event(self) -> torch.cuda.Event | None:
@@ -80,11 +81,14 @@ class StepLog:
         """Note that the tail of a masked step was launched: the step ends behind it."""
         self._launched[plan.step].ended = self.event()
 
-    def settled(
-        self, plan: Plan, path: str, wait_s: float, wait_cpu_s: float, drawn: Sequence[Drawn]
-    ) -> None:
-        """Write the line of a step that has settled; times are seconds."""
+    def waits(self) -> None:
+        """Note that the loop begins to wait for the step that settles next."""
+        self._waits_at = time.monotonic(), time.thread_time()
+
+    def settled(self, plan: Plan, path: str, drawn: Sequence[Drawn]) -> None:
+        """Write the line of a step that has settled."""
         launched, cpu_at = self._launched.pop(plan.step), time.thread_time()
+        wait_s, wait_cpu_s = time.monotonic() - self._waits_at[0], cpu_at - self._waits_at[1]
         since = cpu_at if self._cpu_at is None else self._cpu_at
         line = StepLine(
             plan.step, time.time(), path, len(plan.decode),

@@ -3,10 +3,10 @@
 Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
 row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
 sum over 128 columns is scaled in f32 before it enters the sum over all: as the published blocks
-demand it, and because the tensor cores add e4m3 products with fewer bits. (MODELS.md 3.)
+demand it, and because the tensor cores add e4m3 products with fewer bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,8 @@ def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 eight_bits = op(eight_bits_ref)
 
 
-def eight_bit_rows(x: Tensor | EightBitRows) -> EightBitRows:
-    """x in eight bits, unless it is so already."""
+def eight_bit_rows(x: Any) -> EightBitRows:
+    """x, a Tensor, in eight bits, unless it is so already."""
     return x if isinstance(x, EightBitRows) else EightBitRows(*eight_bits(x), x.dtype)
 
 

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Sequence
+from itertools import islice
 
 from worker.api import (
     Abort,
@@ -13,15 +15,17 @@ from worker.api import (
     PeerId,
     Refused,
     Stop,
+    TokenLogprob,
 )
 from worker.errors import Busy, DeadlinePassed, KvlaneError, LibraryError, PeerLost, UserError
 from worker.loop import EngineThread
+from worker.plan import Plan
 from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
 from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
 from worker.requests.replies import Last, Replies
-from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Phase, Req, finish_reason
+from worker.schedule.decode import DecodeScheduler, finish_reason
+from worker.schedule.req import Phase, Req
 from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import Inbound
@@ -43,7 +47,7 @@ class Requests:
     ) -> None:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
-        self.admission = Admission(thread.me, engine, scheduler, inbound, thread.wake)
+        self.admission = Admission(engine, thread, scheduler.queues, inbound)
         self.deferred = Deferred(self.admission, self.reqs)
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self.kept = KeptAnswers()
@@ -110,6 +114,14 @@ class Requests:
         if reason is not None:
             self.leave(req, reason)
 
+    def pass_scores(self, plan: Plan, scores: Sequence[TokenLogprob]) -> None:
+        """Reply with the scores of prompts that a step, not settled yet, has computed."""
+        left = iter(scores)
+        for req, chunk in self._scheduler.launched[plan.step].computed:
+            found = list(islice(left, len(chunk.scored)))
+            if found and req.phase is not Phase.FINISHED:
+                self.replies.scores(req, found)
+
     def fetch_ended(self, fetch: Fetch) -> None:
         """Go on with a fetch's request: KV landed, or no worker is left to ask, or it shall end."""
         req = fetch.req
@@ -161,7 +173,7 @@ class Requests:
         """Give back all that `req` holds; no pull into its pages may run."""
         _end_timeline(req, error)
         self.kept.end(req, reason, time.monotonic())
-        self._scheduler.finish(req)
+        self._scheduler.queues.finish(req)
         self.reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
         self._engine.metrics.requests(reason.value).inc()

@@ -13,7 +13,8 @@ from worker.config import EngineConfig
 from worker.config.progress import Progress, no_progress
 from worker.drafts.base import Drafter
 from worker.drafts.drafter import DrafterModel
-from worker.draw.sampler import Result, Scores
+from worker.draw.sampler import Result
+from worker.draw.scores import Scores
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
@@ -85,6 +86,21 @@ class Decoded(NamedTuple):
     path: str  # for metrics: "graph" or "eager"
     num_tokens: int  # computed by the forward, padding included
     scores: Scores | None = None  # of prompts
+
+
+class Outcome(NamedTuple):
+    """What a step has come to, on its way to the host."""
+
+    result: Result | None  # None: nothing was drawn
+    scores: Scores | None  # of prompts; None: none were to be scored
+    path: str  # how it was launched, for metrics: see Forward and Decoded
+    num_tokens: int  # of its forward, with padding
+
+    def to_host(self) -> "Outcome":
+        """See OnDevice."""
+        result = None if self.result is None else self.result.to_host()
+        scores = None if self.scores is None else self.scores.to_host()
+        return self._replace(result=result, scores=scores)
 
 
 class StepGraphs:

@@ -22,7 +22,7 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
-CONTROLLER = "ray::Controller"  # as Ray calls its process
+TITLES = {"router": "ray::RouterActor", "controller": "ray::Controller"}  # of Ray's processes
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -56,16 +56,14 @@ class Cluster:
 
     async def pids(self, role: str) -> dict[str, int]:
         """Of those of a role that are ready and may be hit: nobody is the last of its role."""
-        if role == "controller":  # there is one, and no request is with it
-            return {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
-        if role == "router":
-            listening = listeners(int(self._url.rpartition(":")[2]))
-            found = {f"router of pid {pid}": pid for pid in listening}
+        if title := TITLES.get(role):
+            found = {f"{role} of pid {pid}": pid for pid in pids_of(title)}
         else:
             rows = await self.workers()
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
             found = {row["name"]: row["pid"] for row in ready}
-        return found if len(found) > 1 else {}
+        # There is one controller, and no request is with it.
+        return found if len(found) > 1 or role == "controller" else {}
 
     async def metrics(self) -> dict[str, float]:
         """Sums over all processes, by name and, of pages and slots, state."""
@@ -143,35 +141,17 @@ class Faults:
 def pids_of(title: str) -> list[int]:
     """Of the processes whose command line begins so."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if (entry / "cmdline").read_bytes().startswith(title.encode()):
-                    found.append(int(entry.name))
-    return found
-
-
-def listeners(port: int) -> set[int]:
-    """Processes that listen on a TCP port of this network namespace."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{words[9]}]")
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if any(os.readlink(fd) in inodes for fd in (entry / "fd").iterdir()):
-                    found.add(int(entry.name))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cmdline").read_bytes().startswith(title.encode()):
+                found.append(int(entry.name))
     return found
 
 
 def sizes(pid: int) -> Sizes | None:
     """None: it has ended."""
+    proc = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
-        proc = Path("/proc") / str(pid)
         pages = int((proc / "statm").read_text().split()[1])
         num_fds, num_threads = (len(list((proc / name).iterdir())) for name in ("fd", "task"))
         return Sizes(round(pages * PAGE_BYTES / 2**20, 1), num_fds, num_threads)
