@@ -2,6 +2,7 @@
 
 import re
 
+import torch
 from torch import Tensor, nn
 
 from worker.config.checkpoint.experts import rank_experts
@@ -51,6 +52,9 @@ class Experts(nn.Module):
             placement.matrix(Parts(rows, columns, modules=modules, held=self.held))
             for rows, columns in stacks
         )
+        self.bias = None
+        if names.bias:
+            self.bias = placement.empty(self.shape.num_experts, dtype=torch.float32)
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None
@@ -60,7 +64,10 @@ class Experts(nn.Module):
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
         slots = selected(current().batch.slot_mapping, rows)
-        routes = route(hidden, self.gate, slots, self.sink, self.shape, self.held, self.load)
+        options = () if self.bias is None else (self.bias,)
+        routes = route(
+            hidden, self.gate, slots, self.sink, self.shape, self.held, self.load, *options
+        )
         out = None
         if self._collective.size > 1:
             out = self._collective.buffer((len(hidden), hidden.shape[1]), hidden.dtype)
@@ -76,6 +83,8 @@ class Experts(nn.Module):
 
     def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = {Key(f"{prefix}.gate.weight"): whole(self.gate)}
+        if self.bias is not None:
+            shards[Key(f"{prefix}.{self._names.bias}")] = whole(self.bias)
         for i in range(self.held.count):
             expert = f"{prefix}.experts.{self.held.first + i}"
             shards |= self.gate_up.shards(expert, i) | self.down.shards(expert, i)

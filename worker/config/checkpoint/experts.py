@@ -60,9 +60,13 @@ def rank_experts(
 
 def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
-    num_layers, places = fields.integer("num_hidden_layers"), ("num_experts", "num_local_experts")
+    num_layers, places = (
+        fields.integer("num_hidden_layers"),
+        (*("num_experts", "num_local_experts", "n_routed_experts"),),
+    )
     num_experts = fields.integer(*places, default=0, least=0)
-    dense = set(fields.integers("mlp_only_layers"))
+    first = fields.integer("first_k_dense_replace", default=0, least=0)
+    dense = {*range(first), *fields.integers("mlp_only_layers")}
     step = fields.integer("decoder_sparse_step", default=1)
     is_sparse = tuple((i + 1) % step == 0 and i not in dense for i in range(num_layers))
     if not num_experts or not any(is_sparse):
@@ -72,14 +76,18 @@ def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
         problem = f"{top_k} is more than {places[0]} {num_experts}"
         raise fields.error("num_experts_per_tok", problem)
     fields.choice("hidden_act", ("silu",))
-    names = family.layers.experts
+    names, shared = family.layers.experts, 0
     assert names is not None
+    width = fields.integer("intermediate_size" if own is None else "moe_intermediate_size")
+    if names.shared:
+        shared = width * fields.integer("n_shared_experts", default=0, least=0)
+        shared = shared or fields.integer("shared_expert_intermediate_size")
     experts = ExpertShape(
         num_experts,
         top_k,
-        fields.integer("intermediate_size" if own is None else "moe_intermediate_size"),
+        width,
         renormalizes=own is None or fields.flag("norm_topk_prob", default=bool(names.shared)),
-        shared_width=fields.integer("shared_expert_intermediate_size") if names.shared else 0,
+        shared_width=shared,
         scoring=names.scoring,
         is_biased=bool(names.bias),
         num_groups=fields.integer("n_group", default=1),

@@ -24,7 +24,7 @@ class ExpertNames(NamedTuple):
     shared: str = ""  # the expert that every token has; "": there is none
     shared_gate: str = ""  # whose sigmoid it is multiplied by; "": it is not
     scoring: str = "softmax"  # of the router; see ExpertShape
-    bias: str = ""  # of the router's choice, a tensor; "": there is none
+    bias: str = ""  # a tensor: of the router's choice; "": there is none
 
 
 @dataclass(frozen=True, slots=True)

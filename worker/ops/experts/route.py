@@ -46,8 +46,11 @@ def route_ref(
     shape: ExpertShape,
     held: Held,
     load: Tensor,
+    bias: Tensor | None = None,
 ) -> Routes:
     """Scores of all experts' logits in f32, then the k largest; the lower index wins a tie.
+
+    With a bias, [num_experts] f32, those whose score and bias are the largest together.
 
     x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
     token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
@@ -55,11 +58,13 @@ def route_ref(
     `new_load`; is added to.
     """
     scores = SCORINGS[shape.scoring](x.float() @ gate.float().t())
-    ranked = scores.nan_to_num(nan=-1.0).sort(dim=-1, descending=True, stable=True).indices
+    chosen = scores if bias is None else scores + bias
+    ranked = chosen.nan_to_num(nan=float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : shape.top_k]
     weights = scores.gather(1, ids)
     if shape.renormalizes:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * shape.factor if shape.factor != 1 else weights
     if slots is not None:
         ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts)
     local = ids.flatten() - held.first

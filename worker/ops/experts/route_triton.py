@@ -169,8 +169,10 @@ def route_triton(
     shape: ExpertShape,
     held: Held,
     load: Tensor,
+    bias: Tensor | None = None,
 ) -> Routes:
-    """See route_ref."""
+    """See route_ref, and computed.py for what of a shape is not computed here."""
+    assert bias is None
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
     assert x.stride(1) == 1
