@@ -35,7 +35,9 @@ def new_load(held: Held, device: torch.device) -> Tensor:
 
 
 # By ExpertShape.scoring: scores of all experts, of their logits; both [n, num_experts] f32.
-SCORINGS: Mapping[str, Callable[[Tensor], Tensor]] = {"softmax": lambda logits: logits.softmax(-1)}
+SCORINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+}
 
 
 def route_ref(
