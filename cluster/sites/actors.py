@@ -21,9 +21,9 @@ from cluster.diagnose.facts import read_facts
 from cluster.diagnose.finding import refuse
 from cluster.diagnose.machine import of_transport
 from cluster.diagnose.running import Examination, examined_here
-from cluster.sites.handles import CONTROLLER, Identity, call
+from cluster.sites.handles import Identity, call
 from cluster.sites.process import Membership, Report, Stage
-from cluster.sites.ray_private import RAY
+from cluster.sites.ray_private import CONTROLLER, RAY
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import WorldError
@@ -201,21 +201,19 @@ class _Operator:
         self._drain_timeout_s = drain_timeout_s
 
     def drain(self, name: str, timeout_s: float | None) -> bool:
-        return bool(self._ask("drain", name, self._limit_s(timeout_s)))
+        return bool(self._ask("drain", timeout_s, name))
 
     def turn(self, name: str, role: str, timeout_s: float | None) -> None:
-        self._ask("turn", name, role, self._limit_s(timeout_s))
+        self._ask("turn", timeout_s, name, role)
 
-    def _limit_s(self, timeout_s: float | None) -> float:
-        return self._drain_timeout_s if timeout_s is None else timeout_s
-
-    def _ask(self, method: str, *args: object) -> Any:
+    def _ask(self, method: str, timeout_s: float | None, *args: str) -> Any:
+        limit_s = self._drain_timeout_s if timeout_s is None else timeout_s
         name, namespace = CONTROLLER
         try:
             controller = RAY.get_actor(name, namespace=namespace)
         except ValueError:
             raise WorldError("no controller runs at present") from None
-        return asyncio.run(call(getattr(controller, method), *args))
+        return asyncio.run(call(getattr(controller, method), *args, limit_s))
 
 
 class RouterActor(ProcessActor):
@@ -232,7 +230,7 @@ class RouterActor(ProcessActor):
             # Its libraries are needed in this process only.
             from router.http.app import Place, RouterServer, Settings
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line a scrape of ours
         config, name = self._config, self._assignment.name
         node = RAY.util.get_node_ip_address()
         self._part = RouterServer(

@@ -1,16 +1,27 @@
 """What we need of Ray, or leave out, beyond its typed interface; pinned with ray in pyproject."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import node, ray_constants, state, worker
 
-from cluster.diagnose.ports import RayHere
+if TYPE_CHECKING:
+    from cluster.diagnose.ports import RayHere
 
 # Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
 NOWHERE = b"127.0.0.1:0"
+CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
+# As `RAY.nodes` has them -> kinds of `diagnose.doors`.
+PORTS_OF_NODE = {
+    "NodeManagerPort": "raylet",
+    "ObjectManagerPort": "objects",
+    "MetricsExportPort": "ray metrics",
+    "MetricsAgentPort": "agent",
+    "DashboardAgentListenPort": "agent page",
+    "RuntimeEnvAgentPort": "environments",
+}
 
 
 def stay_on_loopback() -> None:
@@ -44,7 +55,7 @@ def start_what_is_needed() -> None:
 
 
 def silence_worker_deaths() -> None:
-    """Keep Ray from printing a page of advice for each dead worker; the monitor prints a line."""
+    """Keep Ray from printing a page of advice when a worker dies; the monitor prints a line."""
 
     def ignore(*_: object) -> None:
         pass
@@ -52,19 +63,26 @@ def silence_worker_deaths() -> None:
     setattr(worker, "listen_error_messages", ignore)  # noqa: B010
 
 
-def ray_here() -> RayHere:
+def ray_here() -> "RayHere":
     """What a Ray that this process has joined says of its ports on this machine."""
+    from cluster.diagnose.ports import RayHere  # with psutil, which no process that serves needs
+
     private: Any = worker
+    private_state: Any = state
     node_id = RAY.get_runtime_context().get_node_id()
-    (mine,) = (each for each in RAY.nodes() if each["NodeID"] == node_id)
-    kinds = {
-        "NodeManagerPort": "raylet",
-        "ObjectManagerPort": "objects",
-        "MetricsExportPort": "ray metrics",
-    }
+    (mine,) = (node for node in RAY.nodes() if node["NodeID"] == node_id)
+    ports = {mine[name]: kind for name, kind in PORTS_OF_NODE.items()}
+    controller = 0
+    for actor in private_state.actors().values():
+        if actor["State"] != "ALIVE":
+            continue
+        if actor["Address"]["NodeID"] == node_id and actor["Name"] == CONTROLLER[0]:
+            controller = actor["Pid"]
+        for place in (actor["Address"], actor["OwnerAddress"]):
+            if place["NodeID"] == node_id:
+                ports[place["Port"]] = "core worker"
     joined = private._global_node
-    ports = {mine[name]: kind for name, kind in kinds.items()}
-    return RayHere(str(joined.session_name), str(joined.gcs_address), ports)
+    return RayHere(str(joined.session_name), str(joined.gcs_address), ports, controller)
 
 
 def free_resources() -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""`process.Site` over Ray: room for each worker and router, and the actors in it."""
+"""`process.Site` over Ray: room for workers and routers, and the actors in it."""
 
 import asyncio
 import logging
@@ -15,14 +15,7 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.diagnose.facts import Driver, read_driver
-from cluster.resolve import (
-    ROLES,
-    bundle_of,
-    counts,
-    with_collective,
-    with_devices,
-    with_transport,
-)
+from cluster.resolve import ROLES, bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
@@ -37,7 +30,7 @@ from worker.errors import WorldError
 log = logging.getLogger("kvlane.site")
 
 DRIVER_TIMEOUT_S = 60.0
-MAX_CONCURRENCY = 8  # run() and start() hold one thread of an actor each
+MAX_CONCURRENCY = 8  # run() holds one thread of an actor, and start() another
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,27 +121,20 @@ class RaySite(Site):
             )
             for rank, host in enumerate(hosts)
         ]
+        limit_s = self.config.cluster.start_timeout_s
         try:
-            try:
-                processes: list[Identity] = await asyncio.wait_for(
-                    asyncio.gather(*(call(actor.identify) for actor in actors)),
-                    self.config.cluster.start_timeout_s,
-                )
-            except TimeoutError:
-                limit_s = self.config.cluster.start_timeout_s
-                raise WorldError(f"Ray started no process for it within {limit_s:g} s") from None
+            asked = asyncio.gather(*(call(actor.identify) for actor in actors))
+            processes: list[Identity] = await asyncio.wait_for(asked, limit_s)
             ranks = tuple(Rank(actor, who) for actor, who in zip(actors, processes, strict=True))
-            record = replace(
-                self._holdings[name].record,
-                incarnation=incarnation,
-                has_process=True,
-                renewing=False,
-            )
-            holding = Holding(record, group, ranks)
+            now = replace(self._holdings[name].record, incarnation=incarnation, renewing=False)
+            holding = Holding(replace(now, has_process=True), group, ranks)
             await self._hold(holding)
-        except BaseException:
+        except BaseException as error:
             for actor in actors:
                 RAY.kill(actor)
+            if isinstance(error, TimeoutError):
+                lack = f"Ray started no process for it within {limit_s:g} s"
+                raise WorldError(lack) from None
             raise
         return self._process(holding)
 
@@ -249,8 +235,8 @@ class RaySite(Site):
 
     def _worker_nodes(self) -> set[str]:
         """Ids of the nodes that workers are on."""
-        workers = [each for each in self._holdings.values() if each.record.role != "router"]
-        return {node.node_id for each in workers if each.group for node in each.group.nodes}
+        workers = [held for held in self._holdings.values() if held.record.role != "router"]
+        return {node.node_id for held in workers if held.group for node in held.group.nodes}
 
 
 async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:

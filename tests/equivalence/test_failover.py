@@ -1,7 +1,7 @@
 """A request that loses its decode worker gives the answer that would have come, at any token.
 
 A real router over real workers: it takes a request for lost once its choice has so many tokens, and
-sends it again to the other worker. That workers die is in tests/fault/test_kill_under_load.py.
+sends it again to the other worker. That workers die is in tests/fault/test_chaos.py.
 """
 
 import inspect

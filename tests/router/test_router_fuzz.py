@@ -44,7 +44,7 @@ from worker.api import (
     encode,
 )
 
-NUM_BODIES = 3_000  # a real cluster gets more: tests/e2e/test_fuzz.py
+NUM_BODIES = 3_000  # a real cluster gets more: tests/fault/fuzz_http.py
 NUM_AT_ONCE = 16
 MAX_BODY_BYTES = 100_000
 WORKER = Member("decode-0", "decode", "x", "tcp://127.0.0.1:1")

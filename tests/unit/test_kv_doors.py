@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cluster.diagnose import greet
 from tests.support.patience import HANG_S, until
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
@@ -86,13 +85,6 @@ def test_a_stranger_gets_nothing(endpoint: Endpoint, memory: ctypes.Array) -> No
         assert received(member, 64) == bytes(memory[5:69])
 
 
-def test_a_doctor_knows_who_speaks_there(endpoint: Endpoint) -> None:
-    port = int(endpoint.name.rpartition(":")[2])
-    answer = greet.overheard((HOST, port))
-    assert answer is not None
-    assert answer.speech is greet.Speech.KV
-
-
 def test_an_endpoint_does_not_show_its_secret(endpoint: Endpoint) -> None:
     assert repr(SECRET)[2:-1] not in repr(endpoint)
 
@@ -159,23 +151,6 @@ def test_a_slow_impostor_holds_nobody_up(endpoint: Endpoint) -> None:
             dialed(other, 0.3)
         over.set()
         thread.join()
-
-
-@pytest.mark.parametrize("name", ["no port", "host:70000", f"{'h' * 70}.x:1"])
-def test_a_name_that_is_no_address_is_unreachable(name: str, endpoint: Endpoint) -> None:
-    with pytest.raises(Unreachable):
-        dialed(describe("sockets", "tcp", name, endpoint.regions, SECRET))
-
-
-def test_strangers_do_not_fill_the_log(
-    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(12):
-        with strangers(endpoint) as connection:
-            greeted(connection)
-            connection.sendall(b"n" * (NONCE_BYTES + MAC_BYTES))
-            assert is_over(connection)
-    assert len([each for each in caplog.records if "without the secret" in each.message]) == 2
 
 
 @pytest.mark.parametrize(

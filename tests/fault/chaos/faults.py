@@ -10,10 +10,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 # Gauges that are zero when nobody asks anything.
@@ -22,8 +22,7 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
-TITLES = {"router": "ray::RouterActor", "controller": "ray::Controller"}  # of Ray's processes
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CONTROLLER = "ray::Controller"  # as Ray calls its process
 
 
 class Fault(NamedTuple):
@@ -33,14 +32,6 @@ class Fault(NamedTuple):
     name: str
     pid: int
     stopped_s: float
-
-
-class Sizes(NamedTuple):
-    """Of one process."""
-
-    rss_mib: float
-    num_fds: int
-    num_threads: int
 
 
 class Cluster:
@@ -56,8 +47,11 @@ class Cluster:
 
     async def pids(self, role: str) -> dict[str, int]:
         """Of those of a role that are ready and may be hit: nobody is the last of its role."""
-        if title := TITLES.get(role):
-            found = {f"{role} of pid {pid}": pid for pid in pids_of(title)}
+        if role == "controller":
+            found = {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
+        elif role == "router":  # one that starts takes no connections yet
+            listen = listening(int(self._url.rpartition(":")[2]))
+            found = {f"router of pid {pid}": pid for pid in listen}
         else:
             rows = await self.workers()
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
@@ -140,21 +134,22 @@ class Faults:
 
 def pids_of(title: str) -> list[int]:
     """Of the processes whose command line begins so."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (entry / "cmdline").read_bytes().startswith(title.encode()):
-                found.append(int(entry.name))
-    return found
+    every = psutil.process_iter(["cmdline"])
+    return [one.pid for one in every if " ".join(one.info["cmdline"] or ()).startswith(title)]
 
 
-def sizes(pid: int) -> Sizes | None:
-    """None: it has ended."""
-    proc = Path("/proc") / str(pid)
-    with contextlib.suppress(OSError):
-        pages = int((proc / "statm").read_text().split()[1])
-        num_fds, num_threads = (len(list((proc / name).iterdir())) for name in ("fd", "task"))
-        return Sizes(round(pages * PAGE_BYTES / 2**20, 1), num_fds, num_threads)
+def listening(port: int) -> list[int]:
+    """Processes that listen on a TCP port of this network namespace."""
+    open_ones = [each for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
+    return [each.pid for each in open_ones if each.laddr.port == port and each.pid]
+
+
+def sizes(pid: int) -> dict[str, float] | None:
+    """MiB in memory, descriptors and threads of a process; None: it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        one = psutil.Process(pid)
+        rss_mib = round(one.memory_info().rss / 2**20, 1)
+        return {"rss_mib": rss_mib, "num_fds": one.num_fds(), "num_threads": one.num_threads()}
     return None
 
 
