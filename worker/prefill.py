@@ -34,7 +34,7 @@ class PrefillLoop(Role):
             engine.model_layout.page_bytes // engine.book.page_size,
             int(config.engine.max_prefill_tokens),
             engine.shape.num_kv_layers,
-            1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
+            1 - engine.layout.target.page_bytes / engine.layout.page_bytes,
         )
         limits = PromptLimits(
             int(config.model.max_model_len),

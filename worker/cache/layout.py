@@ -156,6 +156,21 @@ class Regions:
             raise UserError(text, "num_groups")
 
     @property
+    def target(self) -> KVRegion:
+        """The first region: that of the model's own layers, which may have layer groups."""
+        return self.regions[0]
+
+    @property
+    def num_groups(self) -> int:
+        """Layer groups that are announced one by one."""
+        return self.target.num_groups
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page, of every region."""
+        return self.target.page_size
+
+    @property
     def page_bytes(self) -> int:
         """One page of all regions together."""
         return sum(region.page_bytes for region in self.regions)
@@ -169,16 +184,6 @@ class KVLayout(Regions):
     def region(self, name: str = "target") -> KVRegion:
         """The region called `name`; KeyError if there is none."""
         return {region.name: region for region in self.regions}[name]
-
-    @property
-    def num_groups(self) -> int:
-        """Layer groups that are announced one by one."""
-        return self.regions[0].num_groups
-
-    @property
-    def page_size(self) -> int:
-        """Tokens per page, of every region."""
-        return self.regions[0].page_size
 
     def describe(self) -> str:
         """Say what a token takes, by region."""

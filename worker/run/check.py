@@ -182,7 +182,7 @@ class DecodeScene(_Scene):
         most = min(MAX_CHECK_LEN, loaded.max_len - 1)
         num_pages = min(-(-most // page_size), (pool.num_pages - 1) // bucket)  # of a row
         self.num_slots = num_pages * page_size  # of a row
-        if loaded.model.delta is not None and bucket >= pool.num_slots:
+        if loaded.model.is_recurrent and bucket >= pool.num_slots:
             self.num_slots = 0  # there are fewer states than rows
         self._width = width
         self.rows = torch.arange(1, bucket + 1, device=loaded.state.device)
@@ -260,7 +260,7 @@ class ChunkScene(_Scene):
         starts = [prefix * (i % 2) for i in range(num_reqs)]
         num_pages = -(-(max(counts) + prefix) // page_size)  # of a row
         self.fits = num_reqs <= most and num_reqs * num_pages < loaded.pool.num_pages
-        if loaded.model.delta is not None:
+        if loaded.model.is_recurrent:
             self.fits = self.fits and num_reqs < loaded.pool.num_slots
         vocab_size = loaded.model.shape.vocab_size
         chunks = tuple(

@@ -26,7 +26,7 @@ class LayerGroups:
         num_ranks: int = 1,
     ) -> None:
         self._events = [stream.event() for _ in range(layout.num_groups)]
-        self._layers_per_group = layout.regions[0].layers_per_group
+        self._layers_per_group = layout.target.layers_per_group
         self._late = num_ranks > 1
         # Groups that `on_layer` records; the last may have to wait for `on_regions`.
         self._by_layers = layout.num_groups - (len(layout.regions) > 1 or self._late)

@@ -196,6 +196,7 @@ class PiecewiseChunks(ChunkGraphs):
     def _launch_variants(self, num_tokens: int) -> None:
         """Launch each attention variant that batches of this bucket can need, to compile it now."""
         loaded, attention = self.loaded, self.loaded.attention.prefill
+        attended = loaded.model.attended
         longest = min(num_tokens, loaded.max_len)
         # Lengths in powers of two, the lowest and the highest bound, any number of requests.
         lengths = {min(longest, 1 << i) for i in range(power_of_two(longest).bit_length())}
@@ -207,7 +208,7 @@ class PiecewiseChunks(ChunkGraphs):
                 continue
             self._launched_variants.add(variant)
             plan = _sink_plan([length] + [1] * (num_reqs - 1), longest_ub)
-            shape = num_tokens, loaded.model.heads.num_heads, loaded.model.shape.head_dim
+            shape = num_tokens, attended.num_heads, attended.head_dim
             q = torch.zeros(shape, dtype=self.embedded.dtype, device=self.embedded.device)
             batch = loaded.buffers.chunks(plan, num_tokens)
             with forward_context(batch, attention, attention.plan(batch)):
