@@ -78,7 +78,7 @@ class MaskedStep:
     groups: ClassVar[None] = None
 
     def drafts(self) -> list[list[int]]:
-        """Drafts that each row verifies: width - 1 ids, -1 = none. Width 1: [].
+        """Drafts that the rows verify: width - 1 ids, -1 = none. Width 1: [].
 
         Waits for the end of the step before. From then on masks can be made.
         """
