@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.report import aligned
+from benchmarks.output import parser
 from benchmarks.train.problems import Problem, held_out_problems, parse_value
 
 MAX_NEW_TOKENS = 200
@@ -228,7 +229,7 @@ def judge_newcomers(model: Path, device: str) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
+    made = parser(__doc__)
     add = made.add_argument
     add("--model", type=Path, default=DEFAULT_MODEL, help="folder of the weights")
     add("--num", type=int, default=500, help="problems of a split")
@@ -239,7 +240,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--held-out", action="store_true", help="held-out templates too")
     add("--newcomers", action="store_true", help="what newcomers ask, instead")
     add("--device", default="cpu", help="where to decode without --url")
-    add("--json", type=Path, help="write the scores to this file")
     return made
 
 

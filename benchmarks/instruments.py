@@ -267,7 +267,7 @@ def _multiplied(module: nn.Module) -> int:
     total = sum(p.numel() for p in module.parameters())
     for each in module.modules():
         if isinstance(each, Experts):
-            stacks = each.gate_up.tensor.numel() + each.down.tensor.numel()
+            stacks = each.gate_up.values.numel() + each.down.values.numel()
             total -= stacks - stacks * each.shape.top_k // each.held.count
     return total
 

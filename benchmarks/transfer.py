@@ -7,7 +7,7 @@
     python -m benchmarks.transfer roads --roads 0.25gbit,1gbit --modes auto,never --out results
 
 Without a word: throughput and latency of one transport. With --two the source is in another network
-namespace (root, iproute2), whose road `tc` may slow down, and `iperf3` tells what the road carries.
+namespace (root, iproute2), whose road `tc` may slow down.
 Both ends, the copy and the network stack share this machine's cores, so only ratios count. A pull
 is polled in a closed loop, as an idle engine would; `first run` is the time of a pull of a single
 run, which is what a short prompt sees.
@@ -48,13 +48,13 @@ import msgspec
 import numpy as np
 import torch
 
+from benchmarks import two_hosts
 from benchmarks.engine import Case
 from benchmarks.instruments import Bench, add_engine_options, build
-from benchmarks.judges import two_hosts
-from benchmarks.judges.served import REPOSITORY, make_model
 from benchmarks.load.report import aligned
 from benchmarks.load.result import read
 from benchmarks.output import parser, shown, write
+from benchmarks.served import REPOSITORY, make_model
 from benchmarks.timing import DEVICE
 from tests.support import namespaces
 from worker.cache.layout import MemoryRegion
@@ -63,8 +63,7 @@ from worker.transfer.base import TRANSPORTS, Endpoint, KVTransport, Peer, PullSt
 
 KINDS = {"shm": "shm", "mooncake": "tcp", "sockets": "tcp"}
 CLONE_NEWNET = 0x40000000
-FAR, STREAMS = "10.79.0.2", (1, 4, 16)
-SECOND, SECOND_ENDS = ("10.80.0.254", "10.80.0.2"), ("vsecond", "eth1")
+FAR = "10.79.0.2"
 CONNECT_S = 10.0
 NUM_SINGLE_RUNS = 50
 POLL_S = 2e-5  # between two polls; others of this process have their turn then
@@ -168,41 +167,6 @@ def pull_s(peer: Peer, runs: Sequence[Run]) -> float:
     return took_s
 
 
-def second_road(netns: str) -> None:
-    """A cable of its own between the two namespaces."""
-    (here, there), (ours, theirs) = SECOND_ENDS, SECOND
-    for words in (
-        f"link add {here} type veth peer name {there} netns {netns}",
-        f"addr add {ours}/24 dev {here}",
-        f"link set {here} up",
-        f"-n {netns} addr add {theirs}/24 dev {there}",
-        f"-n {netns} link set {there} up",
-    ):
-        namespaces.run("ip", *words.split())
-
-
-def carried(netns: str, streams: int) -> str:
-    """What iperf3 moves from there to here over so many connections, and its CPU."""
-    server = subprocess.Popen(["ip", "netns", "exec", netns, "iperf3", "-s", "-1"], stdout=-3)
-    words = ["iperf3", "-c", FAR, "-R", "-t", "2", "-l", "1M", "-J", "-P", str(streams)]
-    try:
-        for _ in range(50):  # until it listens
-            time.sleep(0.1)
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode == 0:
-                break
-    finally:
-        server.kill()
-        server.wait()
-    said = json.loads(done.stdout)
-    if done.returncode:
-        return f"iperf3, {streams} streams: {said['error']}"
-    gb_s = said["end"]["sum_received"]["bits_per_second"] / 8e9
-    cpu = said["end"]["cpu_utilization_percent"]
-    cpu_s = (cpu["host_total"] + cpu["remote_total"]) / 100 / gb_s
-    return f"iperf3, {streams} streams: {gb_s / 1.073741824:.2f} GiB/s, {cpu_s:.2f} cpu s/GB"
-
-
 def cpu_s(pid: int) -> float:
     """Seconds that a process has computed, the kernel for it included."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -238,18 +202,12 @@ def measure(peer: Peer, run_bytes: int, options: argparse.Namespace, pid: int) -
 def two_places(options: argparse.Namespace) -> Place:
     """Another network namespace, whose road is as slow as asked."""
     namespaces.enter("benchmarks.transfer")
-    netns, far, roads = namespaces.join("far", FAR), FAR, [("vfar", "eth0")]
-    if options.second:
-        second_road(netns)
-        far += f",{SECOND[1]}"
-        roads.append(SECOND_ENDS)
-    for here, there in roads if options.rate else ():
-        for inside, end in ((["ip", "netns", "exec", netns], there), ([], here)):
+    netns = namespaces.join("far", FAR)
+    for inside, end in ((["ip", "netns", "exec", netns], "eth0"), ([], "vfar")):
+        if options.rate:
             limit = f"root tbf rate {options.rate} burst 4mb latency 50ms"
             namespaces.run(*inside, "tc", "qdisc", "add", "dev", end, *limit.split())
-    for streams in STREAMS:
-        print(carried(netns, streams), flush=True)
-    return Place(namespaces.GATEWAY, far, netns)
+    return Place(namespaces.GATEWAY, FAR, netns)
 
 
 def links() -> None:
@@ -262,7 +220,6 @@ def links() -> None:
     add("--repeat", type=int, default=5)
     add("--two", action="store_true", help="the source is in another network namespace")
     add("--rate", default="", help="of the road between the two, as tc writes it")
-    add("--second", action="store_true", help="a second road; sockets take both")
     options = made.parse_args()
     place = two_places(options) if options.two else Place()
     num_bytes = max(options.total_mb << 20, *options.run_bytes)
@@ -430,8 +387,8 @@ def roads() -> int:
         try:
             for road in options.roads.split(","):
                 two_hosts.slow_down(road)
-                turns = itertools.product(range(options.repeat), options.modes.split(","))
-                for number, mode in turns:
+                modes = options.modes.split(",")
+                for number, mode in ((i, mode) for i in range(options.repeat) for mode in modes):
                     row = served(Path(folder), f"{road}-{mode}-{number}", mode, options)
                     rows.setdefault((road, mode), []).append(row)
                     print(f"{road} {mode}: {row['ttft_ms']:.0f} ms", flush=True)

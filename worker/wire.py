@@ -34,6 +34,7 @@ from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, d
 from worker.config import PingConfig
 from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, Refusals, bounded_socket
 from worker.keyring import keyring as keyring  # routers see no other module of the wire
+from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
 
@@ -194,6 +195,7 @@ class _Links:
     ) -> None:
         self._me, self._ping, self._pong, self._keyring = me, ping, pong, keyring
         self.refusals = Refusals() if keyring is None else keyring.refusals
+        self._log = Seldom()
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._zap: zmq.Socket[bytes] | None = None
@@ -378,7 +380,7 @@ class _Links:
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
     ) -> None:
         """Close the link to a peer, and report it as lost; the log says so now and then."""
-        if not self.refusals.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
+        if not self._log.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
             level = logging.DEBUG
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)

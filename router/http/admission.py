@@ -16,12 +16,11 @@ from router.errors import ApiError
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.exchange import REQUEST_ID, SERVER_TIMING, Exchange
-from router.http.raw import answer, rest_of
+from router.http.raw import CLOSE, answer, rest_of
 from router.http.table import GENERATING
 from router.show.front import Front
 
 PATHS = {path.encode(): path for path in GENERATING}
-CLOSE = (b"connection", b"close")
 AT_ONCE = (SERVER_TIMING, b"total;dur=0.0")
 
 

@@ -98,7 +98,7 @@ class Api:
     async def not_served(self, request: Request) -> Response:
         """Endpoints of OpenAI's API that this server does not have."""
         message = f"{request.url.path} is not served: this server generates text only"
-        raise ApiError("unsupported", message, status=404)
+        raise ApiError("unsupported", message).answered(404)
 
     async def body(self, request: Request) -> bytes:
         """What a client has sent; raises as `read_body`."""

@@ -113,7 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):
     _moved = False  # what arrived last was a part of a body, or began or ended something
     _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
     _refused = ""  # why what came after the last whole request is no request
-    _timed: tuple[object, object] = (None, None)  # for what the timer runs
+    _timed: tuple[object, object] | None = None  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
     _cycles: "weakref.WeakSet[RequestResponseCycle]"  # of all requests that are not answered yet
 
@@ -133,7 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone, or was cut."""
-        self._stop()
+        self._watch()
         for cycle in self._cycles:  # uvicorn marks only the last of those that were sent ahead
             cycle.disconnected = True
             cycle.message_event.set()
@@ -246,20 +246,16 @@ class LimitedProtocol(HttpToolsProtocol):
         awaited = not self.pipeline and (
             state is _Awaited.BODY or (state is not _Awaited.NOTHING and not self._is_answering)
         )
-        if not awaited or self.transport.is_closing():
-            self._stop()
-        elif self._timed != (state, self.cycle):
-            self._stop()
-            self._timed = state, self.cycle
-            body = state is _Awaited.BODY
-            limits = self._limits
-            limit_s = limits.body_timeout_s if body else limits.header_timeout_s
-            self._timer = self.loop.call_later(limit_s, self._cut, GRACE_S if body else 0.0)
-
-    def _stop(self) -> None:
+        timed = (state, self.cycle) if awaited and not self.transport.is_closing() else None
+        if timed == self._timed:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timed = None, (None, None)
+        self._timed, self._timer = timed, None
+        if timed is not None:
+            body, limits = state is _Awaited.BODY, self._limits
+            limit_s = limits.body_timeout_s if body else limits.header_timeout_s
+            self._timer = self.loop.call_later(limit_s, self._cut, GRACE_S if body else 0.0)
 
     def _cut(self, grace_s: float = 0.0) -> None:
         """Close the connection; a client that has sent a part of a head learns why."""

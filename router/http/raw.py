@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
+CLOSE = (b"connection", b"close")  # a header
 Headers = Iterable[tuple[bytes, bytes]]
 
 

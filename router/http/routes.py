@@ -50,7 +50,7 @@ class Errors:
             case ApiError():
                 failure = error
             case UserError():
-                failure = ApiError(error.code, str(error), param=error.param, status=400)
+                failure = ApiError(error.code, str(error), param=error.param).answered(400)
             case KvlaneError():
                 if isinstance(error, LibraryError):
                     error.log(Exchange.of(request.scope).unique_id)
@@ -58,7 +58,7 @@ class Errors:
                 failure = ApiError(error.code, str(error), retry_after_s=after_s)
             case HTTPException():
                 code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-                failure = ApiError(code, str(error.detail), status=error.status_code)
+                failure = ApiError(code, str(error.detail)).answered(error.status_code)
                 headers = dict(error.headers or {})  # 405 says what is allowed
             case ClientDisconnect():
                 return Response(status_code=CLIENT_GONE)

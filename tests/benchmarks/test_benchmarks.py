@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from benchmarks import router
 from benchmarks.gpu_cluster import serve_config
 from benchmarks.instruments import Bench, add_engine_options, build
-from benchmarks.judges.served import make_model
 from benchmarks.load.words import Words
+from benchmarks.served import make_model
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text

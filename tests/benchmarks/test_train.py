@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from benchmarks.accuracy import load_model
-from benchmarks.train import base, model, moe, problems
+from benchmarks.train import base, model, problems
 from benchmarks.train.answers import Speaker, set_right
 from benchmarks.train.arithmetic import evaluate
 from benchmarks.train.base import Drafter, Lesson, train_drafter
@@ -137,8 +137,8 @@ def test_anchors_draft_together_as_one_after_the_other_does(kind, at, target):
 
 
 def test_a_model_of_experts_is_saved_by_the_names_of_checkpoints(tmp_path: Path) -> None:
-    made = moe.new_model(0).eval()
-    count = model.save_model(made, tmp_path, moe.CONFIG)
+    made = model.new_model("tiny-moe", 0).eval()
+    count = model.save_model(made, tmp_path, model.CONFIGS["tiny-moe"])
     assert count == sum(weight.numel() for weight in made.parameters())
     assert 2 * count < 4 << 20  # bytes
     reloaded, _ = load_model(tmp_path, "cpu")

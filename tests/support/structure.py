@@ -83,7 +83,7 @@ class Tree:
 
 # Modules that are one room: what every process shares, and the page of decode with its requests.
 TOGETHER = dict.fromkeys(
-    ("api", "config", "errors", "keyring", "plan", "registry", "wire"), "contract"
+    ("api", "config", "errors", "keyring", "plan", "registry", "seldom", "wire"), "contract"
 ) | {"requests": "decode"}
 
 

@@ -56,7 +56,7 @@ ROOMS = [
     *("model", "draw", "drafts", "schedule", "transfer", "run", "start"),
     *("loop", "prefill", "decode", "rank", "worker"),
 ]
-ROOT_FILES = 12  # of worker, __init__ among them
+ROOT_FILES = 13  # of worker, __init__ among them
 
 # What grows unseen if nothing caps it; `tests.support.structure` prints the figures.
 MAX = {
@@ -70,7 +70,7 @@ MAX = {
     "wide functions": 28,
     "each": 830,
     "rooms": 21,
-    "arrows": 94,
+    "arrows": 90,
     "files of a decode step": 24,
     "lines of a decode step": 4_500,
 }

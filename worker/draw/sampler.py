@@ -19,9 +19,8 @@ from torch import Tensor
 from worker.api import TokenLogprob
 from worker.draw.changes import apply_masks, keep_likely, penalize
 from worker.draw.logprobs import logprobs
-from worker.draw.scores import pinned_copy, read_logprobs
+from worker.draw.scores import Head, pinned_copy, read_logprobs
 from worker.forward.draws import Changes, DrawParams, Masks
-from worker.model.layers import VocabParallelEmbedding
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
@@ -177,7 +176,7 @@ class Result:
 
 
 def draw(
-    head: VocabParallelEmbedding,
+    head: Head,
     state: StepState,
     sampled: SampledRows,
     hidden: Tensor,

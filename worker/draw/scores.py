@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.api import TokenLogprob
 from worker.draw.logprobs import logprobs
-from worker.model.layers import VocabParallelEmbedding
+from worker.ops.best_pairs import VocabPart
 
 SCORED_ROWS = 256  # of prompts, whose logits are there at a time: 78 MB of 152k tokens in bf16
 
@@ -29,6 +29,17 @@ class Scores(NamedTuple):
         return read_logprobs(self.values, self.ids)
 
 
+class Head(Protocol):
+    """What makes logits of hidden states."""
+
+    # Of the ids whose logits this rank computes before any gather; None: of all ids.
+    part: VocabPart | None
+
+    def logits(self, hidden: Tensor, *, whole: bool = True) -> Tensor:
+        """hidden: [n, hidden_size] -> [n, vocab_size]; not whole: [n, ids of `part`]."""
+        ...
+
+
 def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy of a tensor of any shape in pinned memory; enqueued on the current stream."""
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -43,9 +54,7 @@ def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:
     ]
 
 
-def score(
-    head: VocabParallelEmbedding, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int
-) -> Scores:
+def score(head: Head, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int) -> Scores:
     """Logprobs of tokens [n] i64, token i behind hidden[at[i]]; device work only.
 
     hidden: [num_tokens, hidden]; at: [n] i64. A few rows at a time: the logits of a whole chunk

@@ -16,6 +16,7 @@ from worker.observe.timeline import Timeline
 from worker.schedule.asked import fits, known
 from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
+from worker.seldom import Seldom
 from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
 
@@ -47,7 +48,7 @@ class Admission:
         shape = engine.shape
         path = engine.config.model.directory
         self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, thread.wake)
-        self._inbound = inbound
+        self._inbound, self._log = inbound, Seldom()
 
     def admit(self, router: PeerId, message: Generate, reqs: Collection[Req], now: float) -> Req:
         """Admit a request beside `reqs`, and reserve its pages.
@@ -149,7 +150,7 @@ class Admission:
             if (
                 computed
                 and moved * computed < 1
-                and self._inbound.context.refusals.news(candidate.peer, "is reached by a slow link")
+                and self._log.news(candidate.peer, "is reached by a slow link")
             ):
                 log.warning(
                     "the link to %s moves %.3g GB/s, %s tokens/s of this model, and a prefill "

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.attention.recurrent.chunk import block_table
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import BLOCK, block_table
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.judges.served import enter_namespace, serving
+from benchmarks.served import enter_namespace, serving
 from tests.fault.chaos.faults import Cluster, Faults, sizes, told
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
 
@@ -80,9 +80,7 @@ async def soak(options: argparse.Namespace, url: str) -> dict[str, Any]:
         "num_faults": len(faults.sent), "faults_by_kind": told(faults.sent),
         "faults": [fault._asdict() for fault in faults.sent],
         "sizes": {  # of who lived through it
-            name: [each and each._asdict() for each in (begun[pid], sizes(pid))]
-            for name, pid in pids.items()
-            if pid in begun
+            name: [begun[pid], sizes(pid)] for name, pid in pids.items() if pid in begun
         },
     }  # fmt: skip
 

@@ -35,14 +35,6 @@ class Fault(NamedTuple):
     stopped_s: float
 
 
-class Sizes(NamedTuple):
-    """Of one process."""
-
-    rss_mib: float
-    num_fds: int
-    num_threads: int
-
-
 class Cluster:
     """A cluster as its routers tell of it; all its processes are on this machine."""
 
@@ -57,7 +49,10 @@ class Cluster:
     async def pids(self, role: str) -> dict[str, int]:
         """Of those of a role that are ready and may be hit: nobody is the last of its role."""
         if title := TITLES.get(role):
-            found = {f"{role} of pid {pid}": pid for pid in pids_of(title)}
+            pids = pids_of(title)
+            if role == "router":  # one that starts takes no connections yet
+                pids = listening(pids, int(self._url.rpartition(":")[2]))
+            found = {f"{role} of pid {pid}": pid for pid in pids}
         else:
             rows = await self.workers()
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
@@ -148,13 +143,28 @@ def pids_of(title: str) -> list[int]:
     return found
 
 
-def sizes(pid: int) -> Sizes | None:
-    """None: it has ended."""
+def listening(pids: Sequence[int], port: int) -> list[int]:
+    """Those of them that listen on a TCP port of this network namespace."""
+    texts = [Path("/proc/net", table).read_text() for table in ("tcp", "tcp6")]
+    rows = [line.split() for text in texts for line in text.splitlines()]
+    ours = [row for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    inodes = {f"socket:[{row[9]}]" for row in ours}
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if any(os.readlink(fd) in inodes for fd in Path(f"/proc/{pid}/fd").iterdir()):
+                found.append(pid)
+    return found
+
+
+def sizes(pid: int) -> dict[str, float] | None:
+    """MiB in memory, descriptors and threads of a process; None: it has ended."""
     proc = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
         pages = int((proc / "statm").read_text().split()[1])
-        num_fds, num_threads = (len(list((proc / name).iterdir())) for name in ("fd", "task"))
-        return Sizes(round(pages * PAGE_BYTES / 2**20, 1), num_fds, num_threads)
+        found = {"rss_mib": round(pages * PAGE_BYTES / 2**20, 1)}
+        counted = {"num_fds": "fd", "num_threads": "task"}
+        return found | {name: len(list((proc / of).iterdir())) for name, of in counted.items()}
     return None
 
 

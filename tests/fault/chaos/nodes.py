@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-from benchmarks.judges.two_hosts import SCRIPT, URL, script, serving_on_a
+from benchmarks.two_hosts import SCRIPT, URL, script, serving_on_a
 from tests.fault.chaos.faults import Cluster
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from benchmarks.judges.served import TINY, enter_namespace, environment, serving
+from benchmarks.served import TINY, enter_namespace, environment, serving
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
 
 SCALE = 1.3  # of a weight of each layer: another model, which speaks as well

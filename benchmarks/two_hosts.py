@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.judges.served import REPOSITORY, wait_ready
+from benchmarks.served import REPOSITORY, wait_ready
 
 SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
 HEAD = "10.78.0.1:6379"
