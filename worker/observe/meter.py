@@ -53,7 +53,7 @@ class StepMeter:
         self._launched_at[plan.step] = time.monotonic()
 
     def settled(self, plan: Plan, path: str) -> None:
-        """Count and time the step of `plan`, which has finished; path: Step.path."""
+        """Count and time the step of `plan`, which has finished; path: see StepResult."""
         now = time.monotonic()
         self.num_steps += 1
         kind = "prefill" if plan.chunks else "decode"
