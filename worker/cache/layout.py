@@ -68,7 +68,7 @@ class KVRegion:
 
     @property
     def rows_per_page(self) -> int:
-        """Rows that a page has of each layer, head and part."""
+        """Rows that a page has of a layer, head and part."""
         return self.page_size if self.rows == "token" else 1
 
     @property
@@ -187,7 +187,7 @@ class KVLayout(Regions):
 
     def describe(self) -> str:
         """Say what a token takes, by region."""
-        sizes = (f"{each.name} {each.page_bytes / self.page_size:,.0f}" for each in self.regions)
+        sizes = (f"{x.name} {x.page_bytes / self.page_size:,.0f}" for x in self.regions)
         state = f"; a request: {self.state.slot_bytes:,d} of state" if self.state else ""
         return f"bytes a token: {', '.join(sizes)}{state}"
 

@@ -46,7 +46,7 @@ def check_bucket(
 ) -> BucketCheck | None:
     """Run `bucket` rows with windows of `width` op by op and by replays, from the same state.
 
-    In windows the first draft of each row is right, and so are some of the others by chance. State
+    In windows the first draft of a row is right, and so are some of the others by chance. State
     and pages of `loaded` must be unused, and are reset. None: the pool is too small.
     Raises AssertionError if the results differ, and engine.strict is set.
     """
@@ -145,7 +145,7 @@ class _Scene:
     def times_ms(
         self, launches: Sequence[Callable[[], object]], num_rounds: int = NUM_ROUNDS
     ) -> list[float]:
-        """Time each kind of launch, from synchronize to synchronize, after one that warms up.
+        """Time the kinds of launch, from synchronize to synchronize, after one that warms up.
 
         A time is the best of a few rounds, because other work may disturb a round. The kinds
         alternate: a GPU at its power limit slows down by 10 % and more within a second, and the
@@ -289,7 +289,7 @@ class ChunkScene(_Scene):
 
 
 def _pages_of_rows(num_rows: int, num_pages: int) -> tuple[RowPages, ...]:
-    """Give rows 1 to num_rows `num_pages` pages each, from page 1 on."""
+    """Give rows 1 to num_rows `num_pages` pages a row, from page 1 on."""
     firsts = range(1, 1 + num_rows * num_pages, num_pages) if num_pages else ()
     return tuple(
         RowPages(row, 0, tuple(range(first, first + num_pages)))
