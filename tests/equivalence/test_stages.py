@@ -71,15 +71,3 @@ def test_a_prompt(where: str, drawn: str) -> None:
         if not stages.prefilled_by:  # all but the last token's page is here
             assert stages.prefill_s == stages.transfer_s == 0
         assert answer.num_cached_tokens > 0
-
-
-@pytest.mark.parametrize(
-    ("mode", "first_token"), [("always", "decode"), ("always", "prefill"), ("never", "decode")]
-)
-def test_waiting_for_a_row_counts_as_queue(mode: str, first_token: str) -> None:
-    """With two rows for 24 requests most time is spent waiting, 70 to 97 % on a quiet machine."""
-    num_prefill = 1 if mode == "always" else 0
-    computed, _ = ask(mode, num_prefill, first_token, num=24, max_num_reqs=2)
-    found = check(computed)
-    queued = sum(stages.prefill_queue_s + stages.decode_queue_s for stages in found)
-    assert queued > 0.25 * sum(sum(durations(stages)) for stages in found)

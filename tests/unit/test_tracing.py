@@ -42,23 +42,6 @@ def test_a_stage_begins_where_the_one_before_ended(made: Made) -> None:
     assert made.spans() == [("one", 0, 1000), ("two", 1000, 2500), ("three", 2500, 2500)]
 
 
-def test_stages_within_a_stage_end_with_it(made: Made) -> None:
-    trace = made.tracer.carried(PARENT, 1.0)
-    trace.enter("prefill", 1.0)
-    trace.inner = trace.below(1.0)
-    trace.inner.enter("prefill_queue", 1.0)
-    trace.inner.add("prefill_chunk", 1.5, 2.0, {})
-    trace.inner.add("prefill_chunk", 1.75, 2.5, {})  # the device began it when the first was over
-    trace.inner.enter("prefill_queue", 2.5)
-    trace.leave(3.0)
-    assert made.spans() == [
-        ("prefill_queue", 0, 500), ("prefill_chunk", 500, 1000), ("prefill_chunk", 1000, 1500),
-        ("prefill_queue", 1500, 2000), ("prefill", 0, 2000),
-    ]  # fmt: skip
-    *inner, outer = made.raw()
-    assert {span.parent and span.parent.span_id for span in inner} == {outer.context.span_id}
-
-
 def test_another_attempt_says_why(made: Made) -> None:
     trace = made.tracer.carried(PARENT, 0.0)
     trace.enter("prefill", 0.0)
