@@ -25,7 +25,7 @@ from worker.transfer.doors import (
     MAX_STRANGERS,
     NONCE_BYTES,
     PIECE,
-    Door,
+    KVDoor,
     proof,
     received,
 )
@@ -48,7 +48,7 @@ def region_of(memory: ctypes.Array) -> MemoryRegion:
 @pytest.fixture
 def endpoint(memory: ctypes.Array) -> Iterator[Endpoint]:
     regions = [region_of(memory)]
-    door = Door(HOST, SECRET, regions)
+    door = KVDoor(HOST, SECRET, regions)
     yield describe("sockets", "tcp", f"{HOST}:{door.port}", regions, SECRET)
     door.close()
 

@@ -85,7 +85,7 @@ def asked(pieces: Sequence[Piece]) -> bytes:
     return COUNT.pack(len(pieces)) + b"".join(PIECE.pack(*piece) for piece in pieces)
 
 
-class Door:
+class KVDoor:
     """Serves registered memory at one address, a thread a connection, until it is closed."""
 
     def __init__(self, host: str, secret: bytes, regions: Sequence[MemoryRegion]) -> None:

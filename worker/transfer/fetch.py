@@ -55,8 +55,8 @@ class FetchContext:
 
     def landed(self, link: Link, num_bytes: int, took_s: float, now: float) -> None:
         """Record a pull that has landed."""
-        self.metrics.pulled_bytes(link.source.road).inc(num_bytes)
-        self.metrics.pull_seconds(link.source.road).observe(took_s)
+        self.metrics.pulled_bytes(link.source.transport).inc(num_bytes)
+        self.metrics.pull_seconds(link.source.transport).observe(took_s)
         link.rate.landed(num_bytes, took_s, now)
 
 
@@ -137,7 +137,7 @@ class Fetch:
         self.num_landed_pages = max(self._num_found_pages, self._first_read)
         self._context = context
         self._link: Link | None = None  # to `peer`
-        self._road = ""  # of it, as metrics show it
+        self._transport = ""  # of it, as metrics show it
         self._key = b""  # of this attempt's announcements
         self._num_tokens = len(req.tokens)  # req.tokens is longer once a token came with the KV
         self._awaits_token = False  # the attempt under way is to bring one
@@ -177,7 +177,7 @@ class Fetch:
         """Start the next attempt by asking the peer of `link`; no earlier pull may run."""
         assert not self._running
         self.attempt += 1
-        self._link, self.peer, self._road = link, link.peer, link.source.road
+        self._link, self.peer, self._transport = link, link.peer, link.source.transport
         self.xfer = Xfer(self.xfer_id, self.attempt, incarnation, link.peer.rpartition("/")[2])
         self.lease = Lease(self._context.lease.decode_window_s, now)
         self._last_announced_at = 0.0
@@ -217,7 +217,7 @@ class Fetch:
             req.num_cached_tokens = max(req.num_cached_tokens, message.num_cached_tokens)
         if message.last and not self._last_announced_at:
             self._last_announced_at = now = time.monotonic()
-            req.timeline.announced(now, message.prefill_s, self.peer, self._road)
+            req.timeline.announced(now, message.prefill_s, self.peer, self._transport)
         self._pages.announce(message, range(self.num_landed_pages, self._num_wanted_pages))
         token = message.token if self._awaits_token else None
         if message.last:  # without a token: the worker is of a version that draws none
@@ -275,9 +275,9 @@ class Fetch:
         self.req.timeline.pulled(self._num_bytes, self._pull_s, self._pulls_from)
         if self.landed and self.ending is None:
             now, metrics = time.monotonic(), self._context.metrics
-            metrics.fetch_seconds(self._road).observe(now - self._began_at)
+            metrics.fetch_seconds(self._transport).observe(now - self._began_at)
             if self._last_announced_at:
-                metrics.transfer_seconds(self._road).observe(now - self._last_announced_at)
+                metrics.transfer_seconds(self._transport).observe(now - self._last_announced_at)
 
     def _start_pulls(self, now: float) -> None:
         book, link = self._context.book, self._link
@@ -310,7 +310,7 @@ class Fetch:
                 self.fail(TransferTimeout.code, "a pull took too long")
             return
         self._running.remove(running)
-        self._context.metrics.pulls(self._road, state.value).inc()
+        self._context.metrics.pulls(self._transport, state.value).inc()
         if self.xfer is None:
             return  # the attempt is over: pages of late pulls do not count as landed
         if state is PullState.FAILED:

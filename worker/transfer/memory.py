@@ -2,12 +2,13 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.cache.layout import MemoryRegion
+from worker.peers.mapped import on_device
 
 BATCH_BYTES = 4 << 20  # most that is asked for at once, and what a lane stages
 
@@ -41,10 +42,7 @@ class DirectLane:
     """Memory of the CPU."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
-        self._views = [
-            memoryview((ctypes.c_uint8 * each.num_bytes).from_address(each.address)).cast("B")
-            for each in regions
-        ]
+        self._views = [memoryview(bytes_of(region)).cast("B") for region in regions]
 
     def outgoing(self, pieces: Sequence[Piece]) -> list[memoryview]:
         return [self._views[region][at : at + size] for region, at, size in pieces]
@@ -92,22 +90,16 @@ class StagedLane:
         return end
 
 
-class _OnDevice:
-    """Memory that torch takes by its address."""
-
-    def __init__(self, region: MemoryRegion) -> None:
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": (region.num_bytes,), "typestr": "|u1", "data": (region.address, False),
-            "version": 3,
-        }  # fmt: skip
+def bytes_of(region: MemoryRegion) -> "ctypes.Array[ctypes.c_uint8]":
+    """The region itself, memory of the CPU, without a copy."""
+    return (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
 
 
 def _tensor(region: MemoryRegion, device: torch.device) -> Tensor:
     """[num_bytes] u8 over the region itself."""
     if device.type == "cuda":
-        return torch.as_tensor(_OnDevice(region), device=device)
-    memory = (ctypes.c_uint8 * region.num_bytes).from_address(region.address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        return on_device(region.address, region.num_bytes, device)
+    return torch.frombuffer(bytes_of(region), dtype=torch.uint8)
 
 
 def lanes_of(regions: Sequence[MemoryRegion]) -> Callable[[], Lane]:

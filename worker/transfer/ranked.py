@@ -185,10 +185,10 @@ class RankPulls:
                 why = Error(error.code, str(error))
                 self._tell(PeerDialled(self._own.rank, link, error=why))
 
-    def road(self, link: int) -> str:
-        """What the bytes of a link that is open travel on; "" if none is."""
+    def transport(self, link: int) -> str:
+        """Name and kind of the transport of an open link; "" if it is not open."""
         source = self._links.get(link)
-        return source.road if source is not None else ""
+        return source.transport if source is not None else ""
 
     def _close_unused(self) -> None:
         for link in self._leaving - {running.link for running in self._pulls.values()}:
@@ -252,7 +252,7 @@ class LeaderPulls:
                     return
                 del self._dials[link]
                 if error is None:
-                    source = _RankedSource(self, link, self._rank.road(link))
+                    source = _RankedSource(self, link, self._rank.transport(link))
                     self._post(Link(dial.member.peer, source, dial.bytes_per_s))
                 else:
                     self.order(HangUp(link))
@@ -279,8 +279,8 @@ class LeaderPulls:
 
 
 class _RankedSource(PageSource):
-    def __init__(self, leader: LeaderPulls, link: int, road: str) -> None:
-        self._leader, self._link, self.road = leader, link, road
+    def __init__(self, leader: LeaderPulls, link: int, transport: str) -> None:
+        self._leader, self._link, self.transport = leader, link, transport
         self._closed = False
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:

@@ -22,16 +22,12 @@ from typing import NamedTuple
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable, Unsupported
 from worker.transfer.base import (
-    POLL_BUDGET_S,
     Endpoint,
-    KVTransport,
-    Peer,
-    Pull,
+    OpenPeer,
+    OpenTransport,
     PullState,
     Run,
-    check_peer,
-    check_runs,
-    describe,
+    RunsPull,
     pieces,
 )
 from worker.transfer.doors import (
@@ -39,7 +35,7 @@ from worker.transfer.doors import (
     MAC_BYTES,
     MAX_PIECES,
     NONCE_BYTES,
-    Door,
+    KVDoor,
     asked,
     proof,
     receive,
@@ -77,13 +73,11 @@ def batches(runs: Sequence[Run]) -> Iterator[Batch]:
         yield Batch(here, there)
 
 
-class SocketPull(Pull):
+class SocketPull(RunsPull):
     """A pull that its peer's lanes share; each takes batches until there are none left."""
 
     def __init__(self, peer: "SocketPeer", runs: Sequence[Run]) -> None:
-        self.num_bytes = sum(run.num_bytes for run in runs)
-        self.error: str | None = None
-        self.state = PullState.RUNNING
+        super().__init__(runs)
         self._peer = peer
         self._batches = deque(batches(runs))  # not asked for
         self._lock = threading.Lock()  # of what follows
@@ -271,67 +265,51 @@ def dial(address: str, secret: bytes, deadline: float) -> socket.socket:
     return connection
 
 
-class SocketPeer(Peer):
+class SocketPeer(OpenPeer):
     """One incarnation of one process."""
 
     def __init__(
         self, transport: "SocketTransport", endpoint: Endpoint, lanes: list[SocketLane]
     ) -> None:
-        self._transport, self._endpoint, self.lanes = transport, endpoint, lanes
-        self._pulls = list[SocketPull]()
+        super().__init__(transport, endpoint)
+        self.lanes = lanes
 
-    def pull(self, runs: Sequence[Run]) -> SocketPull:
-        assert self.lanes, "pull on a closed peer"
-        check_runs(runs, self._transport.endpoint(), self._endpoint)
-        pull = SocketPull(self, runs)
-        self._pulls = [*(p for p in self._pulls if p.state is PullState.RUNNING), pull]
-        return pull
+    def _begin(self, runs: Sequence[Run]) -> SocketPull:
+        return SocketPull(self, runs)
+
+    def _let_go(self) -> None:
+        lanes, self.lanes = self.lanes, []
+        for lane in lanes:
+            lane.end()
 
     def lands(self, address: str, seconds: float) -> bool:
         """Whether any connection on this network has brought something within so long."""
         since = time.monotonic() - seconds
         return any(each.landed_at > since for each in self.lanes if each.address == address)
 
-    def close(self) -> None:
-        for pull in self._pulls:
-            pull.cancel()
-        while [pull for pull in self._pulls if pull.poll() is PullState.RUNNING]:
-            time.sleep(POLL_BUDGET_S)
-        lanes, self.lanes = self.lanes, []
-        for each in lanes:
-            each.end()
-        self._transport.forget(self)
 
-
-class SocketTransport(KVTransport):
+class SocketTransport(OpenTransport):
     """Pull over TCP, bound to the addresses of `host` alone; see KVTransport."""
 
     name = "sockets"
 
     def __init__(self, host: str, kind: str = "tcp") -> None:
-        if kind != "tcp":
-            raise Unsupported(f"transport sockets has no kind {kind!r}, only 'tcp'")
-        self.kind, self._hosts = kind, host.split(",")
-        self._endpoint = None
-        self._doors = list[Door]()
-        self._lock = threading.Lock()  # connect runs in threads; guards the set
-        self._peers = set[SocketPeer]()
+        super().__init__(kind)
+        self._hosts = host.split(",")
+        self._doors = list[KVDoor]()
 
-    def register(self, regions: Sequence[MemoryRegion]) -> None:
-        assert self._endpoint is None, "register is called once"
+    def _serve(self, regions: Sequence[MemoryRegion]) -> tuple[str, bytes]:
         secret, self._lane = secrets.token_bytes(SECRET_BYTES), lanes_of(regions)
         for host in self._hosts:
             try:
-                self._doors.append(Door(host, secret, regions))
+                self._doors.append(KVDoor(host, secret, regions))
             except OSError as e:
                 self.close()
                 raise Unsupported(f"transport sockets cannot listen at {host}: {e}") from e
         doors = zip(self._hosts, self._doors, strict=True)
-        name = ",".join(f"{host}:{door.port}" for host, door in doors)
-        self._endpoint = describe(self.name, self.kind, name, regions, secret)
+        return ",".join(f"{host}:{door.port}" for host, door in doors), secret
 
-    def connect(self, endpoint: Endpoint, timeout_s: float) -> SocketPeer:
-        check_peer(self.endpoint(), endpoint, same_host=False)
+    def _reach(self, endpoint: Endpoint, timeout_s: float) -> SocketPeer:
         deadline, addresses = time.monotonic() + timeout_s, endpoint.name.split(",")
         lanes, failed = list[SocketLane](), dict[str, Unreachable]()
         for address in addresses * LANES:  # in this order, as short pulls take the first lanes
@@ -345,20 +323,9 @@ class SocketTransport(KVTransport):
             raise next(iter(failed.values()))
         for e in failed.values():
             log.warning("%s; KV comes on other networks", e)
-        peer = SocketPeer(self, endpoint, lanes)
-        with self._lock:
-            self._peers.add(peer)
-        return peer
-
-    def forget(self, peer: SocketPeer) -> None:
-        """It was closed."""
-        with self._lock:
-            self._peers.discard(peer)
+        return SocketPeer(self, endpoint, lanes)
 
     def close(self) -> None:
-        with self._lock:
-            peers = list(self._peers)
-        for peer in peers:
-            peer.close()
+        super().close()
         while self._doors:
             self._doors.pop().close()

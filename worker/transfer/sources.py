@@ -48,7 +48,7 @@ def never() -> bool:
 class PageSource(Protocol):
     """A prefill worker as pages are pulled from it, whatever ranks and bytes that means."""
 
-    road: str  # name and kind of the transport, of one rank
+    transport: str  # name and kind of the transport, of one rank
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
         """Begin to pull layer groups of pages: (local page, remote page), each local page once.
@@ -108,7 +108,7 @@ class Sources(PageSource):
 
     def __init__(self, sources: Sequence[tuple[Peer, RankPair]]) -> None:
         self._sources = sources
-        self.road = sources[0][0].road if sources else ""
+        self.transport = sources[0][0].transport if sources else ""
         self.closed = False
 
     def pull(self, pairs: Pages, groups: range | None = None, states: Pages = ()) -> Pull:
@@ -260,14 +260,14 @@ class LocalRank:
 
     def measure(self, member: Member) -> PullPath:
         """Measure the way from `member`, over connections opened for this."""
-        road = f"{self.transport.name}/{self.transport.kind}"
+        transport = f"{self.transport.name}/{self.transport.kind}"
         try:
             sources = self.connect(member)
             with self._dialled.reading(sources, to_keep=False):
                 figures = sources.measure(self._dialled.ends)
         except (TransferError, OSError) as error:
-            return PullPath(member.peer, road, error=str(error))
-        return PullPath(member.peer, sources.road, *figures, self.model.regions[0].page_size)
+            return PullPath(member.peer, transport, error=str(error))
+        return PullPath(member.peer, sources.transport, *figures, self.model.regions[0].page_size)
 
     def _dial(self, member: Member) -> Link | DialFailed:
         try:
