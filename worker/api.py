@@ -67,7 +67,7 @@ class Member(Message, frozen=True):
     max_model_len: int = 0  # prompt + output tokens of one request; 0 = not a worker
     layout_hash: str = ""  # of worker.cache.layout.Identity; peers with others never transfer
     transport: str = ""  # name and kind, e.g. "mooncake/tcp"
-    endpoints: tuple[bytes, ...] = ()  # of each rank, in order: worker.transfer.base.Endpoint
+    endpoints: tuple[bytes, ...] = ()  # by rank: worker.transfer.base.Endpoint
     node: str = ""
     pid: int = 0
     digest: str = ""  # of configuration and weights, for people: layout_hash covers it
@@ -134,7 +134,7 @@ class Sampling(Message, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int = -1  # likeliest alternatives beside each token's own logprob; -1 = no logprobs
+    logprobs: int = -1  # likeliest alternatives beside a token's own logprob; -1 = no logprobs
     grammar: str = ""  # llguidance grammar that the output must follow; "" = free
     return_trace: bool = False  # chunks of decode steps come with their windows
     # As `logprobs`, of the prompt's tokens but its first. The prompt is then computed where its

@@ -26,7 +26,7 @@ class AttentionShape:
     mask: KeyMask = CAUSAL
     region: str = "target"
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
-    sinks: bool = False  # each head has a logit of its own that takes weight, but has no value
+    sinks: bool = False  # heads have logits of their own, which take weight and have no value
     dtype: str = ""  # of queries, where the region's is eight bits
 
     @property
@@ -89,7 +89,7 @@ class AttentionCaps:
 class AttentionBackend(LayerAttention, Protocol):
     """Attention of ragged query rows over the paged cache; layers call LayerAttention.
 
-    Built as `cls(pool, shape, sinks)`; sinks: [num_heads] of each layer, or nothing. Raises
+    Built as `cls(pool, shape, sinks)`; sinks: by layer [num_heads], or nothing. Raises
     Unsupported from there, and nowhere later, if `caps` refuse the pool or the shape.
     """
 
@@ -117,8 +117,8 @@ class AttentionBackend(LayerAttention, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Attentions:
-    """The backend of each kind of batch, over one pool; equal names are one object."""
+    """The backends of the kinds of batches, over one pool; equal names are one object."""
 
     prefill: AttentionBackend  # chunks of prompts
-    decode: AttentionBackend  # one token of each row
+    decode: AttentionBackend  # one token a row
     spec: AttentionBackend  # windows that are verified; `static_plan`

@@ -33,7 +33,7 @@ class ByLengthAttention:
     LONG: ClassVar[str] = "flashinfer"
     SHORT_ROWS: ClassVar[int] = 1024  # of the longest step that is captured without a break
     TABLE: ClassVar[Mapping[str, str]] = ATTENTION
-    caps: ClassVar[AttentionCaps] = AttentionCaps()  # each of the two checks its own
+    caps: ClassVar[AttentionCaps] = AttentionCaps()  # the two check their own
     static_plan: ClassVar[bool] = True  # of `SHORT`; only its batches are captured
 
     def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:

@@ -89,7 +89,7 @@ class FlashInferAttention(PoolAttention):
 
     Batches of one row a request go to the decode wrapper, on tensor cores: the FA2 kernels of
     prefill, which serve all GQA ratios and are compiled once. The constructor compiles what the
-    library lacks (up to minutes, once for each machine, shape and dtype).
+    library lacks (up to minutes, once for a machine, shape and dtype).
 
     How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
     request may have ended on the device before the host knows. It is computed on the sink's page,
@@ -174,7 +174,7 @@ class FlashInferAttention(PoolAttention):
     def _workspace_bytes(self, device: torch.device) -> int:
         """The most that split requests need: at most two tiles a multiprocessor.
 
-        Each keeps its rows and their sums in f32: up to 128 rows (64 from head_dim 256 on) for each
+        A tile keeps its rows and their sums in f32: up to 128 rows (64 from head_dim 256 on) a
         query head of one kv head.
         """
         num_heads, num_kv_heads, head_dim, _ = self._sizes

@@ -163,7 +163,7 @@ def qk_rope_store_triton(
             BLOCK=power_of_two(head_dim // 2), LAYERS=num_layers > 1, NORM=norms is not None,
             INTERPRETED=INTERPRETED,
             num_warps=max(1, per_program // 2),
-            enable_fp_fusion=False,  # rope rounds each product, as torch does
+            enable_fp_fusion=False,  # rope rounds products, as torch does
         ),
     )  # fmt: skip
     return q

@@ -1,8 +1,8 @@
 """Grammars on the host: llguidance says which tokens may follow, as bit masks.
 
-The router makes an llguidance grammar of the user's schema. Here each request with a grammar has a
+The router makes an llguidance grammar of the user's schema. Here a request with a grammar has a
 matcher, which consumes the request's output. Masks are computed while the forward runs
-(`DecodeLoop.turn`). A grammar is compiled once, in a thread of its own; each request gets a copy.
+(`DecodeLoop.turn`). A grammar is compiled once, in a thread of its own; requests get copies.
 """
 
 import time
@@ -23,7 +23,7 @@ from worker.errors import KvlaneError, Unsupported, UserError, contained
 from worker.forward.draws import Masks
 
 TOO_SLOW = "grammar: too slow to follow"
-MAX_PROTOTYPES = 16  # grammars that are kept compiled, of up to some 100 MB each
+MAX_PROTOTYPES = 16  # grammars that are kept compiled, some 100 MB a grammar
 # Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
 # prototype, the next request gets a new one.
 MAX_MASKS = 1 << 13
@@ -182,7 +182,7 @@ class Grammars:
         known = self._prototypes
         found = known.pop(grammar, None)
         if found is None or _is_worn(found):
-            done = [text for text, each in known.items() if each.done()]
+            done = [text for text, future in known.items() if future.done()]
             for text in done[: max(0, len(done) - MAX_PROTOTYPES + 1)]:
                 del known[text]
             found = self._compiler.submit(self._compile, grammar)
@@ -197,7 +197,7 @@ class Grammars:
         return Prototype(matcher)
 
     def _loaded(self) -> LLTokenizer:
-        if self._unusable is not None:  # another try would hold up the engine each time
+        if self._unusable is not None:  # another try would hold up the engine again
             raise self._unusable.with_traceback(None)
         if self._tokenizer is None:
             try:
@@ -221,7 +221,7 @@ class Grammars:
     ) -> Masks:
         """Make the masks of rows on the host; a row whose matcher is None may draw all tokens.
 
-        drafts: of each row's window, width - 1 ids, -1 = none; empty: the width is 1.
+        drafts: by row those of its window, width - 1 ids, -1 = none; empty: the width is 1.
         """
         width = len(drafts[0]) + 1 if drafts else 1
         line = [0] * (width * len(matchers))

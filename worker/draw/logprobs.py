@@ -1,6 +1,6 @@
 """Log-probabilities of the drawn and the likeliest tokens, without [rows, vocab] in f32.
 
-One pass finds the largest logit and the sum of each block of the vocabulary. Then one program a row
+One pass finds the largest logits and the sums of blocks of the vocabulary. Then one program a row
 takes the likeliest block leader again and again, and reads that block once more for its next
 leader. So only blocks with a reported token are read again.
 """

@@ -28,7 +28,7 @@ def _blocks_kernel(
     logits, first, sums, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): each block's first in rank, and its sum relative to that one."""
+    """Grid (blocks, rows): a block's first in rank, and its sum relative to that one."""
     enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     found = _ranked(logits, row, block, vocab, stride, BLOCK)

@@ -1,6 +1,6 @@
 """Metric families: declared as tables, with the worker's own; and the page that serves these.
 
-Each worker serves its families on a port of its own (Member.metrics_address), and /live beside
+A worker serves its families on a port of its own (Member.metrics_address), and /live beside
 them; the router's /metrics/targets lists the ports of all. The router has a table like this.
 """
 
@@ -99,7 +99,7 @@ class _Readings(Gauge):
     def collect(self) -> Iterator[Metric]:
         for gauge in super().collect():
             family = CounterMetricFamily(gauge.name, gauge.documentation)
-            family.samples = [each._replace(name=f"{each.name}_total") for each in gauge.samples]
+            family.samples = [s._replace(name=f"{s.name}_total") for s in gauge.samples]
             yield family
 
 

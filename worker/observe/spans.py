@@ -79,7 +79,7 @@ class Tracer:
 
 @dataclass(slots=True, eq=False)
 class Trace:
-    """Stages of a request in one process: each begins where the one before it has ended.
+    """Stages of a request in one process: a stage begins where the one before it has ended.
 
     So they add up. Calls in the wrong order, as of a request that ends early, do no harm.
     Service graphs pair CLIENT spans with their SERVER children: of those a process has one, the

@@ -1,4 +1,4 @@
-"""The best of a row whose columns are divided among ranks: each rank's best, as one integer.
+"""The best of a row whose columns are divided among ranks: a rank's best, as one integer.
 
     pair = order of the value · 2³² - id
 
@@ -32,7 +32,7 @@ class VocabPart:
 
 
 def best_pairs_ref(values: Tensor, ids: Tensor) -> Tensor:
-    """The pair of each row's best; of NaNs the first.
+    """The pairs of rows' best; of NaNs the first.
 
     values: [n, columns] f32; ids: [columns] i64, ascending. Returns [n] i64; without columns a pair
     that any other is above.
@@ -48,5 +48,5 @@ def best_pairs_ref(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def best_ids_ref(pairs: Tensor) -> Tensor:
-    """pairs: [ranks, n] i64 -> [n] i64, the id of the largest of each column."""
+    """pairs: [ranks, n] i64 -> [n] i64, the ids of the columns' largest."""
     return -pairs.amax(0) & 0xFFFFFFFF

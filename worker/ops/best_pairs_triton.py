@@ -52,9 +52,9 @@ def _best_pairs_kernel(
 
 
 def best_pairs_triton(values: Tensor, ids: Tensor, no_id: int) -> Tensor:
-    """The pair of each row's best block; one launch.
+    """The pairs of rows' best blocks; one launch.
 
-    values: [n, blocks] f32, the largest of each; ids: [n, blocks] of integers, their ids.
+    values: [n, blocks] f32, the blocks' largest; ids: [n, blocks] of integers, their ids.
     no_id: as large as any id; goes with a row of NaN. Returns [n] i64.
     """
     n, blocks = values.shape

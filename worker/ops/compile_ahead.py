@@ -2,7 +2,7 @@
 
 Triton compiles a kernel where it is first launched, one after the other: about a minute of the
 first start on a machine, with one core busy. A step run within `compile_ahead` launches nothing:
-each launch only asks for its kernel.
+a launch only asks for its kernel.
 """
 
 import os
@@ -59,11 +59,11 @@ def _compile_ahead(step: Callable[[], object]) -> int:
 
     def load_alone(name: str, path: str) -> Any:
         # CPython has one module of a name. A launcher that is loaded again puts its function there,
-        # where another thread may be about to take its own: so each file has a name of its own.
+        # where another thread may be about to take its own: so files have names of their own.
         return load_module(f"{os.path.basename(os.path.dirname(path))}.{name}", path)
 
     # The class that kernels share with constexpr functions, which are parsed, too.
-    owner = next(each for each in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(each))
+    owner = next(base for base in triton.runtime.jit.JITFunction.__mro__ if "parse" in vars(base))
     build: Any = import_module("triton.runtime.build")
     parse_alone, load_module = owner.parse, build._load_module_from_path
     with (

@@ -12,7 +12,7 @@ A tile of a gated product has as many gate rows as up rows. It applies the activ
 before it stores them, which saves a kernel and half of the writes.
 
 Weights in eight bits have scales, and so has x then (see scaled.py): a step of BLOCK_K = 128
-columns has one for each row of both.
+columns has one a row of both.
 """
 
 from dataclasses import dataclass
@@ -164,7 +164,7 @@ class SkinnyTile:
         return self.num_tiles(n) * self.split * self.block_m * self.block_n if self.split > 1 else 0
 
     def gates(self, n: int) -> bool:
-        """Whether n weight rows, gates and ups, can be paired in half tiles of each."""
+        """Whether n weight rows, gates and ups, can be paired in half tiles."""
         return self.split == 1 and n % 2 == 0
 
 

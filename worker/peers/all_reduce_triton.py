@@ -2,7 +2,7 @@
 
 Sums are made in f32 in the order of ranks and rounded once, by the same binary everywhere, so all
 ranks get the same bits. A NaN stays a NaN; which one is not kept. Small messages go by one shot,
-large ones by two. A gather is one shot without a sum, and exact for every payload: each 4 bytes
+large ones by two. A gather is one shot without a sum, and exact for any payload: 4 bytes
 travel with the number of the call in one access of 8 (NCCL's LL), so nothing need be reset.
 
 All programs of a launch must be resident together, or two ranks could wait for programs that have
@@ -176,7 +176,7 @@ def _sum(mine, slot, rank, control, mask, WORLD: tl.constexpr, PIECE: tl.constex
     return total
 
 
-# One shot: each rank writes its part into a slot of every peer, polls its own slots and sums. There
+# One shot: a rank writes its part into a slot of every peer, polls its own slots and sums. There
 # is no barrier and no atomic: a slot holds ABSENT words until data comes, and the data is its own
 # flag. ABSENT, -1, is a NaN in every dtype (of bf16 and f16, a pair of them); a payload's word that
 # equals it is sent as another NaN. (The idea is NCCL's LL and TensorRT-LLM's "Lamport" all-reduce.)
@@ -303,7 +303,7 @@ def _tell(there, mark, value, ids, WORLD: tl.constexpr):
     store_flags(there, flag, ids < WORLD)
 
 
-# Two shots: `x` lies in the region. Each rank reads its share of every peer's x, sums, and writes
+# Two shots: `x` lies in the region. A rank reads its share of every peer's x, sums, and writes
 # the sum back into every peer's x. An element is read and written by one thread of one rank, so
 # this is done in place. Flags of a channel tell that all x are complete, before, and that all are
 # summed, after; a flag carries the turn and where x lies, so ranks need not use the same buffer.
@@ -494,7 +494,7 @@ def gather(memory: PeerMemory, x: Tensor) -> Tensor:
     out = torch.empty((layout.world, *x.shape), dtype=x.dtype, device=x.device)
     num_pairs = x.nbytes // 8
     tiles = tiles_of(num_pairs, GATHER_BLOCK)
-    source, to = (each.view(-1).view(torch.uint8).view(torch.int32) for each in (x, out))
+    source, to = (tensor.view(-1).view(torch.uint8).view(torch.int32) for tensor in (x, out))
     _gather_kernel[(tiles.programs,)](
         source, to, memory.peers, memory.own, memory.control, memory.rank,
         num_pairs, tiles.steps,

@@ -161,7 +161,7 @@ class CustomCollective(Collective):
         """Wait until no peer has calls in flight that touch this rank's memory, or for CLOSE_S."""
         try:
             self._store.set(f"closed/{self.rank}", "")
-            keys = [f"closed/{each}" for each in range(self.size)]
+            keys = [f"closed/{rank}" for rank in range(self.size)]
             until = time.monotonic() + CLOSE_S
             while not self._store.check(keys) and time.monotonic() < until:
                 time.sleep(0.01)
@@ -181,7 +181,7 @@ class CustomCollective(Collective):
 
 
 def default_table(size: int) -> Table:
-    """What holds until `calibrate` has measured: by the traffic that each algorithm makes."""
+    """What holds until `calibrate` has measured: by the traffic that the algorithms make."""
     return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
 
 
@@ -191,7 +191,7 @@ def choose(table: Table, num_bytes: int) -> str:
 
 
 def table_of(times: Mapping[int, Mapping[str, float]]) -> Table:
-    """The fastest algorithm for each size measured, sizes of one algorithm in one row.
+    """The fastest algorithm by size measured, sizes of one algorithm in one row.
 
     times: bytes -> algorithm -> seconds. A size stands for those up to it, from the one before on.
     """

@@ -1,8 +1,8 @@
 """Sixteen bytes at a time: loads, stores and polls of memory that other GPUs write, in PTX.
 
-A chunk is 16 bytes: four words of 32 bits, each in a tensor of its own, so that a thread moves a
+A chunk is 16 bytes: four words of 32 bits, in four tensors, so that a thread moves a
 chunk by one access. Tensors of chunks must not be smaller than the program's threads: Triton would
-hold an element in several threads, and each would run the access.
+hold an element in several threads, and all of them would run the access.
 
 Memory of peers is touched by relaxed accesses of the scope of the system (PTX ISA, "Memory
 consistency model"). They are never torn within an element, and no L1 holds what they read.
@@ -129,7 +129,7 @@ POLL_FLAGS = _poll(
 
 @triton.jit
 def load_chunks(address, mask):
-    """The four words of each chunk, of this GPU's own memory; zeros where not `mask`.
+    """Chunks' four words, of this GPU's own memory; zeros where not `mask`.
 
     address: i64, multiples of 16; mask: bool, of the same shape.
     """
@@ -150,7 +150,7 @@ def load_peer_chunks(address, mask):
 
 @triton.jit
 def store_chunks(address, words, mask):
-    """Writes the four words of each chunk to this GPU's own memory, where `mask`."""
+    """Writes chunks' four words to this GPU's own memory, where `mask`."""
     tl.inline_asm_elementwise(
         STORE, "=r,l,r,r,r,r,r",
         [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
@@ -179,7 +179,7 @@ def poll_chunks(address, absent, control, mask):
 
 @triton.jit
 def store_marked(address, a, b, mark, mask):
-    """Writes two words, each with `mark` in the same 8 bytes, to any GPU's memory."""
+    """Writes two words, either with `mark` in the same 8 bytes, to any GPU's memory."""
     tl.inline_asm_elementwise(
         """
         {
@@ -232,7 +232,7 @@ def store_flags(address, value, mask):
 
 @triton.jit
 def poll_flags(address, mark, control, mask):
-    """The i64 flags at `address`, once the upper half of each is `mark`: an acquire."""
+    """The i64 flags at `address`, once their upper halves are `mark`: an acquire."""
     return tl.inline_asm_elementwise(
         POLL_FLAGS, "=&l,l,r,l,r", [address, mark, control, mask.to(tl.int32)],
         dtype=tl.int64, is_pure=False, pack=1,

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from worker.errors import PeerLost
 
-TIMEOUT_S = 60.0  # of a collective's rendezvous and of each call: a peer this late is gone
+TIMEOUT_S = 60.0  # of a collective's rendezvous and of a call: a peer this late is gone
 # Ranks load weights and capture graphs between two calls of a RankGroup. The control plane notices
 # the death of a rank meanwhile, and ends all of them (`cluster.start_timeout_s`).
 START_TIMEOUT_S = 1800.0
@@ -29,7 +29,7 @@ def open_store(name: str, rank: int, size: int, init_method: str) -> Store:
 
 
 def exchange(store: Any, name: str, rank: int, size: int, value: str | bytes) -> list[bytes]:
-    """Every rank's `value`, in their order; all ranks call once with each `name`, or PeerLost."""
+    """Every rank's `value`, in their order; all ranks call once with a `name`, or PeerLost."""
     try:
         store.set(f"{name}/{rank}", value)
         return [bytes(store.get(f"{name}/{peer}")) for peer in range(size)]

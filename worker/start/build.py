@@ -83,7 +83,7 @@ def build_engine(
     book = _book(config, start.shape, pool)
     metrics = _metrics(config, name, book, loaded.checks)
     if experts := loaded.weights.model.experts:
-        loads = ExpertLoads([each.load for each in experts])
+        loads = ExpertLoads([layer.load for layer in experts])
         metrics.moe_layer_steps.set_function(lambda: loads.read().layer_steps)
         metrics.moe_distinct_experts.set_function(lambda: loads.read().distinct)
         metrics.moe_busiest_share.set_function(lambda: loads.read().busiest_share)
@@ -175,7 +175,7 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
         raise Unsupported(f"{param}: compiled cannot trace layers of experts", param)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
-    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
+    engine_threads = {"engine": {"threads"}}  # may differ: a process takes it from its own CPUs
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
@@ -229,7 +229,7 @@ def model_layout(
 def _metrics(
     config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
 ) -> WorkerMetrics:
-    """Make the metrics: those that stay constant, and of pages and slots, read at each scrape."""
+    """Make the metrics: constant ones, and those of pages and slots, read at a scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)

@@ -48,7 +48,7 @@ def model_limits(directory: Path) -> tuple[int, str]:
 
 
 def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
-    """Bytes that a token of the model's KV takes in each dtype; raises as read_model_shape."""
+    """Bytes that a token of the model's KV takes, by dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
     sizes = shape.num_kv_layers, shape.num_kv_heads, shape.head_dim, 1, page_size
     regions = [KVRegion("target", *sizes, dtype) for dtype in dtypes]

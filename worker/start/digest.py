@@ -23,7 +23,7 @@ from worker.weights.shard import Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
-# Elements of a block, whose products take 8 bytes each: for a CPU's cache, and to fill a GPU.
+# Elements of a block, whose products take 8 bytes an element: for a CPU's cache, and to fill a GPU.
 CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -34,7 +34,7 @@ class PartSum(NamedTuple):
     name: str  # in the checkpoint
     dtype: str
     full_shape: tuple[int, ...]
-    part: tuple[tuple[int, int], ...]  # first and last + 1 of each dimension
+    part: tuple[tuple[int, int], ...]  # by dimension, first and last + 1
     number: int
 
 
@@ -51,7 +51,7 @@ def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
 def weights_digest(sums: Iterable[PartSum]) -> str:
     """Digest a model, of which ranks hold parts; the same for any number of ranks.
 
-    It covers name, dtype, shape and every bit of each tensor that the model needs, under the
+    It covers name, dtype, shape and every bit of the tensors that the model needs, under the
     checkpoint's names: so neither stacking nor the order of files matters.
 
     sums: of all ranks. Parts that several ranks hold, as copies, count once.

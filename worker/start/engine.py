@@ -54,12 +54,12 @@ class Engine:
     transport: KVTransport
     metrics: WorkerMetrics
     meter: StepMeter
-    checks: Sequence[BucketCheck]  # of the start-up check: each kind and bucket that was compared
+    checks: Sequence[BucketCheck]  # of the start-up check: kinds and buckets that were compared
     tracer: "Tracer | None"
     rank_group: RankGroup
 
     def layer_groups(self, while_launching: Callable[[], None]) -> LayerGroups:
-        """Make a layer hook for `launch`; it records when each layer group of the KV is final."""
+        """Make a layer hook for `launch`; it records when layer groups of the KV are final."""
         return LayerGroups(self.layout, self.runner.stream, while_launching, self.rank_group.size)
 
     @property

@@ -86,7 +86,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
     began_at = time.monotonic()
-    ended_at = {"": began_at}  # when each part ended; work in flight counts for the next
+    ended_at = {"": began_at}  # by part; work in flight counts for the next
     with memory.exclusive(), on_step_stream(device):
         memory.wait_for_share()
         ended_at["waiting for the device"] = time.monotonic()

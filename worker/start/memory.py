@@ -1,8 +1,8 @@
 """How much memory the KV pool gets: what is left beside weights, activations and graphs.
 
 Free device memory is measured, and other processes change it. So workers that share a GPU load one
-after the other (`DeviceMemory.exclusive`), and each takes all memory that it will ever need before
-the next begins (`DeviceMemory.taking`).
+after the other (`DeviceMemory.exclusive`), and take all memory that they will ever need before the
+next one begins (`DeviceMemory.taking`).
 """
 
 import errno
@@ -22,7 +22,7 @@ from worker.errors import UserError
 
 log = logging.getLogger("kvlane.memory")
 GIB = 1 << 30
-ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants each request
+ROW_TOKENS = 1024  # of KV that engine.max_num_reqs = auto grants a request
 FEW_PENALTY_ROWS = 16  # engine.penalty_rows = auto, where penalties are rare
 POLL_S = 0.1
 LOG_EVERY_S = 10.0
@@ -245,9 +245,9 @@ def with_max_num_reqs(
 
 
 def with_penalty_rows(config: WorkerConfig, *, all_requests: bool) -> WorkerConfig:
-    """Decide engine.penalty_rows; `all_requests`: each of them has a penalty by default.
+    """Decide engine.penalty_rows; `all_requests`: all have a penalty by default.
 
-    A penalty row takes 9 bytes for each entry of the vocabulary.
+    A penalty row takes 9 bytes an entry of the vocabulary.
     """
     if config.engine.penalty_rows != "auto":
         return config

@@ -1,7 +1,7 @@
 """The serving end of KV over sockets: who has the secret reads registered memory, nobody else.
 
 A connection begins with a greeting and a challenge. Both ends then show that they know the secret,
-which is in the owner's `Endpoint` and travels on the control channel alone. After that each request
+which is in the owner's `Endpoint` and travels on the control channel alone. After that a request
 names pieces, and their bytes follow one behind the other. Nothing can be written here.
 """
 
@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from worker.cache.layout import MemoryRegion
 from worker.keyring import Refusals
-from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
+from worker.transfer.memory import PORTION_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
 
@@ -98,7 +98,7 @@ class KVDoor:
         self._refusals = Refusals()
         self._strangers = deque[socket.socket]()
         self._threads = dict[socket.socket, threading.Thread]()
-        self._held = Counter[str]()  # connections of each address
+        self._held = Counter[str]()  # connections by address
         self._closing = False
         self._thread = threading.Thread(target=self._accept, name="kv-door", daemon=True)
         self._thread.start()
@@ -108,8 +108,8 @@ class KVDoor:
         with self._lock:
             self._closing = True
             threads = dict(self._threads)
-        for each in (self._listener, *threads):
-            _cut(each)
+        for connection in (self._listener, *threads):
+            cut(connection)
         for thread in (self._thread, *threads.values()):
             thread.join()
         self._listener.close()
@@ -140,7 +140,7 @@ class KVDoor:
                 thread.start()  # before `close` may join it
                 oldest = self._strangers[0] if len(self._strangers) > MAX_STRANGERS else None
             if oldest is not None:
-                _cut(oldest)
+                cut(oldest)
 
     def _greet_and_serve(self, connection: socket.socket, address: str) -> None:
         try:
@@ -193,13 +193,13 @@ class KVDoor:
             log.warning("%s %s (%d times)", address, what, num)
 
     def _holds(self, pieces: Sequence[Piece]) -> bool:
-        if sum(piece.num_bytes for piece in pieces) > BATCH_BYTES:
+        if sum(piece.num_bytes for piece in pieces) > PORTION_BYTES:
             return False
         sizes = [region.num_bytes for region in self._regions]
         return all(n < len(sizes) and 0 < size <= sizes[n] - at for n, at, size in pieces)
 
 
-def _cut(connection: socket.socket) -> None:
-    """Whoever waits for it finds its end."""
+def cut(connection: socket.socket) -> None:
+    """End a connection; a thread that waits for it finds the end."""
     with suppress(OSError):  # it has ended meanwhile
         connection.shutdown(socket.SHUT_RDWR)

@@ -63,7 +63,7 @@ class FetchContext:
 class _Ready(NamedTuple):
     """Announced pages that may be pulled, and which of their layer groups; or the state."""
 
-    numbers: tuple[int, ...]  # index of each page in the prompt
+    numbers: tuple[int, ...]  # of the pages, by their order in the prompt
     remote: tuple[int, ...]  # its page id at the peer
     groups: range
     state_slot: int = 0  # at the peer, and nothing else
@@ -107,7 +107,7 @@ class _Pages:
             self._num_landed[number] += len(ready.groups)
 
     def has_landed(self, number: int) -> bool:
-        """Whether all layer groups of a page have landed; each is pulled once."""
+        """Whether all layer groups of a page have landed; a group is pulled once."""
         return self._num_landed[number] == self._num_groups
 
 
@@ -152,7 +152,7 @@ class Fetch:
 
     @property
     def pulls_began_at(self) -> list[float]:
-        """When each pull that runs began."""
+        """When the pulls that run began."""
         return [running.began_at for running in self._running]
 
     @property

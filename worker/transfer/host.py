@@ -36,7 +36,7 @@ GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 
 
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Name and address of each network interface: its first of IPv4, all of IPv6 but link-local."""
+    """Names and addresses of network interfaces: the first of IPv4, all of IPv6 but link-local."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
@@ -53,7 +53,7 @@ def interfaces() -> Iterator[tuple[str, str]]:
 
 
 def addresses_in(networks: Sequence[str]) -> list[str]:
-    """An address of this machine in each network, which is an interface's name or a range of
+    """Addresses of this machine by network, which is an interface's name or a range of
     addresses ("10.1.0.0/16"); ValueError names the first in which it has none.
     """
     here, found = list(interfaces()), list[str]()

@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.cache.layout import MemoryRegion
 from worker.peers.mapped import on_device
 
-BATCH_BYTES = 4 << 20  # most that is asked for at once, and what a lane stages
+PORTION_BYTES = 4 << 20  # most that is asked for at once, and what a lane stages
 
 
 class Piece(NamedTuple):
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class Lane(Protocol):
-    """What one thread sends from and receives into; the pieces have BATCH_BYTES together at most.
+    """What one thread sends from and receives into; the pieces have PORTION_BYTES together at most.
     A buffer is good until the next call."""
 
     def outgoing(self, pieces: Sequence[Piece]) -> list[memoryview]:
@@ -54,7 +54,7 @@ class DirectLane:
 
 
 class StagedLane:
-    """Memory of a GPU, by a stream and BATCH_BYTES of pinned memory of the lane's own.
+    """Memory of a GPU, by a stream and PORTION_BYTES of pinned memory of the lane's own.
 
     device: "cpu" copies in the same way without a stream; for tests.
     """
@@ -62,7 +62,7 @@ class StagedLane:
     def __init__(self, regions: Sequence[MemoryRegion], device: torch.device) -> None:
         self._device, on_gpu = device, device.type == "cuda"
         self._regions = [_tensor(region, device) for region in regions]
-        self._staged = torch.empty(BATCH_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
+        self._staged = torch.empty(PORTION_BYTES, dtype=torch.uint8, pin_memory=on_gpu)
         self._view = memoryview(self._staged.numpy().data)
         self._stream = torch.cuda.Stream(device) if on_gpu else None
 

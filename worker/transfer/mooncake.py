@@ -2,7 +2,7 @@
 
 What was measured of the engine shapes this file. First contact with a hung peer blocks an engine
 for 60 s under its own mutex, and an engine that knew a name never reaches another process of that
-name. So one engine serves, and each peer incarnation is pulled from by an engine of its own.
+name. So one engine serves, and a peer's incarnation is pulled from by an engine of its own.
 
 Security. The engine listens on all interfaces and lets whoever connects read and write registered
 memory: run it inside a cluster-internal network only.
@@ -32,7 +32,7 @@ from worker.transfer.mooncake_engine import Engine, Engines, configure, load
 
 log = logging.getLogger("kvlane.transfer")
 
-# One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and each
+# One read is at most this long. NVLink moves 256 MiB in 0.7 ms, less than POLL_BUDGET_S, and a
 # read costs a call: 16 MiB at a time it is 304 GB/s instead of 389.
 MAX_PIECE_BYTES = {"tcp": 16 << 20, "rdma": 16 << 20, "nvlink": 256 << 20}
 MAX_RETRIES = 3
@@ -84,7 +84,7 @@ class MooncakePull(RunsPull):
         self._cancelled = True
 
     def _collect(self) -> int:
-        """Look once at each read under way; how many have ended."""
+        """Look once at the reads under way; how many have ended."""
         running: list[_Read] = []
         for read in self._reads:
             status = self._peer.status(read.batch_id)

@@ -2,7 +2,7 @@
 
 How an engine is destroyed (ADR 0015). Its destructor closes the CUDA IPC handles that the engine
 opened, which frees a killed peer's GPU memory, and joins its listener thread. That looks at its
-stop flag between two calls of accept(), each of which lasts until the receive time-out of the
+stop flag between two calls of accept(), which last until the receive time-out of the
 listening socket, 1 s. The destructor holds the GIL meanwhile, in whichever thread it runs. But the
 socket is a descriptor of ours: a thread makes its time-out short, waits for the accept() that began
 before, and only then drops the engine. That holds the GIL for 6 ms instead of 1.02 s.
@@ -130,7 +130,7 @@ class Engine:
 
 
 class Engines:
-    """The engines of one process: one that serves, one for each peer pulled from. Thread-safe."""
+    """The engines of one process: one that serves, others that pull from one peer. Thread-safe."""
 
     def __init__(self, engine_class: type[Any], host: str, kind: str) -> None:
         self.host = host

@@ -126,8 +126,8 @@ class Outbound:
         """Whether others have room enough, now that a prompt of the peer's is admitted."""
         limit, waiting, book = self.scheduler.max_reqs, self.scheduler.waiting, self.scheduler.book
         living = self._outgoing.values()
-        queued = ((each.peer, 1) for each in living if each.req in waiting)
-        pages = ((each.peer, num_pages(each.req.hold)) for each in living)
+        queued = ((outgoing.peer, 1) for outgoing in living if outgoing.req in waiting)
+        pages = ((outgoing.peer, num_pages(outgoing.req.hold)) for outgoing in living)
         return self.shares.allow(peer, limit, limit - len(waiting), queued) and self.shares.allow(
             peer, book.num_pages, book.num_available, pages
         )

@@ -1,6 +1,6 @@
 """Seals of announced KV: it comes from whoever was asked for it, and says what that one said.
 
-Each attempt of a decode worker has a key of its own, which goes to the prefill worker with the
+An attempt of a decode worker has a key of its own, which goes to the prefill worker with the
 `Prefill`. So nobody else can announce pages for it: no other member, and nobody who only knows its
 names, also where links are plain (transport.authentication: none).
 """

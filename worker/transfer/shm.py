@@ -30,7 +30,7 @@ from worker.transfer.base import (
 from worker.transfer.host import process_stat
 from worker.transfer.memory import bytes_of
 
-# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms each).
+# A poll checks its budget between copies of at most COPY_BYTES (about 0.1 ms).
 COPY_BYTES = 1 << 20
 MAX_POLL_BYTES = 8 << 20
 

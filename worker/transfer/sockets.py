@@ -1,9 +1,9 @@
 """KV over plain TCP sockets: several connections a peer, received straight into the pool.
 
-Each connection has a thread, on both ends; reading and writing release the GIL. A pull's runs are
-asked for in batches, by all connections at once, the next ones before the last ones have come. Only
-the puller's threads write its memory, and none of them is in a pull that has ended. Bytes are not
-encrypted; see `doors` for who may read.
+A connection has a thread, on both ends; reading and writing release the GIL. A pull's runs are
+asked for in portions, by all connections at once, the next ones before the last ones have come.
+Only the puller's threads write its memory, and none of them is in a pull that has ended. Bytes are
+not encrypted; see `doors` for who may read.
 """
 
 import logging
@@ -16,7 +16,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from worker.cache.layout import MemoryRegion
@@ -37,86 +36,87 @@ from worker.transfer.doors import (
     NONCE_BYTES,
     KVDoor,
     asked,
+    cut,
     proof,
     receive,
     received,
 )
-from worker.transfer.memory import BATCH_BYTES, Lane, Piece, lanes_of
+from worker.transfer.memory import PORTION_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
 
-LANES = 4  # connections to a peer on each network; two are as fast between two cores
-AHEAD = 2  # batches that a connection has asked for and not received
+LANES = 4  # connections to a peer and network; two are as fast between two cores
+AHEAD = 2  # portions that a connection has asked for and not received
 SECRET_BYTES = 32
 REDIAL_S = 2.0  # for a connection in place of one that broke
 PROGRESS_S = 3  # without a byte, after which a connection counts as hung
 
 
-class Batch(NamedTuple):
-    """What is asked for at once."""
+class Portion(NamedTuple):
+    """What one request names: pieces in our memory, and in the peer's."""
 
     here: list[Piece]
     there: list[Piece]
 
 
-def batches(runs: Sequence[Run]) -> Iterator[Batch]:
-    """The bytes of `runs`, of one region or several, so many at a time as one request may name."""
-    here, there, room = list[Piece](), list[Piece](), BATCH_BYTES
-    for region, local, remote, size in pieces(runs, BATCH_BYTES):
-        if size > room or len(here) == MAX_PIECES:
-            yield Batch(here, there)
-            here, there, room = [], [], BATCH_BYTES
+def portions(runs: Sequence[Run]) -> Iterator[Portion]:
+    """The bytes of `runs`, of one region or several, cut into what one request may name."""
+    here, there, left = list[Piece](), list[Piece](), PORTION_BYTES
+    for region, local, remote, size in pieces(runs, PORTION_BYTES):
+        if size > left or len(here) == MAX_PIECES:
+            yield Portion(here, there)
+            here, there, left = [], [], PORTION_BYTES
         here.append(Piece(region, local, size))
         there.append(Piece(region, remote, size))
-        room -= size
+        left -= size
     if here:
-        yield Batch(here, there)
+        yield Portion(here, there)
 
 
 class SocketPull(RunsPull):
-    """A pull that its peer's lanes share; each takes batches until there are none left."""
+    """A pull that its peer's lanes share: they take portions until none is left."""
 
     def __init__(self, peer: "SocketPeer", runs: Sequence[Run]) -> None:
         super().__init__(runs)
         self._peer = peer
-        self._batches = deque(batches(runs))  # not asked for
+        self._portions = deque(portions(runs))  # not asked for
         self._lock = threading.Lock()  # of what follows
         self._inside = set[SocketLane]()  # lanes that may write
-        self._num_awaited = 0  # lanes that have it in their queues
-        self._failed = dict[SocketLane, str]()  # lanes that do no more of it, and why
+        self._num_awaited = 0  # lanes that have the pull in their queues
+        self._failed = dict[SocketLane, str]()  # lanes that take no more portions, and why
         self._hung = dict[str, str]()  # networks on which nothing comes any more, and why
-        self._why = ""  # it can no longer be well
+        self._failure = ""  # why the pull fails; "": it may succeed
         self._is_begun = False
 
     def poll(self) -> PullState:
         if self.state is not PullState.RUNNING:
             return self.state
-        if not self._is_begun and not self._why:
+        if not self._is_begun and not self._failure:
             self._is_begun = True
-            self._num_awaited = min(len(self._peer.lanes), len(self._batches))
-            for each in self._peer.lanes[: self._num_awaited]:
-                each.pulls.put(self)
+            self._num_awaited = min(len(self._peer.lanes), len(self._portions))
+            for lane in self._peer.lanes[: self._num_awaited]:
+                lane.pulls.put(self)
         with self._lock:
-            if not self._inside and self._why:
-                self.state, self.error = PullState.FAILED, self._why
-            elif not self._inside and not self._batches:
+            if not self._inside and self._failure:
+                self.state, self.error = PullState.FAILED, self._failure
+            elif not self._inside and not self._portions:
                 self.state = PullState.OK
         return self.state
 
     def cancel(self) -> None:
         with self._lock:
-            self._why = self._why or "cancelled"
-            for each in self._inside:
-                each.cut()
+            self._failure = self._failure or "cancelled"
+            for lane in self._inside:
+                lane.cut()
 
     def enter(self, lane: "SocketLane", why: str) -> bool:
-        """Whether the lane may write from now on until it leaves.
+        """Whether the lane may write, from now on until it leaves.
 
-        why: it has no connection; "" if it has. Other lanes do its part.
+        why: why the lane has no connection; "" if it has. Other lanes take its portions.
         """
         with self._lock:
             self._num_awaited -= 1
-            if self.state is not PullState.RUNNING or self._why:
+            if self.state is not PullState.RUNNING or self._failure:
                 return False
             if why := why or self._hung.get(lane.address, ""):
                 self._failed[lane] = why
@@ -125,38 +125,38 @@ class SocketPull(RunsPull):
             self._inside.add(lane)
             return True
 
-    def next(self) -> Batch | None:
-        """To be asked for; None: there is nothing more to do."""
+    def next(self) -> Portion | None:
+        """The portion to ask for; None: no portion is left."""
         with self._lock:
-            return self._batches.popleft() if self._batches and not self._why else None
+            return self._portions.popleft() if self._portions and not self._failure else None
 
-    def leave(self, lane: "SocketLane", why: str, undone: Sequence[Batch]) -> None:
-        """why: it has failed, "" if not. undone: what it took, which other lanes may do."""
+    def leave(self, lane: "SocketLane", why: str, undone: Sequence[Portion]) -> None:
+        """why: why the lane has failed, "" if it has not. undone: portions for other lanes."""
         with self._lock:
             self._inside.remove(lane)
-            self._batches.extend(undone)
+            self._portions.extend(undone)
             if undone:
                 self._failed[lane] = why
                 if lane.timed_out and not self._peer.lands(lane.address, PROGRESS_S):
                     self._hung[lane.address] = why  # another lane there would wait as long again
-            else:  # with an error of ours nobody knows what it has not done
-                self._why = self._why or why
+            else:  # after an error of ours nobody knows which bytes have come
+                self._failure = self._failure or why
             self._ask_again()
 
     def _ask_again(self) -> None:
-        """With the lock: lanes that were through before another failed do what that one left."""
-        if not self._batches or self._inside or self._num_awaited or self._why:
+        """Give the portions of a lane that failed to lanes that have finished. Needs the lock."""
+        if not self._portions or self._inside or self._num_awaited or self._failure:
             return
         others = [
-            each
-            for each in self._peer.lanes
-            if each not in self._failed and each.address not in self._hung
+            lane
+            for lane in self._peer.lanes
+            if lane not in self._failed and lane.address not in self._hung
         ]
         self._num_awaited = len(others)
-        for each in others:
-            each.pulls.put(self)
+        for lane in others:
+            lane.pulls.put(self)
         if not others:
-            self._why = next(reversed(self._failed.values()))
+            self._failure = next(reversed(self._failed.values()))
 
 
 class SocketLane:
@@ -165,25 +165,24 @@ class SocketLane:
     def __init__(
         self, lane: Callable[[], Lane], address: str, secret: bytes, deadline: float
     ) -> None:
-        """Raises Unreachable without a connection at the deadline, of time.monotonic."""
+        """Raises Unreachable if there is no connection at the deadline, of time.monotonic."""
         self._lane, self.address, self._secret = lane, address, secret
         self.pulls = queue.SimpleQueue[SocketPull | None]()
         self._connection: socket.socket | None = dial(address, secret, deadline)
         self._is_cut = False
-        self.timed_out = False  # its last connection ended because nothing came any more
-        self.landed_at = float("-inf")  # when a batch was last in its place, of time.monotonic
+        self.timed_out = False  # the last connection ended because nothing came any more
+        self.landed_at = float("-inf")  # when a portion was last in its place, of time.monotonic
         self._thread = threading.Thread(target=self._run, name="kv-lane", daemon=True)
         self._thread.start()
 
     def cut(self) -> None:
-        """End the connection; the thread meets its end. The next pull has a new one."""
+        """End the connection; the next pull makes a new one."""
         connection, self._is_cut = self._connection, True
         if connection is not None:
-            with suppress(OSError):  # it has ended meanwhile
-                connection.shutdown(socket.SHUT_RDWR)
+            cut(connection)
 
     def end(self) -> None:
-        """Of a lane without pulls."""
+        """End the thread; the lane has no pulls."""
         self.pulls.put(None)
         self._thread.join()
 
@@ -191,7 +190,7 @@ class SocketLane:
         self._memory = self._lane()
         while (pull := self.pulls.get()) is not None:
             if pull.enter(self, self._connected(pull)):
-                why, undone = "it ended in an error of ours", list[Batch]()
+                why, undone = "it ended in an error of ours", list[Portion]()
                 try:
                     why, undone = self._move(pull)
                 finally:
@@ -199,7 +198,7 @@ class SocketLane:
         self._drop()
 
     def _connected(self, pull: SocketPull) -> str:
-        """See to a connection for a pull that runs; "" or why there is none."""
+        """Make a connection for a pull that runs, if there is none; "" or why that failed."""
         try:
             if self._is_cut:
                 self._drop()
@@ -209,15 +208,15 @@ class SocketLane:
             return str(e)
         return ""
 
-    def _move(self, pull: SocketPull) -> tuple[str, list[Batch]]:
-        """Batches of the pull, until there are none; "" or why it ends before, and with which."""
-        waiting, self.timed_out = deque[Batch](), False
+    def _move(self, pull: SocketPull) -> tuple[str, list[Portion]]:
+        """Bring portions until none is left; why that failed, "" if not, and portions undone."""
+        waiting, self.timed_out = deque[Portion](), False
         assert self._connection is not None
         try:
             while True:
-                while len(waiting) < AHEAD and (batch := pull.next()) is not None:
-                    waiting.append(batch)
-                    self._connection.sendall(asked(batch.there))
+                while len(waiting) < AHEAD and (portion := pull.next()) is not None:
+                    waiting.append(portion)
+                    self._connection.sendall(asked(portion.there))
                 if not waiting:
                     return "", []
                 here = waiting[0].here
@@ -283,9 +282,9 @@ class SocketPeer(OpenPeer):
             lane.end()
 
     def lands(self, address: str, seconds: float) -> bool:
-        """Whether any connection on this network has brought something within so long."""
+        """Whether a portion has come on this network in the last `seconds`."""
         since = time.monotonic() - seconds
-        return any(each.landed_at > since for each in self.lanes if each.address == address)
+        return any(lane.landed_at > since for lane in self.lanes if lane.address == address)
 
 
 class SocketTransport(OpenTransport):

@@ -51,7 +51,7 @@ class PageSource(Protocol):
     transport: str  # name and kind of the transport, of one rank
 
     def pull(self, pairs: Pages, groups: range, states: Pages = ()) -> Pull:
-        """Begin to pull layer groups of pages: (local page, remote page), each local page once.
+        """Begin to pull layer groups of pages: (local page, remote page), a local page once.
 
         states: slots, in the same way.
         """
@@ -62,7 +62,7 @@ class PageSource(Protocol):
 
 
 class LinkRate:
-    """How fast pulls over a link have been lately, each weighted by its seconds. So short pulls,
+    """How fast pulls over a link have been lately, a pull weighted by its seconds. So short pulls,
     which take as long as their calls, do not speak for long ones."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class _Dialled:
             if not kept:
                 sources.close()
             with self._changed:
-                self._made = [*(each for each in self._made if not each.closed), *kept]
+                self._made = [*(made for made in self._made if not made.closed), *kept]
                 self._num_reading -= 1
                 self._changed.notify_all()
 
@@ -187,8 +187,8 @@ class _Dialled:
         with self._changed:
             self._ends = True
             self._changed.wait_for(lambda: not self._num_reading)
-        for each in self._made:
-            each.close()
+        for made in self._made:
+            made.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int],
     """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included."""
     n = len(query_start) - 1
     firsts = [range(begin, end, BLOCK) for begin, end in pairwise(query_start)]
-    requests = [request for request, each in enumerate(firsts) for _ in each]
+    requests = [request for request, begins in enumerate(firsts) for _ in begins]
     unused = num_tokens // BLOCK + n - len(requests)
     return requests + [n] * unused, [*chain(*firsts)] + [0] * unused
 

@@ -1,4 +1,4 @@
-"""Kernels of chunk.py: convolution, each block's matrices, the scan over blocks, gated norm."""
+"""Kernels of chunk.py: convolution, blocks' matrices, the scan over blocks, gated norm."""
 
 import torch
 from torch import Tensor

@@ -58,7 +58,7 @@ def part_of(
 
 @triton.jit
 def taps(weight, lanes, inside):
-    """A convolution's four weights of each lane, f32."""
+    """A convolution's four weights of lanes, f32."""
     at = weight + lanes * 4
     w0 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     w1 = tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)

@@ -20,7 +20,7 @@ class Load(NamedTuple):
 
 
 class ExpertLoads:
-    """Reads what `new_load` made for each layer; nothing in a step waits for it."""
+    """Reads what `new_load` made for the layers; nothing in a step waits for it."""
 
     def __init__(self, loads: Sequence[Tensor]) -> None:
         self._loads = list(loads)
