@@ -62,7 +62,7 @@ class Role(Protocol):
         return []
 
     def close(self) -> None:
-        """Close what the engine does not."""
+        """Close all that the engine does not."""
 
 
 class EngineThread:

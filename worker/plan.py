@@ -1,4 +1,4 @@
-"""Plan: what one step does, as the scheduler decided it on the host. Small, msgspec, no tensors.
+"""Plan: one step, as the scheduler decided it on the host. Small, msgspec, no tensors.
 
 A plan is all that a tensor-parallel rank needs to run the step, grammar masks aside. The KV length
 of a row that decodes is not in it: only the device knows it (`max_seq_len_ub` bounds it).
@@ -157,10 +157,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Rank to leader, with engine.strict: what a step of its own came to."""
+    """Rank to leader, with engine.strict: the result of a step of its own."""
 
     step: int
-    drawn: int  # digest of what it drew
+    drawn: int  # digest of the tokens
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
@@ -171,4 +171,4 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     tokens: tuple[int, ...]
     finished: bool  # the row went inactive with the last of them
     logprobs: tuple[TokenLogprob, ...] = ()  # by token, if the plan asks for them
-    drafts: tuple[int, ...] = ()  # what the step verified: Plan.width - 1 ids; -1 = there was none
+    drafts: tuple[int, ...] = ()  # verified by the step: Plan.width - 1 ids; -1 = there was none

@@ -1,4 +1,4 @@
-"""The contract of attention over the paged cache: what is asked, what is accepted, what answers."""
+"""The contract of attention over the paged cache: a shape, caps that accept it, a backend."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from worker.forward.context import LayerAttention
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What an instance of a backend attends with: one rank's heads, over one region of the pool.
+    """The heads of an instance of a backend: one rank's, over one region of the pool.
 
     Layers of another mask or another region have an instance of their own.
     """
@@ -31,14 +31,14 @@ class AttentionShape:
 
     @property
     def features(self) -> frozenset[str]:
-        """What it asks for beyond plain causal attention."""
+        """Names of all that it asks for beyond plain causal attention."""
         named = {"cap": self.cap, "sinks": self.sinks}
         return self.mask.unlike_causal | {name for name, wanted in named.items() if wanted}
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCaps:
-    """What a backend accepts; None: anything."""
+    """The shapes that a backend accepts; None: any."""
 
     devices: frozenset[str] | None = None  # torch device types
     dtypes: frozenset[str] | None = None  # of the KV region
@@ -47,7 +47,7 @@ class AttentionCaps:
     features: frozenset[str] | None = None  # of AttentionShape.features
 
     def lacks(self, shape: AttentionShape) -> str:
-        """What of the shape is not served, for people; "": nothing."""
+        """Why the shape is not served, for people; "": it is."""
         if self.head_dims is not None and shape.head_dim not in self.head_dims:
             choices = ", ".join(map(str, sorted(self.head_dims)))
             return f"head_dim {shape.head_dim} is not one of: {choices}"
@@ -100,7 +100,7 @@ class AttentionBackend(LayerAttention, Protocol):
     static_plan: ClassVar[bool]
 
     def plan(self, batch: Batch) -> object:
-        """What all layers of one pass share; goes into forward_context(). Never waits.
+        """The plan of one pass, for all layers; goes into forward_context(). Never waits.
 
         Without `static_plan` it may reuse the buffers of the plan two steps back: loops settle a
         step before they launch the one after next.

@@ -52,8 +52,8 @@ def build_attentions(
 
     masks: by layer; (): all have that of `shape`. sinks: see AttentionBackend.
     Without `spec`, where there are no windows, it is that of `decode`. Raises UserError for an
-    unknown name; Unsupported for what a backend's caps refuse, or one without `static_plan` for
-    `spec`. The message and `param` begin with the field, as "engine.attention.prefill".
+    unknown name; Unsupported for a shape that a backend's caps refuse, or for `spec` a backend
+    without `static_plan`. Message and `param` begin with the field, as "engine.attention.prefill".
     """
     built: dict[str, Any] = {}
     for kind, name in names.items():

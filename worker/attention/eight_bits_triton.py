@@ -66,14 +66,14 @@ def exponents_at(head, at, seen):
 
 @triton.jit
 def power_of(exponents):
-    """What these bytes are worth, f32."""
+    """The powers of two that these bytes mean, f32."""
     return (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def queries_for_words(q_tile, DTYPE: tl.constexpr):
     """q_tile [rows, dims] in DTYPE, times a power of two a row that takes its largest number
-    below 2^15; and what undoes that: [rows] f32."""
+    below 2^15; and the factors that undo that: [rows] f32."""
     wide = q_tile.to(tl.float32)
     highest = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
     highest = tl.minimum(tl.maximum(highest, 15), 254)
@@ -83,7 +83,7 @@ def queries_for_words(q_tile, DTYPE: tl.constexpr):
 
 @triton.jit
 def weight_power(exponents, MORE: tl.constexpr):
-    """What softmax weights are multiplied with for their values' exponents, times 2^MORE: f32.
+    """Factors of softmax weights for their values' exponents, times 2^MORE: f32.
 
     It is finite for any byte, so a masked key's weight stays 0.
     """
@@ -95,7 +95,7 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """A tile, converted before it is laid out for the tensor cores.
 
     Triton would convert it behind that, and then add products in another order than those of a
-    tile that was 16 bits wide. It does not look behind what may have effects.
+    tile that was 16 bits wide. It does not look behind code that may have effects.
     """
     if not INTERPRETED:
         tile = tl.inline_asm_elementwise(
@@ -153,7 +153,7 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as the words' first numbers, their second ones, ...
 
-    They are 2^-120 of what they should be.
+    They are 2^-120 of the true numbers.
     """
     a, b, c, d = _widened(  # type: ignore[misc]
         words, _VALUES, "=r,=r,=r,=r,r,r", 2, tl.bfloat16, INTERPRETED
@@ -175,7 +175,7 @@ def in_order(a, b, c, d):
 
 @triton.jit
 def apart(sums):
-    """What in_order was given."""
+    """Inverse of in_order."""
     ROWS: tl.constexpr = sums.shape[0]
     WORDS: tl.constexpr = sums.shape[1] // 4
     ac, bd = tl.split(tl.reshape(sums, (ROWS, WORDS, 2, 2)))

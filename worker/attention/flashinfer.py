@@ -16,7 +16,7 @@ from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import current
 
 NUM_SLOTS = 2  # plans that may be in use at a time: of the step that runs and of the next one
-MIN_WORKSPACE_BYTES = 128 << 20  # what the library recommends
+MIN_WORKSPACE_BYTES = 128 << 20  # the library's advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ def ragged(host: HostLengths, page_table: Tensor, page_size: int) -> Ragged:
 
 
 class FlashInferPlan(NamedTuple):
-    """What all layers of one pass share."""
+    """The plan of one pass, for all layers."""
 
     wrapper: Any  # planned
     num_tokens: int  # rows that are not padding
@@ -88,8 +88,8 @@ class FlashInferAttention(PoolAttention):
     """Prefill by FlashInfer's FA3 where the GPU and the shape allow, else FA2; decode by FA2.
 
     Batches of one row a request go to the decode wrapper, on tensor cores: the FA2 kernels of
-    prefill, which serve all GQA ratios and are compiled once. The constructor compiles what the
-    library lacks (up to minutes, once for a machine, shape and dtype).
+    prefill, which serve all GQA ratios and are compiled once. The constructor compiles kernels that
+    the library lacks (up to minutes, once for a machine, shape and dtype).
 
     How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
     request may have ended on the device before the host knows. It is computed on the sink's page,
@@ -151,7 +151,7 @@ class FlashInferAttention(PoolAttention):
         return FlashInferPlan(wrapper, work.num_tokens)
 
     def _make_slots(self, device: torch.device) -> list[Slot]:
-        """All slots over one workspace: what it holds lives within one launch."""
+        """All slots over one workspace, whose content lives within one launch."""
         try:
             library: Any = import_module("flashinfer")
         except ImportError as error:

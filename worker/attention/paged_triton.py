@@ -268,7 +268,7 @@ def _online(
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
-    top, weight: the highest score and the sum of weights of what was seen before.
+    top, weight: the highest score and the sum of weights of keys seen before.
     """
     block = tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -320,7 +320,7 @@ def _attend_kernel(
     q: [num_tokens, heads, HEAD_DIM], rows stride_q apart; out: the same, contiguous.
     k_cache, v_cache: [pages, KV_HEADS, PAGE, HEAD_DIM], tokens contiguous, of q's dtype or in eight
     bits. scale: for exp2, or with CAP for tanh. sinks: [heads] or None.
-    items, counts: what _plan_kernel wrote. arrivals: i32 [items, KV_HEADS], zeros.
+    items, counts: written by _plan_kernel. arrivals: i32 [items, KV_HEADS], zeros.
     partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
@@ -459,7 +459,7 @@ def paged_attention(
 
 
 def scale_of(shape: AttentionShape) -> float:
-    """What kernels multiply products with: for exp2, or for tanh where there is a cap."""
+    """The factor of products in kernels: for exp2, or for tanh where there is a cap."""
     return shape.scale / shape.cap if shape.cap else shape.scale * 1.4426950408889634
 
 

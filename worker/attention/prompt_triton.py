@@ -191,7 +191,7 @@ def _prompt_kernel(
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """What all layers of one pass share; a layer overwrites what the one before has gathered."""
+    """The plan of one pass, for all layers, which overwrite each other's gathered keys."""
 
     paged: PagedPlan  # tiles of tokens, as if query heads were kv heads
     query_start: Tensor | None  # [num_reqs + 1] i32, with a window; else None

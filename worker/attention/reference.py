@@ -127,15 +127,15 @@ class ReferenceAttention(PoolAttention):
         queries = queries.view(-1, plan.width, self.num_kv_heads, group, self.head_dim)
         queries = queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
         if self._is_plain:
-            found = F.scaled_dot_product_attention(
+            attended = F.scaled_dot_product_attention(
                 queries, plan.keys, plan.values, attn_mask=plan.mask, scale=self.shape.scale
             )
         else:
-            found = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
-        found = found.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
-        found = found.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
-        found = found.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
-        return found if out is None else out.copy_(found)
+            attended = self._weights(queries, plan, self.sinks[layer_id]) @ plan.values
+        attended = attended.view(-1, self.num_kv_heads, group, plan.width, self.head_dim)
+        attended = attended.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
+        attended = attended.index_select(0, plan.out_rows).masked_fill_(plan.is_padding, 0.0)
+        return attended if out is None else out.copy_(attended)
 
     def _decoded(self, rows: Tensor, wanted: Tensor) -> Tensor:
         """[num rows, head_dim] of `dtype`: rows in eight bits, whose exponents follow a page."""
@@ -146,7 +146,7 @@ class ReferenceAttention(PoolAttention):
         return dequantized(values, raw.view(-1)[exponents], self.dtype)
 
     def _weights(self, queries: Tensor, plan: ReferencePlan, sinks: Tensor | None) -> Tensor:
-        """What softmax gives keys, [num_reqs, num_kv_heads, group * width, num_keys].
+        """Softmax weights of keys, [num_reqs, num_kv_heads, group * width, num_keys].
 
         queries: [num_reqs, num_kv_heads, group * width, head_dim]; sinks: [num_heads] or None.
         """
@@ -184,7 +184,7 @@ def _as_rows(cache: Tensor, num_rows: int) -> Tensor:
     """The memory from a layer's first key (or value) on, as rows of head_dim.
 
     Row page·(page stride) + head·(head stride) + token, in units of head_dim, is that token's.
-    num_rows: of the last page's last head, what is behind its tokens included.
+    num_rows: of the last page's last head, exponents behind its tokens included.
     """
     num_pages, num_heads, _, head_dim = cache.shape
     last = (num_pages - 1) * cache.stride(0) + (num_heads - 1) * cache.stride(1)

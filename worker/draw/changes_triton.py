@@ -1,4 +1,4 @@
-"""What a draw makes of a block of a row's logits: changes, then filters.
+"""How a draw changes a block of a row's logits, and filters it.
 
 Changes are bias, penalties, early stops and the grammar's mask; the definitions are `penalize`,
 `ban_early_stops` and `apply_masks` of `sampler.py`. Changed logits are not stored. Every pass that

@@ -27,7 +27,7 @@ MAX_PROTOTYPES = 16  # grammars that are kept compiled, some 100 MB a grammar
 # Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
 # prototype, the next request gets a new one.
 MAX_MASKS = 1 << 13
-# A token and the mask behind it take 5 ms of CPU time at most, as a rule. What is beyond USUAL_S
+# A token and the mask behind it take 5 ms of CPU time at most, as a rule. Time beyond USUAL_S
 # adds up to a grammar's debt. With more than MAX_DEBT_S all its requests end; in a step whose masks
 # have taken MAX_STEP_S already, one with more than MAX_LATE_DEBT_S ends.
 USUAL_S, MAX_DEBT_S, MAX_LATE_DEBT_S, MAX_STEP_S = 0.02, 0.5, 0.05, 2.0
@@ -39,7 +39,7 @@ class Prototype:
     def __init__(self, matcher: LLMatcher) -> None:
         self.matcher = matcher
         self.num_masks = 0  # that its copies have made
-        self.failed = False  # one of them has; they share what it has used up
+        self.failed = False  # one of them has; they share its limits, which are used up
         self.debt_s = 0.0  # of their time
         self.too_slow: UserError | None = None  # why all of them end
 
@@ -180,15 +180,15 @@ class Grammars:
     def _compiled(self, grammar: str) -> Future[Prototype]:
         """The grammar's prototype, now or later."""
         known = self._prototypes
-        found = known.pop(grammar, None)
-        if found is None or _is_worn(found):
+        prototype = known.pop(grammar, None)
+        if prototype is None or _is_worn(prototype):
             done = [text for text, future in known.items() if future.done()]
             for text in done[: max(0, len(done) - MAX_PROTOTYPES + 1)]:
                 del known[text]
-            found = self._compiler.submit(self._compile, grammar)
-            found.add_done_callback(lambda _: self._wake())
-        known[grammar] = found
-        return found
+            prototype = self._compiler.submit(self._compile, grammar)
+            prototype.add_done_callback(lambda _: self._wake())
+        known[grammar] = prototype
+        return prototype
 
     def _compile(self, grammar: str) -> Prototype:
         with contained("llguidance"):

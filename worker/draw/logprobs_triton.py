@@ -31,8 +31,8 @@ def _blocks_kernel(
     """Grid (blocks, rows): a block's first in rank, and its sum relative to that one."""
     enter(PDL)
     block, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    found = _ranked(logits, row, block, vocab, stride, BLOCK)
-    x, ranked = found[0], found[1]
+    block_of = _ranked(logits, row, block, vocab, stride, BLOCK)
+    x, ranked = block_of[0], block_of[1]
     highest = tl.max(x, 0)
     weight = tl.where(x > float("-inf"), tl.exp(x - highest), 0.0)
     tl.store(first + row * BLOCKS + block, tl.max(ranked, 0))
@@ -70,10 +70,10 @@ def _walk_kernel(
     i = 0
     while i < num_top:
         best = tl.max(firsts, 0)
-        found = 0x7FFFFFFF - (best & 0xFFFFFFFF)
-        tl.store(ids + at + 1 + i, found)
+        likeliest = 0x7FFFFFFF - (best & 0xFFFFFFFF)
+        tl.store(ids + at + 1 + i, likeliest)
         tl.store(values + at + 1 + i, _value_of(best) - log_sum)
-        block = (found // BLOCK).to(tl.int32)
+        block = (likeliest // BLOCK).to(tl.int32)
         ranked = _ranked(logits, row, block, vocab, stride, BLOCK)[1]
         following = tl.max(tl.where(ranked < best, ranked, -9223372036854775808), 0)
         firsts = tl.where(blocks == block, following, firsts)

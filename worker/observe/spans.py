@@ -2,7 +2,7 @@
 
 A span's times are monotonic seconds of its own process. No clock of one process is compared with
 another's: only trace and span ids travel. OpenTelemetry's SDK sends spans from its own thread. It
-reads the variables OTEL_* itself; what the configuration says wins.
+reads the variables OTEL_* itself; the configuration wins.
 """
 
 import logging
@@ -31,7 +31,7 @@ log = logging.getLogger("kvlane.tracing")
 Attributes = Mapping[str, AttributeValue]
 
 W3C = TraceContextTextMapPropagator()
-PARENT_CHARS = 55  # of a traceparent; what follows it in `Trace.carried` is the tracestate
+PARENT_CHARS = 55  # of a traceparent; the rest of `Trace.carried` is the tracestate
 STEP_NS = 1_000_000  # a clock that was set by less is not noticed
 RETRIED = ("prefill", "dispatch")  # stages that are entered again where they fail
 ABORT = "abort"  # as FinishReason.ABORT: nobody wants the rest, which is no error
@@ -51,8 +51,8 @@ class Tracer:
     """Makes the traces of one process; from one thread.
 
     The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
-    of a request fit together to a microsecond, in all processes of a machine. `close` sends what is
-    left, within a bound.
+    of a request fit together to a microsecond, in all processes of a machine. `close` sends the
+    rest, within a bound.
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:
@@ -120,7 +120,7 @@ class Trace:
     ) -> None:
         """Begin a stage; the present one ends at `at`. asks: it waits for another process.
 
-        One of RETRIED says which attempt it is, and what has cut off the one before.
+        One of RETRIED says which attempt it is, and which error has ended the one before.
         """
         self.leave(at)
         all_of_it = {**self.attributes, **attributes}

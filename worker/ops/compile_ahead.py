@@ -30,10 +30,10 @@ PARSES = 5  # of one kernel, until the error is believed
 def compile_ahead(step: Callable[[], object]) -> int:
     """Compile every Triton kernel that `step` launches, and run all else of it.
 
-    What a kernel would have written stays as it was, and memory that `step` allocates is zeros: ids
+    Memory that a kernel would write stays as it was, and memory that `step` allocates is zeros: ids
     and rows that torch's own ops read from it are then valid. So its values must not steer `step`,
     which holds for whatever can be captured as a graph. Other threads launch as ever. Returns the
-    number of kernels; raises what the compiler raises for one of them.
+    number of kernels; raises an error of the compiler's.
     """
     return copy_context().run(_compile_ahead, step)  # in which an error leaves Triton's mode active
 

@@ -31,7 +31,7 @@ elif HAS_TRITON:
 
     @triton.jit
     def enter(PDL: "tl.constexpr"):
-        """What a kernel begins with that may be resident before the one before it has ended."""
+        """Begin a kernel that may be resident before the one before it has ended."""
         if PDL:
             gdc_wait()
             gdc_launch_dependents()

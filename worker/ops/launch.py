@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
-    """`options`, and what lets a kernel over `x` start while the kernel before it still ends.
+    """`options`, and those by which a kernel over `x` starts while the kernel before it still ends.
 
     Programmatic dependent launch, compute capability 9.0 and later. A program calls gdc_wait
     before it touches anything but weights, so the kernel may follow any other kernel.

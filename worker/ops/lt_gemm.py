@@ -40,7 +40,7 @@ class LtError(RuntimeError):
 
 
 class HeuristicResult(ctypes.Structure):
-    """What the library says of an algorithm: cublasLtMatmulHeuristicResult_t."""
+    """The library's answer about an algorithm: cublasLtMatmulHeuristicResult_t."""
 
     _fields_ = (
         ("words", AlgorithmWords),

@@ -1,4 +1,4 @@
-"""RMS norms, alone and fused with what stands before them, and what feed-forwards activate with."""
+"""RMS norms, alone and fused with sums and concatenations, and activations of feed-forwards."""
 
 import torch
 import torch.nn.functional as F

@@ -23,7 +23,7 @@ FLOOR = 1e-10  # the least amax of a row of a block
 
 
 class EightBitRows(NamedTuple):
-    """What a product in eight bits takes in place of x, and what norms and gates may leave."""
+    """x as a product in eight bits takes it, and as norms and gates may leave it."""
 
     values: Tensor  # see `room`, as of_rows
     of_rows: Tensor
@@ -123,7 +123,7 @@ def scaled_gated_product_ref(
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether products here are in e4m3: on Hopper, and on what has as much shared memory.
+    """Whether products here are in e4m3: on Hopper, and on GPUs with as much shared memory.
 
     Tiles do not fit into that of compute capability 8.9 and 12. A CPU would have to make f32 of
     all weights in a step, which takes six times as long.

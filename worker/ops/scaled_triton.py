@@ -1,6 +1,6 @@
 """Kernels of scaled.py: x into eight bits, and products of many rows.
 
-norms_triton has what makes x and brings it into eight bits, skinny_triton products of few rows.
+norms_triton has kernels that make x in eight bits at once, skinny_triton products of few rows.
 """
 
 from dataclasses import dataclass

@@ -202,7 +202,7 @@ def choose(
     """
     assert 0 < m <= MAX_ROWS
     block_m, block_k = max(16, 1 << (m - 1).bit_length()), 128
-    if eight:  # what brings the next product's x into eight bits is small, and starts at once
+    if eight:  # the next kernel, x into eight bits, is small and starts at once
         _, split, tiles = next(row for row in _EIGHT if n >= row[0])
         block_n, num_warps, num_stages = tiles[block_m.bit_length() - 5]
         split = 1 if product_follows and n >= 6144 else split  # so that it can be gated

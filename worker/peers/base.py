@@ -23,8 +23,8 @@ class Collective(Protocol):
     Built as `cls(rank, size, device, init_method)`; `init_method` is a rendezvous of this group
     alone ("tcp://host:port", "file:///path"), so two groups in one process do not meet. UserError:
     not for this device; PeerLost: not all ranks came in time. A call that cannot end because a peer
-    is gone raises PeerLost; the group is then of no use and the worker ends. What a body here does
-    is right for a group that has nothing of its own to do there.
+    is gone raises PeerLost; the group is then of no use and the worker ends. A body here is
+    right for a group that has nothing of its own to do there.
     """
 
     capturable: ClassVar[bool]  # may a CUDA graph hold these calls?
@@ -68,17 +68,17 @@ class Collective(Protocol):
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def calibrate(self) -> None:
-        """Choose algorithms by what is fastest here: all ranks at once, before any is captured."""
+        """Choose the fastest algorithms here: all ranks at once, before any is captured."""
 
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
 
-        For calls that the host does not wait for: after its own wait for a step. What such calls
-        left is of no use.
+        For calls that the host does not wait for: after its own wait for a step. Results of
+        such calls are of no use.
         """
 
     def close(self) -> None:
-        """Leave the group and free what it has; no graph may hold its calls. Idempotent."""
+        """Leave the group and free its resources; no graph may hold its calls. Idempotent."""
 
 
 class SingleCollective(Collective):

@@ -169,7 +169,7 @@ class CustomCollective(Collective):
             log.info("the store of rank %d's group is gone: %s", self.rank, e)
 
     def calibrate(self) -> None:
-        """What rank 0 has measured holds for all; PeerLost if a rank did not come in time."""
+        """Rank 0's figures hold for all; PeerLost if a rank did not come in time."""
         times = measure(self.all_reduce_by, self.buffer, self.memory.layout)
         self.check()
         self._num_calibrations += 1
@@ -181,7 +181,7 @@ class CustomCollective(Collective):
 
 
 def default_table(size: int) -> Table:
-    """What holds until `calibrate` has measured: by the traffic that the algorithms make."""
+    """The table until `calibrate` has measured: by the traffic that the algorithms make."""
     return ((8 * MIB if size == 2 else MIB // size, ONE_SHOT), (64 * MIB, TWO_SHOT))
 
 
@@ -223,7 +223,7 @@ def measure(
     def zeros(num_bytes: int) -> Tensor:
         return buffer((num_bytes // 2,), torch.bfloat16).zero_()
 
-    # Calls that go before, while which every host launches what is measured.
+    # Calls that go before: while they run, all hosts launch the calls that are measured.
     meet = captured(ONE_SHOT, zeros(MEASURED_BYTES[0]))
     times: dict[int, dict[str, float]] = {}
     for num_bytes in (size for size in MEASURED_BYTES if size <= layout.buffer_bytes):

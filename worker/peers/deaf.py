@@ -21,7 +21,7 @@ _LOCK = threading.Lock()  # of two that are made at a time nobody would know whi
 
 
 def with_listener(make: Callable[[], Made]) -> tuple[Made, int | None]:
-    """What `make` makes, and the socket that it listens on; None: it is not known which one."""
+    """The result of `make`, and the socket on which it listens; None: not known."""
     with _LOCK:
         before = listening()
         made = make()
@@ -54,4 +54,5 @@ def own_sockets() -> Iterator[tuple[int, socket.socket]]:
 
 
 def listens(own: socket.socket) -> bool:
+    """Whether it accepts connections."""
     return own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1

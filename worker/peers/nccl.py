@@ -15,7 +15,7 @@ from worker.peers.rank_group import TIMEOUT_S, open_store
 
 # Read by NCCL and by torch when a group starts. A program that uses NVLink multicast can put the
 # GPUs of a shared host out of service, and ours needs none. A call that is late aborts its group
-# ("2") and leaves the process alone: `check` says what happened.
+# ("2") and leaves the process alone: `check` says why.
 ENVIRONMENT = {
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -27,8 +27,8 @@ class NcclCollective(Collective):
     """An NCCL group of its own; torch.distributed's default group is neither used nor needed.
 
     Calls run on the current stream. One that was launched by itself is aborted after TIMEOUT_S;
-    those of a replayed graph are not watched: the process has to end. `check` tells what torch's
-    watchdog thread has found by then: a peer that is gone or late, or an abort.
+    those of a replayed graph are not watched: the process has to end. `check` raises once
+    torch's watchdog thread has noticed: a peer that is gone or late, or an abort.
     """
 
     capturable: ClassVar[bool] = True

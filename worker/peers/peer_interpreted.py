@@ -7,7 +7,7 @@ from worker.ops.jit import tl, triton
 
 
 def _poll(load: Any, is_late: Any, control: Any) -> Any:
-    """What `load` gives once nothing of it `is_late`, or the fault or the limit ends the poll."""
+    """`load`'s result once nothing of it `is_late`, or the fault or the limit ends the poll."""
     since, at = time.monotonic_ns(), control.to(tl.pointer_type(tl.int64))
     loaded = load()
     while tl.max(is_late(loaded), 0):

@@ -1,4 +1,4 @@
-"""What lies where in the memory that ranks give each other, and how messages are cut for it."""
+"""The layout of the memory that ranks share, and how messages are cut for it."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -22,13 +22,13 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PeerLayout:
-    """What lies where in a rank's region; offsets and sizes in bytes.
+    """The parts of a rank's region; offsets and sizes in bytes.
 
     turns: i32 [3, CHANNELS], calls so far of one-shot, two-shot, gather.
     flags: i64 [2, CHANNELS, world], by sender; upper half the turn, lower half x's offset / 16.
     marked: [CHANNELS, 2, world, marked_piece] chunks of gathers.
     slots: [CHANNELS, 2, world, piece] chunks of one-shot; ABSENT between calls.
-    buffers: NUM_BUFFERS times buffer_bytes, for what is summed.
+    buffers: NUM_BUFFERS times buffer_bytes, for summands.
     """
 
     flags: ClassVar[int] = 4096

@@ -5,7 +5,7 @@ chunk by one access. Tensors of chunks must not be smaller than the program's th
 hold an element in several threads, and all of them would run the access.
 
 Memory of peers is touched by relaxed accesses of the scope of the system (PTX ISA, "Memory
-consistency model"). They are never torn within an element, and no L1 holds what they read.
+consistency model"). They are never torn within an element, and no L1 holds such memory.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def _store(scope: str) -> Any:
 def _poll(mask: str, control: str, begin: str, look: str) -> Any:
     """Where `mask`, run `look` until it leaves `again` false, or the fault or the limit ends it.
 
-    begin: clears the outputs, and declares what `look` needs beside `low`.
+    begin: clears the outputs, and declares registers of `look` beside `low`.
     """
     return tl.constexpr(f"""
         {{

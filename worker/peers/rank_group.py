@@ -1,6 +1,6 @@
 """How ranks find each other and agree on everything by which they could come to differ.
 
-What memory holds, what the weights are, who listens where: a rank that decided by itself would
+Sizes of pools, digests of weights, addresses: a rank that decided them by itself would
 enter other collectives than its peers, and all of them would wait for ever.
 """
 

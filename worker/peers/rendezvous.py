@@ -14,9 +14,9 @@ def free_rendezvous(host: str) -> str:
     with another one.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as found:
-        found.bind((host, 0))
-        port = found.getsockname()[1]
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
     return f"tcp://[{host}]:{port}" if family == socket.AF_INET6 else f"tcp://{host}:{port}"
 
 
@@ -31,6 +31,6 @@ def own_address(rendezvous: str) -> str:
         return LOOPBACK
     port = parts.port or 1
     family, _, _, _, remote = socket.getaddrinfo(parts.hostname, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as found:
-        found.connect(remote)
-        return str(found.getsockname()[0])
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(remote)
+        return str(probe.getsockname()[0])

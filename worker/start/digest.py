@@ -71,7 +71,7 @@ def dummy_digest(
 
 
 def model_digest(shape: LayerShape, weights: str) -> str:
-    """Digest a model or a drafter: what its configuration says of KV, and its weights' digest."""
+    """Digest a model or a drafter: its configuration of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
     return _sha256([fields, weights])
 
@@ -132,5 +132,5 @@ def _shifted(x: Tensor, by: int) -> Tensor:
 
 
 def _sha256(tree: object) -> str:
-    """16 hex digits of what JSON makes of it."""
+    """16 hex digits, of the tree in JSON."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]

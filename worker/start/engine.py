@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Kept(NamedTuple):
-    """What a worker leaves to one of the other role in its process. Filled by `Worker.retire`."""
+    """Parts that a worker leaves to one of the other role in its process: `Worker.retire`."""
 
     config: WorkerConfig  # as it was given
     weights: Weights
@@ -117,7 +117,7 @@ class Engine:
         )
 
     def retire(self) -> None:
-        """Free what belongs to the role; `weights`, `pool` and `transport` are left."""
+        """Free the role's parts; `weights`, `pool` and `transport` are left."""
         self.runner.close()
         self.metrics.close()
         if self.tracer is not None:

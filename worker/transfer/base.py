@@ -1,4 +1,4 @@
-"""What a transport of KV is, and what a caller may rely on, whichever one runs.
+"""The contract of a transport of KV, on which a caller may rely, whichever one runs.
 
 Only the puller's own process writes the puller's memory: every transfer is a read that the owner of
 the destination started. So a page may be used again as soon as the pull into it is over, even if
@@ -64,8 +64,8 @@ class Endpoint(msgspec.Struct, frozen=True, array_like=True):
     """
 
     transport: str  # key of TRANSPORTS
-    kind: str  # what the bytes travel on: shm | tcp | rdma | nvlink
-    name: str  # what a peer dials
+    kind: str  # of the way of its bytes: shm | tcp | rdma | nvlink
+    name: str  # the address that a peer dials
     host_key: str  # host_key() of the owner
     pid: int
     start_ticks: int  # process_stat() of the owner
@@ -149,7 +149,7 @@ class KVTransport(Protocol):
         """
 
     def endpoint(self) -> Endpoint:
-        """What peers need in order to `connect`."""
+        """The record by which peers `connect`."""
         assert self._endpoint is not None, "register comes first"
         return self._endpoint
 
@@ -207,7 +207,7 @@ class OpenPeer(Peer):
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Give back what the peer has; no pull runs."""
+        """Give back the peer's resources; no pull runs."""
 
 
 class OpenTransport(KVTransport):
@@ -267,7 +267,7 @@ def describe(
 
 
 def check_peer(local: Endpoint, remote: Endpoint, *, same_host: bool) -> None:
-    """Check that `local` can pull from `remote` in principle; Incompatible says what differs.
+    """Check that `local` can pull from `remote` in principle; Incompatible names the difference.
 
     Regions pair up by position: their names must be equal, their sizes need not be. same_host: only
     processes of one host and pid namespace can.

@@ -165,7 +165,7 @@ class KVDoor:
         answer = received(connection, NONCE_BYTES + MAC_BYTES, deadline)
         nonces = challenge + answer[:NONCE_BYTES]
         if not hmac.compare_digest(answer[NONCE_BYTES:], proof(self._secret, b"reads", nonces)):
-            self._tell(connection, "asked for KV without the secret")
+            self._warn(connection, "asked for KV without the secret")
             return False
         connection.sendall(proof(self._secret, b"serves", nonces))
         connection.settimeout(None)
@@ -185,12 +185,12 @@ class KVDoor:
             if not self._holds(pieces):
                 break
             send(connection, lane.outgoing(pieces))
-        self._tell(connection, "asked for KV that is not here")
+        self._warn(connection, "asked for KV that is not here")
 
-    def _tell(self, connection: socket.socket, what: str) -> None:
+    def _warn(self, connection: socket.socket, act: str) -> None:
         address = connection.getpeername()[0]
-        if num := self._refusals.news(address, what):
-            log.warning("%s %s (%d times)", address, what, num)
+        if num := self._refusals.news(address, act):
+            log.warning("%s %s (%d times)", address, act, num)
 
     def _holds(self, pieces: Sequence[Piece]) -> bool:
         if sum(piece.num_bytes for piece in pieces) > PORTION_BYTES:

@@ -41,7 +41,7 @@ log = logging.getLogger("kvlane.fetch")
 
 @dataclass(slots=True)
 class FetchContext:
-    """What all fetches of a worker share."""
+    """The parts of a worker that all its fetches share."""
 
     book: PageBook
     layout: KVLayout
@@ -227,7 +227,7 @@ class Fetch:
         return token is not None
 
     def advance(self, now: float) -> None:
-        """Start the pulls that can start, poll those that run, and notice what has failed."""
+        """Start the pulls that can start, poll those that run, and notice failures."""
         if self.xfer is not None:
             self._start_pulls(now)
             if self.lease.expired(now):
@@ -260,7 +260,7 @@ class Fetch:
             running.pull.cancel()
 
     def end(self) -> None:
-        """Set req.num_computed_tokens to what landed, and release the peer. No pull may run."""
+        """Set req.num_computed_tokens to landed tokens, and release the peer. No pull may run."""
         assert not self._running
         self.drain()
         book = self._context.book

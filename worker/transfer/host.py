@@ -1,4 +1,4 @@
-"""Which host this is and what runs on it, by the kernel. Free of torch: the controller uses it."""
+"""This host, its processes and addresses, by the kernel. Free of torch: the controller uses it."""
 
 import fcntl
 import ipaddress
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class ProcessStat(NamedTuple):
-    """What the kernel tells of one process."""
+    """The kernel's record of one process."""
 
     state: str  # one letter; Z and X: it has ended
     parent: int
@@ -47,16 +47,16 @@ def interfaces() -> Iterator[tuple[str, str]]:
     of_v6 = Path("/proc/net/if_inet6")
     for line in of_v6.read_text().splitlines() if of_v6.exists() else ():
         address, *_, name = line.split()
-        found = ipaddress.IPv6Address(bytes.fromhex(address))
-        if not found.is_link_local:
-            yield name, str(found)
+        of_name = ipaddress.IPv6Address(bytes.fromhex(address))
+        if not of_name.is_link_local:
+            yield name, str(of_name)
 
 
 def addresses_in(networks: Sequence[str]) -> list[str]:
     """Addresses of this machine by network, which is an interface's name or a range of
     addresses ("10.1.0.0/16"); ValueError names the first in which it has none.
     """
-    here, found = list(interfaces()), list[str]()
+    here, addresses = list(interfaces()), list[str]()
     for network in networks:
         try:
             span = ipaddress.ip_network(network, strict=False)
@@ -66,5 +66,5 @@ def addresses_in(networks: Sequence[str]) -> list[str]:
         if (address := next(fits, None)) is None:
             known = ", ".join(f"{name} {address}" for name, address in here)
             raise ValueError(f"{network!r} is no network of this machine, which has {known}")
-        found.append(address)
-    return found
+        addresses.append(address)
+    return addresses

@@ -2,7 +2,7 @@
 
 Regions are group first (ADR 0018): a layer group of a run of pages is one range of bytes. Where the
 two sides have different numbers of tensor-parallel ranks, a range of kv heads is one range in a
-page and group. Nothing is staged or cut by token. What the bytes of a head mean plays no role.
+page and group. Nothing is staged or cut by token. The meaning of a head's bytes plays no role.
 """
 
 from collections.abc import Iterator, Sequence

@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.cache.layout import MemoryRegion
 from worker.peers.mapped import on_device
 
-PORTION_BYTES = 4 << 20  # most that is asked for at once, and what a lane stages
+PORTION_BYTES = 4 << 20  # most that one request names, and that a lane stages
 
 
 class Piece(NamedTuple):
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
 
 
 class Lane(Protocol):
-    """What one thread sends from and receives into; the pieces have PORTION_BYTES together at most.
+    """Buffers of one thread, to send from and receive into, for PORTION_BYTES of pieces at most.
     A buffer is good until the next call."""
 
     def outgoing(self, pieces: Sequence[Piece]) -> list[memoryview]:
@@ -103,8 +103,8 @@ def _tensor(region: MemoryRegion, device: torch.device) -> Tensor:
 
 
 def lanes_of(regions: Sequence[MemoryRegion]) -> Callable[[], Lane]:
-    """What makes a lane for the thread that calls it. Memory without a memfd is on the GPU that is
-    the current one now."""
+    """A maker of lanes, for the threads that call it. Memory without a memfd is on the GPU that is
+    current now."""
     if all(region.fd is not None for region in regions):
         return lambda: DirectLane(regions)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -1,6 +1,6 @@
 """KV by mooncake-transfer-engine: TCP, RDMA, or NVLink inside one host.
 
-What was measured of the engine shapes this file. First contact with a hung peer blocks an engine
+Measurements of the engine shape this file. First contact with a hung peer blocks an engine
 for 60 s under its own mutex, and an engine that knew a name never reaches another process of that
 name. So one engine serves, and a peer's incarnation is pulled from by an engine of its own.
 

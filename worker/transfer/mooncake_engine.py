@@ -65,7 +65,7 @@ _hushing = threading.Lock()
 
 
 def configure(kind: str) -> dict[str, str]:
-    """Set mooncake's environment for `kind`, before its first import. Returns what it set.
+    """Set mooncake's environment for `kind`, before its first import. Returns the variables set.
 
     A value that the user's environment already holds wins, except for the choice of transport.
     The library reads most of it once, so a process has one kind for all its life: Unsupported if

@@ -54,7 +54,7 @@ class _Outgoing:
     req: PrefillReq
     lease: Lease
     first_page: int  # index in the prompt of the first page that decode lacks
-    key: bytes  # of what is announced
+    key: bytes  # of announcements
 
 
 @dataclass(slots=True, eq=False)
@@ -175,7 +175,7 @@ class Outbound:
                 self._send_ready(self._by_req[req], first_page, end, groups)
 
     def announce_settled(self, reqs: Sequence[PrefillReq], now: float) -> None:
-        """Announce what the settled step made final and `announce_groups` has not announced yet."""
+        """Announce KV that the settled step made final, unless `announce_groups` already has."""
         for req in reqs:
             if req.token is not None or req.num_announced_groups < self.num_groups:
                 req.prefill_s = now - req.started_at

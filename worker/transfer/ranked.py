@@ -99,7 +99,7 @@ class _RunningPull(NamedTuple):
 
 
 class RankPulls:
-    """What one rank dials and pulls by the leader's orders. Belongs to the rank's loop.
+    """One rank's links and pulls, by the leader's orders. Belongs to the rank's loop.
 
     tell: sends an answer to the leader. post: hands the loop an event for `on`, from any thread.
     """
@@ -124,7 +124,7 @@ class RankPulls:
         return poll_after_s([running.began_at for running in self._pulls.values()], now)
 
     def on(self, order: RankOrder | OwnDialled) -> None:
-        """Do what the leader orders, or take how a dialling has ended."""
+        """Do an order of the leader's, or take the end of a dialling."""
         match order:
             case DialPeer(link, member):
                 self._links[link] = None
@@ -205,7 +205,7 @@ class _Dial:
 
 
 class LeaderPulls:
-    """What all ranks of this worker dial and pull, ordered by rank 0. Belongs to its loop.
+    """Links and pulls of all ranks of this worker, ordered by rank 0. Belongs to its loop.
 
     own: the leader's rank. tell: sends an order to all other ranks, in order. post: hands the loop
     an event: OwnDialled for `on`, the others as `dial` ends. num_settled: steps of the leader.

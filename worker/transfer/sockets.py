@@ -53,14 +53,14 @@ PROGRESS_S = 3  # without a byte, after which a connection counts as hung
 
 
 class Portion(NamedTuple):
-    """What one request names: pieces in our memory, and in the peer's."""
+    """The pieces that one request names: in our memory, and in the peer's."""
 
     here: list[Piece]
     there: list[Piece]
 
 
 def portions(runs: Sequence[Run]) -> Iterator[Portion]:
-    """The bytes of `runs`, of one region or several, cut into what one request may name."""
+    """The bytes of `runs`, of one region or several, cut for requests."""
     here, there, left = list[Piece](), list[Piece](), PORTION_BYTES
     for region, local, remote, size in pieces(runs, PORTION_BYTES):
         if size > left or len(here) == MAX_PIECES:
@@ -80,7 +80,7 @@ class SocketPull(RunsPull):
         super().__init__(runs)
         self._peer = peer
         self._portions = deque(portions(runs))  # not asked for
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of all below
         self._inside = set[SocketLane]()  # lanes that may write
         self._num_awaited = 0  # lanes that have the pull in their queues
         self._failed = dict[SocketLane, str]()  # lanes that take no more portions, and why

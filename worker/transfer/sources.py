@@ -151,7 +151,7 @@ class Sources(PageSource):
 
 
 class _Dialled:
-    """What threads of a rank read from and have dialled, until the rank ends. For any thread."""
+    """Sources that threads of a rank read from and have dialled, until it ends. For any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -183,7 +183,7 @@ class _Dialled:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Cancel what is read, wait for its end, and close all that is still open."""
+        """Cancel reads, wait for their end, and close all that is still open."""
         with self._changed:
             self._ends = True
             self._changed.wait_for(lambda: not self._num_reading)

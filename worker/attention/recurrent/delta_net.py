@@ -1,4 +1,4 @@
-"""The gated delta rule: what its ops read, one step of it, and the state's layout.
+"""The gated delta rule: inputs of its ops, one step of it, and the state's layout.
 
 Yang et al., "Gated Delta Networks" (arXiv:2412.06464), as Qwen3-Next computes it: a short causal
 convolution of q, k and v, then for a value head, in f32,
@@ -102,7 +102,7 @@ def convolved(raw: Tensor, weight: Tensor) -> Tensor:
 
 
 class Inputs(NamedTuple):
-    """What the recurrence reads of tokens, f32; [..] are the tokens."""
+    """Inputs of the recurrence, f32; [..] are the tokens."""
 
     q: Tensor  # [.., value_heads, key_dim]; normalised, and scaled by key_dim ** -0.5
     k: Tensor  # [.., value_heads, key_dim]; normalised

@@ -1,4 +1,4 @@
-"""A decode step of a delta net: fold what the last step accepted, then compute a window.
+"""A decode step of a delta net: fold the tokens that the last step accepted, compute a window.
 
 Speculation by replay: rejected drafts are never folded, so nothing is restored. A step reads the
 state of the first `folded` tokens, folds the `pending` ones, whose raw inputs the last window has

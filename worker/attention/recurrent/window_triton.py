@@ -45,7 +45,7 @@ def part_of(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):  # fmt: skip
     """Of program_id(1), a head of q, then of k, then of v: (is it of v, which head, its first
-    channel, key head, its place in what a slot holds of that key head)."""
+    channel, key head, its place in that key head's part of a slot)."""
     part = tl.program_id(1)
     is_value = part >= 2 * KEY_HEADS
     head = tl.where(is_value, part - 2 * KEY_HEADS, part % KEY_HEADS)  # of values, or of keys
@@ -77,7 +77,7 @@ def _inputs_kernel(
 ):  # fmt: skip
     """Grid (rows, heads of q, then of k, then of v): convolution, lengths of q and k, gates.
 
-    Writes the raw inputs that the next step needs to slot and ring, once it has read what is there.
+    Writes the raw inputs that the next step needs to slot and ring, once it has read theirs.
     """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM

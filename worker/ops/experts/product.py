@@ -23,8 +23,8 @@ def expert_products_ref(
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
-    None: to new memory. scales: of gate_up and of down in e4m3, stacks of what
-    scaled_product_ref takes. A token without experts here gets zeros. An expert's part is rounded
+    None: to new memory. scales: of gate_up and of down in e4m3, stacks of
+    scaled_product_ref's. A token without experts here gets zeros. An expert's part is rounded
     to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
