@@ -2,12 +2,15 @@
 
 With --url it asks an OpenAI-compatible server; without, it decodes the weights in this process, in
 float32. Only the second needs torch and transformers. --trace asks a kvlane how many tokens a step
-of speculation has yielded.
+of speculation has yielded. --newcomers decodes what newcomers ask, in wordings never trained
+(newcomers.toml): sums, short JSON, calls; and prints each that is wrong with what was said.
 """
 
 import argparse
 import json
 import os
+import re
+import tomllib
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
@@ -18,12 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.report import aligned
+from benchmarks.output import parser
 from benchmarks.train.problems import Problem, held_out_problems, parse_value
 
 MAX_NEW_TOKENS = 200
 AT_ONCE = 250  # problems of one batch
 DEFAULT_MODEL = Path("worker/assets/tiny")
 DEFAULT_URL = "http://127.0.0.1:8000"
+CALL = re.compile(r"<tool_call>\n(.*)\n</tool_call>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,8 @@ def table(scores: Sequence[Score]) -> str:
 def local_score(model: Path, num: int, split: str, device: str = "cpu") -> Score:
     """Decodes the weights of a folder greedily, in this process, and judges them."""
     problems = held_out_problems(num, templates=split)
-    return score(split, problems, decode(model, problems, device))
+    chats = [{"conversation": [{"role": "user", "content": p.question}]} for p in problems]
+    return score(split, problems, decode_chats(model, chats, device))
 
 
 def server_score(args: argparse.Namespace, split: str) -> Score:
@@ -115,14 +121,11 @@ def load_model(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     return model.to(device).eval(), tokenizer
 
 
-def decode(folder: Path, problems: Sequence[Problem], device: str) -> list[Reply]:
-    """Greedy replies of the weights in a folder, computed in float32."""
-    chats = [{"conversation": [{"role": "user", "content": p.question}]} for p in problems]
-    return decode_chats(folder, chats, device)
-
-
 def decode_chats(folder: Path, chats: Sequence[dict[str, Any]], device: str) -> list[Reply]:
-    """As `decode`; each chat is what the chat template takes: `conversation`, perhaps `tools`."""
+    """Greedy replies of the weights in a folder, computed in float32.
+
+    A chat is what the chat template takes: `conversation`, perhaps `tools`.
+    """
     import torch
 
     model, tokenizer = load_model(folder, device)
@@ -184,23 +187,67 @@ def _spread(numbers: Sequence[int]) -> tuple[float, int, int]:
     return sum(numbers) / len(numbers), min(numbers), max(numbers)
 
 
+def newcomers(kind: str) -> list[dict[str, Any]]:
+    """What newcomers ask, of "sums", "json" or "tools"."""
+    return tomllib.loads(Path(__file__).with_name("newcomers.toml").read_text("utf-8"))[kind]
+
+
+def chat_of(item: dict[str, Any]) -> dict[str, Any]:
+    """A newcomer's question as the chat template takes it."""
+    made: dict[str, Any] = {"conversation": [{"role": "user", "content": item["ask"]}]}
+    if tool := item.get("tool"):
+        properties = {key: {"type": kind} for key, kind in tool["parameters"].items()}
+        schema = {"type": "object", "properties": properties, "required": list(properties)}
+        made["tools"] = [{"type": "function", "function": {**tool, "parameters": schema}}]
+    return made
+
+
+def said(kind: str, text: str) -> Any:
+    """What a reply says: a number, an object, or a call's arguments; or None."""
+    if kind == "sums":
+        return parse_value(text)
+    if kind == "tools":
+        found = CALL.fullmatch(text)
+        text = found[1] if found else ""
+    try:
+        read = json.loads(text)
+    except ValueError:
+        return None
+    return read if kind == "json" else read.get("arguments")
+
+
+def judge_newcomers(model: Path, device: str) -> None:
+    """Prints a line for each kind, and what was wrong."""
+    for kind in ("sums", "json", "tools"):
+        items = newcomers(kind)
+        replies = decode_chats(model, [chat_of(item) for item in items], device)
+        texts = zip(items, (reply.text for reply in replies), strict=True)
+        wrong = [(item, text) for item, text in texts if said(kind, text) != item["says"]]
+        print(f"{kind}: {len(items) - len(wrong)} of {len(items)} right")
+        for item, text in wrong:
+            print(f"  {item['ask']}\n    {text!r}, not {item['says']}")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEFAULT_MODEL, help="folder of the weights")
-    parser.add_argument("--num", type=int, default=500, help="problems of a split")
-    parser.add_argument("--url", nargs="?", const=DEFAULT_URL, help="ask this server instead")
-    parser.add_argument("--served-name", help="model name at the server (default: its first)")
-    parser.add_argument("--concurrency", type=int, default=32, help="requests at a time")
-    parser.add_argument("--trace", action="store_true", help="tokens of a step, from a kvlane")
-    parser.add_argument("--held-out", action="store_true", help="held-out templates too")
-    parser.add_argument("--device", default="cpu", help="where to decode without --url")
-    parser.add_argument("--json", type=Path, help="write the scores to this file")
-    return parser
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--model", type=Path, default=DEFAULT_MODEL, help="folder of the weights")
+    add("--num", type=int, default=500, help="problems of a split")
+    add("--url", nargs="?", const=DEFAULT_URL, help="ask this server instead")
+    add("--served-name", help="model name at the server (default: its first)")
+    add("--concurrency", type=int, default=32, help="requests at a time")
+    add("--trace", action="store_true", help="tokens of a step, from a kvlane")
+    add("--held-out", action="store_true", help="held-out templates too")
+    add("--newcomers", action="store_true", help="what newcomers ask, instead")
+    add("--device", default="cpu", help="where to decode without --url")
+    return made
 
 
 def main() -> None:
     """Prints one line per split."""
     args = _parser().parse_args()
+    if args.newcomers:
+        return judge_newcomers(args.model, args.device)
     splits = ("trained", "held_out") if args.held_out else ("trained",)
     scores = [
         server_score(args, split)

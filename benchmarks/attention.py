@@ -13,10 +13,9 @@ runs; the times mean nothing.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +36,7 @@ from worker.registry import resolve
 Pass = Callable[[], Tensor]  # all layers; returns the last layer's result
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """The attention of a model."""
 
     layers: int
@@ -80,20 +78,14 @@ class Scene:
         width, window = self.batch.max_query_len, self.window or self.context
         first = self.context - width + 1  # keys of a request's first row, without a window
         pairs = sum(min(first + i, window) for i in range(width))  # of each request
-        return (
-            4
-            * self.batch.num_reqs
-            * self.shape.head_dim
-            * self.shape.layers
-            * self.shape.heads
-            * pairs
-        )
+        layers, heads, _, head_dim = self.shape
+        return 4.0 * self.batch.num_reqs * head_dim * layers * heads * pairs
 
 
 def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: int) -> Scene:
     """Requests of `context` tokens, the last `width` new, on random pages of a pool for them."""
     shape, device = MODELS[options.model], torch.device(options.device)
-    shape = replace(shape, layers=options.layers or shape.layers)
+    shape = shape._replace(layers=options.layers or shape.layers)
     dtype = getattr(torch, options.dtype)
     pages = -(-context // options.page_size)
     kv_dtype = options.kv_dtype or options.dtype
@@ -116,34 +108,14 @@ def scene_of(options: argparse.Namespace, num_reqs: int, context: int, width: in
     return Scene(shape, pool, batch, q, context, options.window, options.cap, sinks)
 
 
-def passes(scene: Scene, names: list[str]) -> dict[str, Pass]:
-    """What can run here, the reference first."""
-    passes: dict[str, Pass] = {}
-    for name in dict.fromkeys(["reference", *names]):
-        try:
-            passes[name] = backend_pass(scene, name)
-        except Unsupported as refusal:
-            print(f"{name}: {refusal}")
-    return passes
-
-
 def backend_pass(scene: Scene, name: str) -> Pass:
     """A backend: one plan, then every layer, as in a step."""
     shape, batch = scene.shape, scene.batch
-    attention: Any = resolve("attention backend", name, ATTENTION)(
-        scene.pool,
-        AttentionShape(
-            shape.heads,
-            shape.kv_heads,
-            shape.head_dim,
-            shape.head_dim**-0.5,
-            KeyMask(window=scene.window or None),
-            cap=scene.cap,
-            sinks=bool(scene.sinks),
-            dtype=str(scene.q.dtype).removeprefix("torch."),
-        ),
-        scene.sinks,
-    )
+    more = {"cap": scene.cap, "sinks": bool(scene.sinks)}
+    dtype, mask = str(scene.q.dtype).removeprefix("torch."), KeyMask(window=scene.window or None)
+    seen = AttentionShape(*shape[1:], shape.head_dim**-0.5, mask, dtype=dtype, **more)
+    made: Any = resolve("attention backend", name, ATTENTION)
+    attention = made(scene.pool, seen, scene.sinks)
     planned = None if attention.static_plan else attention.plan(batch)
 
     def run() -> Tensor:
@@ -157,18 +129,20 @@ def backend_pass(scene: Scene, name: str) -> Pass:
 
 def measure(scene: Scene, options: argparse.Namespace) -> dict[str, Any]:
     """Times of every backend for one batch, per layer, and how far it is from the reference."""
-    batch, names = scene.batch, options.backends.split(",")
+    batch = scene.batch
     row: dict[str, Any] = {"batch": batch.num_reqs, "query_len": batch.max_query_len}
     row |= {"context": scene.context, "backends": {}}
-    runs = passes(scene, names)
-    expected = runs["reference"]().float()
-    for name, run in runs.items():
-        if name not in names:
+    expected = backend_pass(scene, "reference")().float()
+    for name in options.backends.split(","):
+        try:
+            run = backend_pass(scene, name)
+        except Unsupported as refusal:
+            print(f"{name}: {refusal}")
             continue
         error = float((run().float() - expected).abs().max())
-        times = times_ms({name: run}, options.device, options.replays)[name]
-        median_ms = statistics.median(times)
-        row["backends"][name] = spread(times) | {
+        times = spread(times_ms({name: run}, options.device, options.replays)[name])
+        median_ms = times["median_ms"]
+        row["backends"][name] = times | {
             "layer_us": round(median_ms * 1e3 / scene.shape.layers, 2),
             "gb_s": round(scene.kv_bytes() / median_ms / 1e6, 1),
             "tflop_s": round(scene.flops() / median_ms / 1e9, 1),

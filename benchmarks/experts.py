@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.recurrent import kernels_us
-from benchmarks.timing import DEVICE, product_speed, read_bandwidth, times_ms
+from benchmarks.timing import DEVICE, Layers, layers_times, product_speed, read_bandwidth
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
 from worker.ops.scaled import BLOCK
-from worker.weights.matrices import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, quantized
 
 SHAPES = {  # hidden size, experts
     "30b": (2048, ExpertShape(128, 8, 768, renormalizes=True)),
@@ -56,10 +55,6 @@ class Experts:
         """Normal numbers that keep the scale of what is multiplied by them."""
         return torch.randn(sizes, device=DEVICE, dtype=self.dtype) * sizes[-1] ** -0.5
 
-    def tokens(self, count: int) -> Tensor:
-        """Of a step."""
-        return torch.randn(count, self.size, device=DEVICE).to(self.dtype)
-
     def routed(self, x: Tensor, gate: Tensor) -> Routes:
         """By one layer's router."""
         return route(x, gate, None, 0, self.shape, self.held, self.load)
@@ -93,24 +88,14 @@ def main() -> None:
     experts = Experts(options.model, options.layers, eight=options.eight)
     numbers = 3 * experts.size * experts.shape.width  # of an expert's weights
     for count in options.tokens:
-        x = experts.tokens(count)
+        x = torch.randn(count, experts.size, device=DEVICE).to(experts.dtype)
         distinct = experts.distinct(x)
         reading = distinct * numbers * experts.ups[0].element_size() / bandwidth
         multiplying = 2 * count * experts.shape.top_k * numbers / speed
         floor_us = 1e6 * max(reading, multiplying)
-        work = experts.run(x)
-        times = times_ms({"run": work}, DEVICE, options.replays)["run"]
-        layer_us = [1e3 * each / experts.num_layers for each in times]
-        median = statistics.median(layer_us)
-        between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
-        beside = f"{distinct:5.1f} experts, floor {floor_us:.1f}, {floor_us / median:.0%} of it"
-        print(f"{count:6} tokens {median:9.1f} us a layer ({between}), {beside}", flush=True)
-        parts = kernels_us(work, experts.num_layers) if options.parts else {}
-        for kernel, took_us in parts.items():
-            print(f"    {kernel:30} {took_us:9.1f}")
+        case = Layers(f"{count} tokens, {distinct:.1f} experts", experts.run(x), floor_us)
         figures.append(
-            {"tokens": count, "layer_us": layer_us, "floor_us": floor_us, "distinct": distinct}
-            | {"parts": parts}
+            {"tokens": count, "distinct": distinct} | layers_times(case, options.layers, options)
         )
     write(options.json, {"options": shown(options), "figures": figures})
 

@@ -13,9 +13,8 @@ numbers, and they are checked. The floor is the weights' bytes over the read ban
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,13 +23,12 @@ from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.ops.product import product
 from worker.ops.scaled import BLOCK, eight_bits, scaled_product
-from worker.weights.matrices import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, quantized
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
+class Product(NamedTuple):
     """out [m, n] = x [m, k] @ w.T, once a layer or once a step."""
 
     name: str
@@ -64,15 +62,12 @@ class Step:
     def __init__(self, products: list[Product], device: str, dtype: torch.dtype) -> None:
         self.products, self.device, self.dtype = products, device, dtype
         generator = torch.Generator(device).manual_seed(0)
-        self.weights: dict[str, list[Tensor]] = {
-            item.name: [
-                torch.empty(item.n, item.k, device=device, dtype=dtype).normal_(
-                    0, item.k**-0.5, generator=generator
-                )
-                for _ in range(item.count)
-            ]
-            for item in products
-        }
+
+        def drawn(item: Product) -> Tensor:
+            weight = torch.empty(item.n, item.k, device=device, dtype=dtype)
+            return weight.normal_(0, item.k**-0.5, generator=generator)
+
+        self.weights = {item.name: [drawn(item) for _ in range(item.count)] for item in products}
         self.num_bytes = sum(w.nbytes for weights in self.weights.values() for w in weights)
 
     def run(self, x: Tensor, multiply: Multiply, *, head: bool = True) -> Tensor:

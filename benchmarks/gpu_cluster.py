@@ -30,20 +30,18 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.judges.served import REPOSITORY, enter_namespace, make_model, serving
 from benchmarks.load.records import SIMULATED
 from benchmarks.load.result import read
-from benchmarks.output import ints, shown, write
+from benchmarks.output import described, ints, shown, write
+from benchmarks.served import REPOSITORY, enter_namespace, make_model, serving
 
 PULLED = "kvlane_kv_pulled_bytes_total"
 
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = described(__doc__)
+    add = made.add_argument
     add("--model-config", type=Path, default=REPOSITORY / "benchmarks/models/qwen3-8b.json")
     add("--gpus", type=int, default=1, help="0: CPUs; 1: shared by both workers; 2: one each")
     add("--chunk", type=int, default=2048, help="prompt tokens of one prefill step")
@@ -58,7 +56,7 @@ def parse() -> argparse.Namespace:
     add("--prompt-len", type=int, default=512, help="tokens")
     add("--output-len", type=int, default=128, help="tokens")
     add("--loads", default="", metavar="16,32,full", help="those of benchmarks.serving instead")
-    return parser.parse_args()
+    return made.parse_args()
 
 
 def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[str, Any]:
@@ -66,39 +64,31 @@ def serve_config(options: argparse.Namespace, model: Path, kind: str) -> dict[st
     num_gpus = {0: 0.0, 1: 0.5, 2: 1.0}[options.gpus]
     device = "cuda" if options.gpus else "cpu"
     engine = {"device": device, "prefix_cache": False}
-    tokens = options.prompt_len + options.output_len
+    of_prefill = {**engine, "max_prefill_tokens": options.chunk}
+    of_decode = {
+        **engine, "max_num_reqs": max(options.concurrency), "growth_tokens": options.output_len,
+    }  # fmt: skip
+    model_of = {
+        "path": str(model), "served_name": options.model_config.stem, "load_format": "dummy",
+        "max_model_len": options.prompt_len + options.output_len + 64,
+    }  # fmt: skip
     return {
-        "model": {
-            "path": str(model), "served_name": options.model_config.stem, "load_format": "dummy",
-            "max_model_len": tokens + 64,
-        },
-        "prefill": {
-            "num_gpus": num_gpus,
-            "engine": {**engine, "max_prefill_tokens": options.chunk},
-        },
-        "decode": {
-            "num_gpus": num_gpus,
-            "engine": {
-                **engine, "max_num_reqs": max(options.concurrency),
-                "growth_tokens": options.output_len,
-            },
-        },
+        "model": model_of,
+        "prefill": {"num_gpus": num_gpus, "engine": of_prefill},
+        "decode": {"num_gpus": num_gpus, "engine": of_decode},
         "transport": {"kind": kind},
         "disaggregation": {"mode": options.mode},
         "cluster": {"local_ray": {"num_gpus": options.gpus}},
-    }  # fmt: skip
+    }
 
 
 def run_load(
     url: str, model: Path, path: Path, options: argparse.Namespace, kind: str, at_a_time: int
 ) -> int:
     """Run `benchmarks.load`, or with --loads `benchmarks.serving`, against `url`; its exit code."""
-    if options.loads:
-        harness = "serving"
-        arguments = ["--name", kind, "--rates", options.loads]
-        arguments += ["--full", str(at_a_time)]
-    else:
-        harness, num = "load", str(at_a_time)
+    harness, num = ("serving" if options.loads else "load"), str(at_a_time)
+    arguments = ["--name", kind, "--rates", options.loads, "--full", num]
+    if not options.loads:
         lengths = f"synthetic:{options.prompt_len},{options.output_len}"
         arguments = ["--source", lengths, "--concurrency", num, "--warmup", num]
         arguments += ["--num", str(options.num), "--repeat", str(options.repeat)]

@@ -34,6 +34,7 @@ from worker.run.base import ChunkGraphs
 from worker.run.eager import EagerChunks
 from worker.run.flight import MaskedStep, Step
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.schedule.width import WidthPolicy
 from worker.start.engine import Engine
@@ -143,9 +144,8 @@ class Bench:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.scheduler = DecodeScheduler(
-            engine.book, engine.config.engine, frozenset(), grain=engine.shape.grain
-        )
+        queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
+        self.scheduler = DecodeScheduler(queues, frozenset())
         self.path = ""  # of the last step that was waited for
         self.overlap = True
         self._num_admitted = 0
@@ -165,8 +165,8 @@ class Bench:
             self._num_admitted += 1  # of another seed each: simulated acceptance is by seed
             own = msgspec.structs.replace(sampling, seed=self._num_admitted)
             req = Req(str(number), 1, "bench", tokens, prompt_len, own, float("inf"))
-            assert self.scheduler.admit(req), "the pool is made for this batch"
-            self.scheduler.prefill_locally(req)
+            assert self.scheduler.queues.admit(req), "the pool is made for this batch"
+            self.scheduler.queues.prefill_locally(req)
             reqs.append(req)
         return reqs
 
@@ -193,7 +193,7 @@ class Bench:
                 settled = scheduler.settle(pending.plan.step, drawn)
                 for req, _, _, reason in settled:
                     if reason is not None:
-                        scheduler.finish(req)
+                        scheduler.queues.finish(req)
                         num_left -= 1
                 if watch is not None:
                     num_tokens = sum(num for _, _, num, _ in settled)
@@ -267,7 +267,7 @@ def _multiplied(module: nn.Module) -> int:
     total = sum(p.numel() for p in module.parameters())
     for each in module.modules():
         if isinstance(each, Experts):
-            stacks = each.gate_up.tensor.numel() + each.down.tensor.numel()
+            stacks = each.gate_up.values.numel() + each.down.values.numel()
             total -= stacks - stacks * each.shape.top_k // each.held.count
     return total
 

@@ -11,11 +11,17 @@ from benchmarks.load.result import machine, version_of
 PACKAGES = ("torch", "triton", "flashinfer-python", "ray", "mooncake-transfer-engine-cuda13")
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser that shows a module's docstring as it stands, with `--json`."""
-    made = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+def described(description: str | None) -> argparse.ArgumentParser:
+    """A parser that shows a module's docstring as it stands."""
+    as_it_stands = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        description=description, allow_abbrev=False, formatter_class=as_it_stands
     )
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The same with `--json`."""
+    made = described(description)
     made.add_argument("--json", type=Path, metavar="FILE", help="what was measured")
     return made
 

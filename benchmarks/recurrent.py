@@ -9,22 +9,20 @@ Prompts are one request, from position 0. `--parts` has the kernels of one layer
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
 """
 
-import statistics
+import itertools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity
-from torch.profiler import profile as profiled
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, read_bandwidth, synchronize, times_ms
-from worker.attention.recurrent.chunk import block_table, delta_chunk
+from benchmarks.timing import DEVICE, Layers, layers_times, read_bandwidth
+from worker.attention.recurrent.chunk import delta_chunk
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights, delta_states
 from worker.attention.recurrent.window import delta_window
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
-from worker.config.checkpoint.delta_shape import DeltaShape
+from worker.config.checkpoint.delta_shape import DeltaShape, block_table
 from worker.forward.batch import StateChunks, StateWindows
 
 SHAPES = {  # layers, heads of a rank
@@ -81,18 +79,6 @@ class Net:
         ]
 
 
-def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
-    """Microseconds a layer of each kernel."""
-    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
-        work()
-        synchronize()
-    return {
-        event.key: event.device_time_total / num_layers
-        for event in seen.key_averages()
-        if "kernel" in event.key
-    }
-
-
 def main() -> None:
     """Measure, print a table, write the file."""
     made = parser(__doc__)
@@ -104,30 +90,14 @@ def main() -> None:
     add("--parts", action="store_true", help="the kernels of each case, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
-    bandwidth, figures = read_bandwidth(), []
+    bandwidth = read_bandwidth()
     print(f"reads {bandwidth / 1e9:.1f} GB/s")
-    num_rows = 1 if options.tokens else max(options.rows)
-    net = Net(options.model, num_rows, max(options.widths))
-    cases: list[tuple[str, float, Callable[[], object]]] = [
-        (f"{tokens} tokens", 0.0, net.prompt(tokens)) for tokens in options.tokens
-    ]
-    for rows in [] if options.tokens else options.rows:
+    net = Net(options.model, 1 if options.tokens else max(options.rows), max(options.widths))
+    cases = [Layers(f"{tokens} tokens", net.prompt(tokens)) for tokens in options.tokens]
+    for rows, width in itertools.product([] if cases else options.rows, options.widths):
         floor_us = 2e6 * rows * net.region.slot_bytes / net.num_layers / bandwidth
-        cases += [
-            (f"{rows} rows, width {width}", floor_us, net.decode(rows, width))
-            for width in options.widths
-        ]
-    for name, floor_us, work in cases:
-        times = times_ms({name: work}, DEVICE, options.replays)[name]
-        layer_us = [1e3 * each / net.num_layers for each in times]
-        median = statistics.median(layer_us)
-        beside = f", floor {floor_us:.1f}, {floor_us / median:.0%} of it" if floor_us else ""
-        between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
-        print(f"{name:22} {median:9.1f} us a layer ({between}){beside}", flush=True)
-        parts = kernels_us(work, net.num_layers) if options.parts else {}
-        for kernel, took_us in parts.items():
-            print(f"    {kernel:30} {took_us:9.1f}")
-        figures.append({"case": name, "layer_us": layer_us, "floor_us": floor_us, "parts": parts})
+        cases.append(Layers(f"{rows} rows, width {width}", net.decode(rows, width), floor_us))
+    figures = [layers_times(case, net.num_layers, options) for case in cases]
     write(options.json, {"options": shown(options), "figures": figures})
 
 

@@ -123,11 +123,9 @@ class Worker:
             self._wire.send(peer, Chunks(tuple(chunks)))
 
 
-def route(
-    pipe: Connection, directory: Path, authentication: Authentication, **options: Any
-) -> None:
+def route(pipe: Connection, directory: Path, authentication: Authentication) -> None:
     """The router's process: the router's own threads, and this one for commands."""
-    config = RouterConfig(access_log=False, **options)
+    config = RouterConfig(access_log=False)
     model = ModelConfig(path=str(directory))
     settings = Settings(config, model, PING, authentication=authentication)
     router = RouterServer(settings, Place("router-0", "1"))
@@ -248,26 +246,13 @@ class Bench:
         self.clients.drain()
         return num * num_tokens / (time.monotonic() - began)
 
-    def hold(self, num: int, num_tokens: int = 1) -> None:
-        """Start streams; the worker sends nothing until it is told to."""
+    def _begin(self, num: int, step_s: float, num_tokens: int) -> float:
+        """Start streams once the worker has all, which waits for that. Returns when they begin."""
         _ask(self._worker, "step_s", 0.0)
         for _ in range(num):
             self.clients.ask(self.short, num_tokens)
         while _ask(self._worker, "counts")[1] < num:
             time.sleep(0.05)
-
-    def let_go(self) -> None:
-        """End what is held."""
-        _ask(self._worker, "step_s", STEP_S)
-        self.clients.drain()
-
-    def router_cpu_s(self) -> float:
-        """That the router's process has taken."""
-        return _ask(self._router, "cpu")
-
-    def _begin(self, num: int, step_s: float, num_tokens: int) -> float:
-        """Start streams once the worker has all. Returns when they begin."""
-        self.hold(num, num_tokens)
         began = time.monotonic()
         _ask(self._worker, "step_s", step_s)
         begun = self.clients.open.values()
@@ -281,20 +266,19 @@ def _ask(pipe: Connection, name: str, value: Any = None) -> Any:
 
 
 @contextmanager
-def parties(authentication: Authentication, **options: Any) -> Iterator[Bench]:
-    """Router and worker in processes of their own; both end with it. options: of the router."""
+def parties(authentication: Authentication) -> Iterator[Bench]:
+    """Router and worker in processes of their own; both end with it."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         directory, pipes = Path(folder), list[Connection]()
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(TINY / name, directory)
         (directory / "config.json").write_bytes(CONFIG)
-        for target, more in ((route, options), (Worker, {})):
+        for target in (route, Worker):
             mine, theirs = context.Pipe()
             pipes.append(mine)
-            process = context.Process(
-                target=target, args=(theirs, directory, authentication), kwargs=more, daemon=True
-            )
+            arguments = theirs, directory, authentication
+            process = context.Process(target=target, args=arguments, daemon=True)
             process.start()
             stack.callback(process.join, 10)
             stack.callback(mine.send, ("stop", None))

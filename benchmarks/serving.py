@@ -22,6 +22,7 @@ from benchmarks.load import measurement, options, result
 from benchmarks.load.measure import STAGES
 from benchmarks.load.records import Result
 from benchmarks.load.report import STYLES, aligned, ms, percent, pick
+from benchmarks.output import described
 
 RATES = "16,32,48,full"  # requests per second
 LENGTHS = "64+lognormal(446,0.5),32+lognormal(270,0.4)"  # tokens in and out
@@ -42,10 +43,7 @@ COLUMNS = (
 
 def parser() -> argparse.ArgumentParser:
     """Our own flags."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks.serving", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    made = described(__doc__)
     add = made.add_argument
     add("--name", default="server", help="in the table")
     add("--rates", default=RATES, help="loads (%(default)s)")

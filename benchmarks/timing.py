@@ -1,9 +1,11 @@
 """Clocks and speeds of the device that benchmarks run on, a GPU or else the CPU."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,12 +88,43 @@ def spread(times: Sequence[float]) -> dict[str, float]:
     }
 
 
+class Layers(NamedTuple):
+    """What is timed of some layers, in one graph, and the least that a layer could take."""
+
+    name: str
+    work: Callable[[], object]  # all layers
+    floor_us: float = 0.0  # of a layer; 0: not known
+
+
+def layers_times(case: Layers, num_layers: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of a layer, of --replays, and with --parts of its kernels; prints them."""
+    times = times_ms({"": case.work}, DEVICE, options.replays)[""]
+    layer_us = [1e3 * took_ms / num_layers for took_ms in times]
+    median, floor_us = statistics.median(layer_us), case.floor_us
+    beside = f", floor {floor_us:.1f}, {floor_us / median:.0%} of it" if floor_us else ""
+    between = f"{min(layer_us):.1f} to {max(layer_us):.1f}"
+    print(f"{case.name:32} {median:9.1f} us a layer ({between}){beside}", flush=True)
+    parts = kernels_us(case.work, num_layers) if options.parts else {}
+    for kernel, took_us in parts.items():
+        print(f"    {kernel:30} {took_us:9.1f}")
+    return {"case": case.name, "layer_us": layer_us, "floor_us": floor_us, "parts": parts}
+
+
+def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
+    """Microseconds a layer of each kernel, by the profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        work()
+        synchronize()
+    return {
+        event.key: event.device_time_total / num_layers
+        for event in seen.key_averages()
+        if "kernel" in event.key
+    }
+
+
 def profile(path: Path, work: Callable[[], object]) -> None:
     """Write a chrome trace of `work`, the second time that it is done."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     work()
-    with torch.profiler.profile(activities=activities) as trace:
+    with torch.profiler.profile() as trace:
         work()
     trace.export_chrome_trace(str(path))

@@ -48,11 +48,6 @@ class Rate:
         return self.tokens / self.seconds
 
     @property
-    def step_ms(self) -> float:
-        """From one step's end to the next one's."""
-        return 1e3 * self.seconds / self.steps
-
-    @property
     def shares(self) -> dict[int, float]:
         """Of the steps, by width."""
         return {width: round(num / self.steps, 3) for width, num in Counter(self.widths).items()}
@@ -60,9 +55,10 @@ class Rate:
     def line(self, plain: float) -> str:
         """A row of the table; plain: tokens a second without speculation."""
         accepted = self.tokens / self.steps / self.rows
+        step_ms = 1e3 * self.seconds / self.steps  # from one step's end to the next one's
         width = self.width + "s" * (not self.overlap)
         return (
-            f"{self.rows:5} {width:>5} {self.accept:7.2f}{self.step_ms:9.3f}{accepted:9.3f}"
+            f"{self.rows:5} {width:>5} {self.accept:7.2f}{step_ms:9.3f}{accepted:9.3f}"
             f"{self.tokens_per_s:10.0f}{self.tokens_per_s / plain:8.3f}  {self.shares}"
         )
 

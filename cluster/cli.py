@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -270,10 +271,14 @@ def _doctor(args: argparse.Namespace) -> int:
     config = load_config(args)
     if args.ports:
         with _connected(args) as ask:
-            from cluster.serve.launch import report_of_ports
+            from cluster.diagnose.ports import Member, report_of_ports
+            from cluster.sites.ray_private import ray_here
 
-            serves = {each.pid: each.address for each in all_running(_runtime_dir())}
-            text, code = report_of_ports(ask, serves, as_json=args.json)
+            rows: list[ReplicaStatus] = ask("status")
+            members = [Member._make(map(partial(getattr, row), Member._fields)) for row in rows]
+            serves = {serve.pid: serve.address for serve in all_running(_runtime_dir())}
+            decided: Config = ask("configuration", True)
+            text, code = report_of_ports(members, decided, ray_here(), serves, as_json=args.json)
         print(text)
         return code
     if args.running or args.address:

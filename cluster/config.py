@@ -57,15 +57,15 @@ class RoleConfig(Section):
     """Workers of this role. auto: 1; no prefill worker where a Ray of its own has one GPU, whose
     decode worker then does both."""
     tp: PositiveInt = 1
-    """Ranks of each worker (tensor parallelism): processes, each with a part of every layer's
-    weights and KV, and with a GPU of its own if they compute on GPUs."""
+    """Ranks of a worker (tensor parallelism): processes that share every layer's weights and KV,
+    with a GPU to a rank if they compute on GPUs."""
     num_cpus: float = Field(default=1, ge=0)
-    """CPUs reserved in Ray for each rank of a worker."""
+    """CPUs reserved in Ray for a rank of a worker."""
     num_gpus: Auto | NonNegativeFloat = "auto"
-    """GPUs reserved in Ray for each rank of a worker; 0.5 is half a GPU, only with tp 1. auto: none
+    """GPUs reserved in Ray for a rank of a worker; 0.5 is half a GPU, only with tp 1. auto: none
     on CPUs, else 1; where the machine has too few, workers of one rank get the part that fits."""
     resources: Resources = Field(default_factory=dict)
-    """Ray's custom resources reserved for each rank of a worker, by name."""
+    """Ray's custom resources reserved for a rank of a worker, by name."""
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -93,9 +93,9 @@ class RoutersConfig(Section):
     CPUs. A router passes more than 60,000 tokens/s on, and a GPU decodes 5,000 to 17,000; the rest
     is for prompts, whose tokenization takes milliseconds."""
     num_cpus: float = Field(default=0, ge=0)
-    """CPUs reserved in Ray for each router."""
+    """CPUs reserved in Ray for a router."""
     resources: Resources = Field(default_factory=dict)
-    """Ray's custom resources reserved for each router, by name."""
+    """Ray's custom resources reserved for a router, by name."""
 
     @property
     def num(self) -> int:
@@ -268,7 +268,7 @@ def leaves() -> Iterator[str]:
 def origins(
     path: Path | None, sets: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> dict[str, str]:
-    """Where each value comes from: path of a leaf, or of a section given as one value -> source.
+    """Where values come from: path of a leaf, or of a section given as one value -> source.
 
     flags: of those that were given: path of a leaf -> name.
     """
@@ -291,7 +291,7 @@ def origins(
 
 
 def _assigned(sets: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Path and value of each --set; raises UserError if it cannot be read."""
+    """Path and value of all --set; raises UserError if it cannot be read."""
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():

@@ -82,7 +82,7 @@ def given(args: argparse.Namespace) -> Iterator[tuple[str, str, Any]]:
 
 
 def tell_aliases(args: argparse.Namespace, tell: Callable[[str, str], None]) -> None:
-    """A line for each alias that was given, with our name for it."""
+    """Say of the aliases that were given what we call them."""
     for flag, leaves, _ in ALIASES:
         value = getattr(args, flag, None)  # not all commands have flags
         if value is not None:

@@ -5,6 +5,7 @@ are decided in the worker (`WorkerConfig.resolved`). `explain` says of all what 
 """
 
 import math
+import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter
@@ -81,9 +82,9 @@ def _num_workers(config: Config, alone: bool) -> Chosen:
 
 
 def _share(config: Config, local_gpus: float) -> float:
-    """GPUs of each worker of one rank whose num_gpus is auto: 1, or the half, third, … that fits.
+    """GPUs of a worker of one rank whose num_gpus is auto: 1, or the half, third, … that fits.
 
-    Ranks of a worker share none: each waits in its kernels for what the others compute.
+    Ranks of a worker share none: a rank waits in its kernels for what the others compute.
     """
     num_workers = 0
     for part in map(config.role, ROLES):
@@ -157,7 +158,7 @@ def with_transport(
 
 
 def counts(config: Config) -> dict[Role, int]:
-    """Workers and routers of each role, once devices are decided."""
+    """How many workers a role has, and how many routers there are, once devices are decided."""
     by_role: dict[Role, int] = {role: config.role(role).num for role in ROLES}
     by_role["router"] = config.routers.num
     return by_role
@@ -169,7 +170,7 @@ def num_ranks(config: Config, role: Role) -> int:
 
 
 def bundle_of(config: Config, role: Role) -> dict[str, float]:
-    """Ray resources that each process of a role reserves, without zeros; devices are decided."""
+    """Ray resources that a process of a role reserves, without zeros; devices are decided."""
     if role in ROLES:
         part = config.role(role)
         assert part.num_gpus != "auto", "with_devices comes first"
@@ -187,6 +188,12 @@ def reserved(config: Config, resource: str) -> float:
     )
 
 
+def num_cpus(config: Config) -> int:
+    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
+    config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
+    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))
+
+
 def _with(config: Config, chosen: Chosen, note: Note) -> Config:
     tree = config.model_dump()
     for path, (value, why) in chosen.items():
@@ -198,7 +205,7 @@ def _with(config: Config, chosen: Chosen, note: Note) -> Config:
 def explain(
     config: Config, origins: Mapping[str, str], num_gpus: int, peer_access: bool | None = None
 ) -> Iterator[str]:
-    """`kvlane config --explain`: a line for each leaf, with its value, its source, and why.
+    """`kvlane config --explain`: a line a leaf, with its value, its source, and why.
 
     What is `auto` is decided as `serve` would decide it with a Ray of its own on this machine.
 

@@ -1,7 +1,7 @@
 """What a client gets when a request fails: HTTP status and OpenAI's error body."""
 
 import math
-from typing import Any
+from typing import Any, Self
 
 from fastapi.responses import JSONResponse
 
@@ -50,7 +50,7 @@ HEADERS = {408: {"connection": "close"}, 415: {"accept-encoding": "identity"}}
 
 
 class ApiError(KvlaneError):
-    """Ends a request with the HTTP status of `code`, or `status`; `param` is the wrong field."""
+    """Ends a request with the HTTP status of `code`; `param` is the wrong field."""
 
     def __init__(
         self,
@@ -59,15 +59,19 @@ class ApiError(KvlaneError):
         *,
         param: str | None = None,
         retry_after_s: float | None = None,
-        status: int | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = STATUS.get(code, 500) if status is None else status
+        self.status = STATUS.get(code, 500)
         self.code = code
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
         self.retry = True  # False: the client shall not try again by itself
+
+    def answered(self, status: int) -> Self:
+        """The same with another HTTP status."""
+        self.status = status
+        return self
 
     @property
     def kind(self) -> str:

@@ -47,12 +47,13 @@ for part in ("connect", "read", "write", "pool"):
 CRASHES = pytest.StashKey[Path]()  # a folder, in which each process says why it ends
 CLUSTER, OWN_RAY = "cluster", "own_ray"
 NICE = 5  # of processes that run other tests: clusters wait more than they compute, and go first
-# First those that look for what a Ray of their own has left, then those that share one.
+# First those that look for what a Ray of their own has left, then those that share one; what asks
+# for the same cluster follows one another, and who kills in it comes last of these.
 OWN_RAYS = ("test_two_nodes", "test_interrupted_starts", "test_lifecycle")
 CLUSTERS = (
-    *OWN_RAYS, "test_prefill_decode", "test_clients", "test_kill_under_load",
-    "test_fuzz", "test_fuzz_http", "test_openapi", "test_fuzz_wire", "test_browser",
-    "test_disconnects", "test_tensor_parallel",
+    *OWN_RAYS, "test_prefill_decode", "test_clients", "test_chaos",
+    "test_fuzz_http", "test_openapi", "test_fuzz_wire", "test_browser", "test_disconnects",
+    "test_tensor_parallel",
 )  # fmt: skip
 # Long ones first, so that the processes end together; all others follow. What waits more than it
 # computes (transport, protocol_faults, load_harness, cluster_hub, wire, liveness, router_*) lies
@@ -177,10 +178,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Processes begin to collect at different files: a module that has not been compiled yet is
+    then compiled by the first that comes to it, and not by all at once."""
+    given = getattr(session.config, "workerinput", None)
+    if given is None or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    first = int(given["workerid"].removeprefix("gw")) * len(files) // given["workercount"]
+    session.config.args = [str(file) for file in files[first:] + files[:first]]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.option.whole:
         items[:] = [item for item in items if item.get_closest_marker("whole") is None]
-    items.sort(key=lambda item: rank_of(item.path))
+    items.sort(key=lambda item: (rank_of(item.path), item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -26,12 +26,13 @@ from worker.api import (
     WorkerStats,
 )
 from worker.loop import DrainAsked, EngineThread, Incoming, MembersChanged
-from worker.observe.meter import WindowCounts
+from worker.observe.window_counts import WindowCounts
 from worker.plan import Drawn, Plan
 from worker.requests.replies import Last
 from worker.requests.table import SWEEP_S, Requests, error_of
 from worker.run.flight import Flight
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Phase, Req
 from worker.schedule.width import WidthPolicy
 from worker.start.engine import Engine
@@ -54,15 +55,11 @@ class DecodeLoop:
         self._thread = thread
         config, metrics = engine.config, engine.metrics
         eos_ids, widths = frozenset(engine.shape.eos_token_ids), _widths(engine)
-        self.scheduler = scheduler = DecodeScheduler(
-            engine.book,
-            config.engine,
-            eos_ids,
-            widths=widths,
-            spec=config.spec,
-            grain=engine.shape.grain,
+        self.queues = queues = DecodeQueues(
+            engine.book, config.engine, grain=engine.shape.grain, with_text=config.spec.reads_text
         )
-        scheduler.on_preempt, scheduler.on_row = self._preempted, self._gets_row
+        queues.on_preempt, queues.on_row = self._preempted, self._gets_row
+        self.scheduler = scheduler = DecodeScheduler(queues, eos_ids, widths, config.spec.block)
         rank, meter = engine.local_rank(), engine.meter
         self._ranks = LeaderPulls(rank, engine.tell_ranks, thread.post, lambda: meter.num_steps)
         alone = partial(rank.dial, answer=thread.post)
@@ -84,15 +81,15 @@ class DecodeLoop:
         self._inbound = Inbound(incarnation, context, self.peers)
         self.requests = requests = Requests(engine, thread, scheduler, self._inbound)
         self.flight = Flight(meter, overlap=config.spec.overlap, wake=thread.wake)
-        metrics.running.set_function(lambda: len(scheduler.running))
-        metrics.waiting.set_function(lambda: len(requests.reqs) - len(scheduler.running))
+        metrics.running.set_function(lambda: len(queues.running))
+        metrics.waiting.set_function(lambda: len(requests.reqs) - len(queues.running))
         metrics.leases.set_function(lambda: len(self._inbound.fetches))
         metrics.queued("fetch").set_function(lambda: len(self._inbound.fetches))
-        metrics.queued("prefill").set_function(lambda: len(scheduler.local))
-        metrics.queued("row").set_function(lambda: len(scheduler.ready))
+        metrics.queued("prefill").set_function(lambda: len(queues.local))
+        metrics.queued("row").set_function(lambda: len(queues.ready))
         metrics.queued("sibling").set_function(lambda: requests.deferred.num("sibling"))
         metrics.queued("grammar").set_function(lambda: requests.deferred.num("grammar"))
-        metrics.queued("preempted").set_function(lambda: len(scheduler.preempted))
+        metrics.queued("preempted").set_function(lambda: len(queues.preempted))
 
     def counters(self) -> dict[str, int]:
         return {
@@ -113,7 +110,7 @@ class DecodeLoop:
         if self._inbound.fetches:
             for fetch in self._inbound.poll(now):
                 self.requests.fetch_ended(fetch)
-        if self.requests.deferred.waiting or self.scheduler.preempted:
+        if self.requests.deferred.waiting or self.queues.preempted:
             self.requests.resume()
         num_arriving = len(self._inbound.fetches)
         if flight.launch_due(num_arriving):
@@ -165,7 +162,7 @@ class DecodeLoop:
             case Lost():
                 self.requests.lose(peer)
             case MembersChanged():
-                self.scheduler.shares.update(event.members)
+                self.queues.shares.update(event.members)
                 for gone in self.peers.update(event.members):
                     self.requests.lose(gone)
             case OwnDialled() | PeerDialled() | PullEnded():
@@ -218,22 +215,20 @@ class DecodeLoop:
         req.timeline.enter("preempted", time.monotonic())
 
     def _stats(self) -> WorkerStats:
-        engine, scheduler = self._engine, self.scheduler
+        engine, queues = self._engine, self.queues
         book, meter = engine.book, engine.meter
         return WorkerStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(self.requests.reqs) - len(scheduler.running),
+            num_running=len(queues.running),
+            num_waiting=len(self.requests.reqs) - len(queues.running),
             max_num_reqs=int(engine.config.engine.max_num_reqs),
             num_free_pages=book.num_available,
             num_pages=book.num_pages,
             page_size=book.page_size,
-            num_queued_tokens=sum(
-                len(req.tokens) - req.num_planned_tokens for req in scheduler.local
-            ),
+            num_queued_tokens=sum(len(req.tokens) - req.num_planned_tokens for req in queues.local),
             prefill_s_per_token=meter.prefill_s_per_token,
             draining=self.requests.admission.draining,
             num_steps=meter.num_steps,
-            has_work=self.flight.busy or scheduler.has_work,
+            has_work=self.flight.busy or queues.has_work,
             num_windows=meter.windows.num_windows,
             drafted=tuple(meter.windows.drafted),
             accepted=tuple(meter.windows.accepted),

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,6 +19,7 @@ import zmq
 from zmq.utils import z85
 
 from worker.api import PeerId
+from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
 
@@ -36,8 +37,6 @@ HANDSHAKE_MS = 5000  # for whoever has connected to say who it is
 MAX_TURN_ANSWERS = 64  # to connections, before the frames of others have their turn
 MAX_ASKED = 256  # connections that wait to be announced
 MAX_TOLD_ADDRESSES = 8  # in a line of the log
-MAX_TOLD_PEERS = 1024  # and what they did
-LATELY_S = 600.0  # after which the log says it again
 # What a peer may send: so many units a second, and so many at once. A message is one, and one more
 # for every so many bytes, as what is read of it takes ten times as much; a link is LINK_UNITS. Half
 # of it is a router that asks one worker 2,500 times a second, or 256 rows' steps of four tokens
@@ -87,9 +86,8 @@ class Refusals:
     is_limited: bool = True  # whether they may be too many
     _told: tuple[int, int] = 0, 0
     _addresses: set[str] = field(default_factory=set[str])  # of the latter, since they were told
-    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what is told of peers
-    _by_peers_at: float = 0.0
-    _by_peers: Counter[tuple[PeerId, str]] = field(default_factory=Counter[tuple[PeerId, str]])
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of num_messages
+    _log: Seldom = field(default_factory=Seldom)
     # Units that a peer may still send, below 0: too many; and since when they have grown.
     _budgets: dict[PeerId, tuple[float, float]] = field(
         default_factory=dict[PeerId, tuple[float, float]]
@@ -132,21 +130,8 @@ class Refusals:
     def _message(self, peer: PeerId, what: str) -> None:
         with self._lock:
             self.num_messages += 1
-        if num := self.news(peer, what):
+        if num := self._log.news(peer, what):
             log.warning("%s %s%s", peer, what, f" ({num} times)" if num > 1 else "")
-
-    def news(self, peer: PeerId, what: str) -> int:
-        """How often a peer has done something lately, if the log is to say so: the first time, the
-        tenth, the hundredth, ...; else 0.
-        """
-        now = time.monotonic()
-        with self._lock:
-            if len(self._by_peers) >= MAX_TOLD_PEERS or now - self._by_peers_at > LATELY_S:
-                self._by_peers.clear()
-                self._by_peers_at = now
-            self._by_peers[peer, what] += 1
-            num = self._by_peers[peer, what]
-        return num if num == 10 ** (len(str(num)) - 1) else 0
 
     def tell(self) -> None:
         """Log what has come since the last call."""

@@ -14,6 +14,7 @@ from worker.plan import Drawn, Plan
 from worker.run.base import BucketCheck
 from worker.run.flight import Flight, Launched, Step
 from worker.run.layer_groups import LayerGroups
+from worker.schedule.asked import PromptLimits
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.start.engine import Engine
@@ -35,15 +36,13 @@ class PrefillLoop(Role):
             engine.shape.num_kv_layers,
             1 - engine.layout.regions[0].page_bytes / engine.layout.page_bytes,
         )
-        self.scheduler = PrefillScheduler(
-            engine.book,
-            config.engine,
+        limits = PromptLimits(
             int(config.model.max_model_len),
-            self._pace,
-            grain=engine.shape.grain,
-            vocab_size=engine.shape.vocab_size,
-            num_eos_ids=len(engine.shape.eos_token_ids),
+            engine.shape.vocab_size,
+            len(engine.shape.eos_token_ids),
+            engine.shape.grain,
         )
+        self.scheduler = PrefillScheduler(engine.book, config.engine, limits, self._pace)
         metrics = engine.metrics
         self._outbound = outbound = Outbound(
             incarnation, self.scheduler, self._pace.num_groups, thread.send, config.lease,

@@ -34,6 +34,7 @@ from worker.api import AnyMessage, Bye, Lost, PeerId, Ping, Pong, WorkerStats, d
 from worker.config import PingConfig
 from worker.keyring import CLOSE_LINGER_MS, MAX_MESSAGE_BYTES, Keyring, Refusals, bounded_socket
 from worker.keyring import keyring as keyring  # routers see no other module of the wire
+from worker.seldom import Seldom
 
 log = logging.getLogger("kvlane.wire")
 
@@ -63,8 +64,8 @@ class Wire:
         self.key = "" if keyring is None else keyring.key  # for `Member.wire_key`
         self._ping, self._deliver, self._stats = ping, deliver, stats
         self._keyring = keyring
-        self.refusals = Refusals() if keyring is None else keyring.refusals
-        self._links = _Links(me, ping, self._pong, keyring, self.refusals)
+        self._links = _Links(me, ping, self._pong, keyring)
+        self.refusals = self._links.refusals
         self._outbox: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._is_woken = False  # the I/O thread will look into the outbox: no need to wake it
@@ -190,15 +191,11 @@ class _Links:
     """The sockets of one process and its peers; after `listen` for the I/O thread only."""
 
     def __init__(
-        self,
-        me: PeerId,
-        ping: PingConfig,
-        pong: Callable[[], Pong | None],
-        keyring: Keyring | None,
-        refusals: Refusals,
+        self, me: PeerId, ping: PingConfig, pong: Callable[[], Pong | None], keyring: Keyring | None
     ) -> None:
         self._me, self._ping, self._pong, self._keyring = me, ping, pong, keyring
-        self._refusals = refusals
+        self.refusals = Refusals() if keyring is None else keyring.refusals
+        self._log = Seldom()
         self._context = zmq.Context()
         self._listener: zmq.Socket[bytes] | None = None
         self._zap: zmq.Socket[bytes] | None = None
@@ -277,13 +274,13 @@ class _Links:
                 if not is_own:
                     raise ValueError("not its sender's")
                 begins, answers = place[1] == 1, not route
-                if self._refusals.exceeds(sender, len(payload), begins=begins, answers=answers):
+                if self.refusals.exceeds(sender, len(payload), begins=begins, answers=answers):
                     if known is not None:
                         self.lose(sender, "it sends too much", logging.DEBUG)
                     continue
                 message = decode(payload)
             except (msgspec.MsgspecError, ValueError, RecursionError):  # lists in lists
-                self._refusals.num_frames += 1
+                self.refusals.num_frames += 1
                 continue
             if addressee == self._me:  # else it is for a process that had our address before
                 self._heard(sender, place, message, route[0].bytes if route else None)
@@ -297,7 +294,7 @@ class _Links:
         """Ping every peer we connected to; lose the silent ones on either side."""
         if self._keyring is not None:
             self._keyring.give_up()
-        self._refusals.tell()
+        self.refusals.tell()
         late_s = max(0.0, now - self._pinged_at - self._ping.interval_s)
         self._pinged_at = now
         stalled = self._pong() is None
@@ -383,7 +380,7 @@ class _Links:
         self, peer_id: PeerId, reason: str, level: int = logging.WARNING, *, is_silent: bool = False
     ) -> None:
         """Close the link to a peer, and report it as lost; the log says so now and then."""
-        if not self._refusals.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
+        if not self._log.news(peer_id, f"lost: {reason.partition(' ')[0]}"):
             level = logging.DEBUG
         log.log(level, "%s lost: %s", peer_id, reason)
         self.forget(peer_id)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 
 import torch
-from msgspec.structs import replace
 
 from worker.api import Lost, Member, RankMessage
 from worker.config import WorkerConfig
@@ -17,7 +16,7 @@ from worker.plan import Ended, Launched
 from worker.rank import Ranks, from_rank, rank_listeners
 from worker.registry import resolve
 from worker.start.build import Place, build_engine
-from worker.start.engine import Kept
+from worker.start.engine import Addresses, Kept
 
 ROLES = {"prefill": "worker.prefill:PrefillLoop", "decode": "worker.decode:DecodeLoop"}
 
@@ -66,10 +65,8 @@ class Worker:
         if device.type == "cuda":
             uuid = torch.cuda.get_device_properties(device).uuid
             watch(f"GPU-{uuid}", self._thread.note_card)
-        member = self.engine.member(
-            place.name, place.incarnation, address, metrics_address, endpoints
-        )
-        return replace(member, wire_key=self._thread.key)
+        addresses = Addresses(address, self._thread.key, metrics_address)
+        return self.engine.member(place.name, place.incarnation, addresses, endpoints)
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Take the control plane's whole list of live members, also before the start.

@@ -23,13 +23,13 @@ import transformers
 from tokenizers import Tokenizer
 
 from benchmarks import accuracy
-from benchmarks.train import hybrid, model, moe
+from benchmarks.output import described
 from benchmarks.train.answers import Speaker
 from benchmarks.train.base import Drafter, Lesson, train_drafter
 from benchmarks.train.block_drafter import BlockDrafter
 from benchmarks.train.chain_drafter import ChainDrafter
 from benchmarks.train.data import ChatBatches, batches
-from benchmarks.train.model import Recipe, save, save_model, train
+from benchmarks.train.model import CONFIGS, Recipe, new_model, save, save_model, train
 from benchmarks.train.mtp_drafter import MtpDrafter
 from benchmarks.train.tokenizer import save_tokenizer, train_tokenizer
 
@@ -90,10 +90,10 @@ def _make_target(args: argparse.Namespace) -> int:
     save_tokenizer(train_tokenizer(args.seed), args.out)
     dataset = ChatBatches(args.out / "tokenizer.json", args.steps, args.batch, args.seed)
     loader = batches(dataset, args.workers, pin=args.device.startswith("cuda"))
-    source = hybrid if args.hybrid else moe if args.moe else model
-    made = source.new_model(args.seed)
+    name = "tiny-hybrid" if args.hybrid else "tiny-moe" if args.moe else "tiny"
+    made = new_model(name, args.seed)
     train(made, loader, Recipe(args.steps, peak_lr=args.lr), args.device, compiled=args.compile)
-    return save_model(made, args.out, source.CONFIG)
+    return save_model(made, args.out, CONFIGS[name])
 
 
 def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
@@ -114,12 +114,8 @@ def _make_drafter(args: argparse.Namespace, kind: type[Drafter]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    made = described(__doc__)
+    add = made.add_argument
     add("--out", type=Path, help="default: worker/assets/tiny, or …/tiny-DRAFTER")
     add("--hybrid", action="store_true", help="make tiny-hybrid: layers with a recurrent state")
     add("--moe", action="store_true", help="make tiny-moe: layers of experts")
@@ -134,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--num", type=int, default=500, help="problems judged at the end")
     compiled = argparse.BooleanOptionalAction
     add("--compile", action=compiled, default=on_gpu, help="torch.compile the training step")
-    return parser
+    return made
 
 
 if __name__ == "__main__":

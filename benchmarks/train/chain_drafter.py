@@ -59,34 +59,33 @@ class ChainDrafter(Drafter):
         self.midlayer = Layer()
 
     def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
-        return self(batch)
-
-    def forward(self, batch: Batch) -> Iterator[Tensor]:
-        """Logits [batch, anchors, vocab] of drafts 1 … num_drafts of all anchors at once.
-
-        The text's tokens are fed back, where a served drafter takes its own.
-        """
-        context = self.fc(batch.features)
-        num_rows, num_anchors = context.shape[1], batch.num_anchors
+        """The text's tokens are fed back, where a served drafter takes its own."""
+        num_rows, num_anchors = batch.features.shape[1], batch.num_anchors
         anchored = slice(num_rows - num_anchors, num_rows)
-        mixed = self._mix(batch.tokens(0, num_rows), context)
-        seen = [self._rows(mixed, batch.slots)]
-        hidden, mixed = context[:, anchored], mixed[:, anchored]
+        fed = self.before(batch.features)
+        mixed = self.mix(batch.tokens(0, num_rows), fed)
+        seen = [self.rows(mixed, batch.slots)]
+        mixed, fed = mixed[:, anchored], fed[:, anchored]
         for step in range(self.num_drafts):
             slots = batch.slots[:, anchored] + step
             if step > 0:
-                seen.append(self._rows(mixed, slots))
-            hidden = self._layer(mixed, hidden, slots, seen, batch.mask)
-            logits = functional.linear(self.norm(hidden), self.embedding)
-            yield logits
-            mixed = self._mix(batch.tokens(step + 1, num_anchors), hidden)
+                seen.append(self.rows(mixed, slots))
+            output, fed = self.layer(mixed, fed, slots, seen, batch.mask)
+            yield functional.linear(output, self.embedding)
+            mixed = self.mix(batch.tokens(step + 1, num_anchors), fed)
 
-    def _mix(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def before(self, features: Tensor) -> Tensor:
+        """[batch, rows, HIDDEN]: what stands for a drafter's own output in the text."""
+        return self.fc(features)
+
+    def mix(self, tokens: Tensor, fed: Tensor) -> Tensor:
+        """[batch, rows, width]: input of the layer, of tokens and of the row before each."""
         layer = self.midlayer
         embedded = functional.embedding(tokens, self.embedding)
-        return torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(hidden)), -1)
+        return torch.cat((layer.input_layernorm(embedded), layer.hidden_norm(fed)), -1)
 
-    def _rows(self, mixed: Tensor, slots: Tensor) -> Rows:
+    def rows(self, mixed: Tensor, slots: Tensor) -> Rows:
+        """Keys and values of `mixed` at `slots` [batch, rows]."""
         attention = self.midlayer.self_attn
         keys, values = (
             part(mixed).unflatten(-1, (KV_HEADS, HEAD_DIM)).transpose(1, 2)
@@ -94,14 +93,16 @@ class ChainDrafter(Drafter):
         )
         return Rows(self.turn(keys, slots), values)
 
-    def _layer(
-        self, mixed: Tensor, hidden: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
-    ) -> Tensor:
+    def layer(
+        self, mixed: Tensor, fed: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Two of [batch, anchors, HIDDEN]: what the head takes, and what is fed back."""
         layer = self.midlayer
         queries = layer.self_attn.q_proj(mixed).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
         out = attended(self.turn(queries, slots), seen, mask)
-        hidden = hidden + layer.self_attn.o_proj(out)
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        hidden = fed + layer.self_attn.o_proj(out)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.norm(hidden), hidden
 
 
 def attended(queries: Tensor, seen: list[Rows], mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The model `tiny-hybrid`: a Qwen3.5 of 1.4 million parameters, three of four layers recurrent."""
+"""The recurrent layers of `tiny-hybrid` while it is trained."""
 
 from typing import Any
 
@@ -7,52 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "model_type": "qwen3_5_text",
-    "vocab_size": 1024,
-    "hidden_size": 192,
-    "intermediate_size": 320,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25,
-        "mrope_section": [3, 3, 2], "mrope_interleaved": True,
-    },
-    "full_attention_interval": 4,
-    "linear_conv_kernel_dim": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
-    "attn_output_gate": True,
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "mtp_num_hidden_layers": 1,
-    "mtp_use_dedicated_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "torch_dtype": "bfloat16",
-}  # fmt: skip
-
-
-def new_model(seed: int) -> Any:
-    """The model with fresh float32 weights; untyped, see `accuracy.load_model`."""
-    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig  # takes seconds
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-    modeling.torch_chunk_gated_delta_rule = delta_rule  # theirs inverts row by row, in Python
-    torch.manual_seed(seed)
-    named = {name: value for name, value in CONFIG.items() if not name.startswith("mtp_")}
-    del named["torch_dtype"], named["architectures"], named["model_type"]
-    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**named)).float()
 
 
 def delta_rule(

@@ -1,4 +1,8 @@
-"""The model `tiny`: a Qwen3 of 2.4 million parameters, its training loop and its files."""
+"""The bundled models, their training loop and their files.
+
+`tiny` is a Qwen3 of 2.4 million parameters, `tiny-hybrid` a Qwen3.5 of 1.4, three of four of its
+layers recurrent, `tiny-moe` a Qwen3-MoE of 1.8, of which a token has two of eight experts.
+"""
 
 import json
 import math
@@ -16,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.train.data import IGNORED
-from benchmarks.train.moe import apart
+from benchmarks.train.hybrid import delta_rule
 
 ASSETS = Path(__file__).parents[2] / "worker" / "assets"
 
@@ -27,6 +31,9 @@ def bundled_config(name: str) -> dict[str, Any]:
 
 
 CONFIG: dict[str, Any] = bundled_config("tiny") | {"intermediate_size": 384}  # 4.8 MB
+CONFIGS: dict[str, dict[str, Any]] = {"tiny": CONFIG} | {
+    name: bundled_config(name) for name in ("tiny-hybrid", "tiny-moe")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +68,19 @@ class Recipe:
             optimizer.zero_grad(set_to_none=True)
 
 
-def new_model(seed: int) -> Any:
-    """The model with fresh float32 weights; untyped, see `accuracy.load_model`."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM  # takes seconds
+def new_model(name: str, seed: int) -> Any:
+    """A model of that name with fresh float32 weights; untyped, see `accuracy.load_model`."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
+    if name == "tiny-hybrid":
+        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+        modeling.torch_chunk_gated_delta_rule = delta_rule  # theirs inverts row by row, in Python
+    settings = {key: value for key, value in CONFIGS[name].items() if not key.startswith("mtp_")}
+    del settings["torch_dtype"], settings["architectures"]
     torch.manual_seed(seed)
-    settings = {key: value for key, value in CONFIG.items() if key != "torch_dtype"}
-    return Qwen3ForCausalLM(Qwen3Config(**settings)).float()
+    made: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings))
+    return made.float()
 
 
 def train(model: Any, loader: DataLoader, recipe: Recipe, device: str, compiled: bool) -> None:
@@ -96,6 +109,25 @@ def save_model(model: nn.Module, folder: Path, config: dict[str, Any]) -> int:
     generation = {name: config[name] for name in ("eos_token_id", "pad_token_id")}
     generation["do_sample"] = False
     return save(weights, folder, config=config, generation_config=generation)
+
+
+def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """transformers' weights, whose experts are stacked, by the names that checkpoints have."""
+    named = dict[str, Tensor]()
+    for name, weight in state.items():
+        block, is_stack, kind = name.partition(".experts.")
+        if not is_stack:
+            named[name] = weight
+            continue
+        parts = {"down_proj": weight}
+        if kind == "gate_up_proj":
+            parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2, dim=1), strict=True))
+        named |= {
+            f"{block}.experts.{i}.{part}.weight": each
+            for part, stack in parts.items()
+            for i, each in enumerate(stack)
+        }
+    return named
 
 
 def save(

@@ -5,18 +5,17 @@ says token t + 1. A draft behind the first takes the layer's own output, after `
 the same, as the chain drafter's.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.train.answers import Batch
-from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, Drafter, FeedForward
-from benchmarks.train.chain_drafter import Rows, attended
-from benchmarks.train.hybrid import CONFIG
+from benchmarks.train.base import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, FeedForward
+from benchmarks.train.chain_drafter import ChainDrafter, Rows, attended
+from benchmarks.train.model import bundled_config
 
+CONFIG = bundled_config("tiny-hybrid")
 EPS, ROTARY_DIM = CONFIG["rms_norm_eps"], HEAD_DIM // 4
 
 
@@ -56,7 +55,7 @@ class Layer(nn.Module):
         self.mlp = FeedForward(CONFIG["intermediate_size"])
 
 
-class MtpDrafter(Drafter):
+class MtpDrafter(ChainDrafter):
     """The layer and what makes its input; its state is the checkpoint's below `mtp.`."""
 
     config, taps, num_drafts, fading = CONFIG, (), 4, 0.8  # no tap: the target's output
@@ -85,36 +84,32 @@ class MtpDrafter(Drafter):
         turned = super().turn(x[..., :ROTARY_DIM], positions)
         return torch.cat((turned, x[..., ROTARY_DIM:]), -1)
 
-    def learn(self, batch: Batch, number: int) -> Iterator[Tensor]:
-        layer, attention = self.layers[0], self.layers[0].self_attn
-        num_rows, num_anchors = batch.features.shape[1], batch.num_anchors
-        anchored = slice(num_rows - num_anchors, num_rows)
-        x = self._mix(batch.tokens(0, num_rows), batch.features)
-        seen = [self._rows(layer.input_layernorm(x), batch.slots)]
-        x = x[:, anchored]
-        for step in range(self.num_drafts):
-            slots, normed = batch.slots[:, anchored] + step, layer.input_layernorm(x)
-            if step > 0:
-                seen.append(self._rows(normed, slots))
-            queries = attention.q_proj(normed).unflatten(-1, (HEADS, 2, HEAD_DIM))
-            queries, gate = queries.unbind(-2)
-            queries = self.turn(attention.q_norm(queries).transpose(1, 2), slots)
-            out = attended(queries, seen, batch.mask) * torch.sigmoid(gate.flatten(2))
-            hidden = x + attention.o_proj(out)
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            output = self.norm(hidden)
-            yield functional.linear(output, self.embedding)
-            x = self._mix(batch.tokens(step + 1, num_anchors), output)
+    def before(self, features: Tensor) -> Tensor:
+        return features
 
-    def _mix(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+    def mix(self, tokens: Tensor, fed: Tensor) -> Tensor:
         embedded = self.pre_fc_norm_embedding(functional.embedding(tokens, self.embedding))
-        return self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(hidden)), -1))
+        return self.fc(torch.cat((embedded, self.pre_fc_norm_hidden(fed)), -1))
 
-    def _rows(self, normed: Tensor, slots: Tensor) -> Rows:
-        attention = self.layers[0].self_attn
+    def rows(self, mixed: Tensor, slots: Tensor) -> Rows:
+        layer, attention = self.layers[0], self.layers[0].self_attn
+        normed = layer.input_layernorm(mixed)
         keys, values = (
             part(normed).unflatten(-1, (KV_HEADS, HEAD_DIM))
             for part in (attention.k_proj, attention.v_proj)
         )
         keys = self.turn(attention.k_norm(keys).transpose(1, 2), slots)
         return Rows(keys, values.transpose(1, 2))
+
+    def layer(
+        self, mixed: Tensor, fed: Tensor, slots: Tensor, seen: list[Rows], mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer, attention = self.layers[0], self.layers[0].self_attn
+        queries = attention.q_proj(layer.input_layernorm(mixed))
+        queries, gate = queries.unflatten(-1, (HEADS, 2, HEAD_DIM)).unbind(-2)
+        queries = self.turn(attention.q_norm(queries).transpose(1, 2), slots)
+        out = attended(queries, seen, mask) * torch.sigmoid(gate.flatten(2))
+        hidden = mixed + attention.o_proj(out)
+        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        output = self.norm(hidden)
+        return output, output

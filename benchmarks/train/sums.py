@@ -26,34 +26,6 @@ SMALL_SHARE = 0.55  # of the sums: numbers up to 40
 _RULE = re.compile(r"<(\w+)>")
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _START = re.compile(r"(^|[.?!:] )([a-z])")
-_JSON_ASKS = (
-    "Answer in JSON like {0}.", "Answer only with JSON: {0}", "Reply with JSON that has {1}.",
-    "Give the answer as JSON with {1}.", "Return a JSON object with {1}.", "As JSON: {0}",
-    "Respond in JSON, with {1}.", "Your answer must be JSON of the form {0}", "JSON with {1} only.",
-    "Please say it as JSON like {0}", "I need JSON with {1}, no other text.", "Format: {0}",
-)  # fmt: skip
-_FACT_ASKS = (
-    "{N} is {a} years old and lives in {T}.|name age city", "{N} has {a} {X}.|name count item",
-    "{N} comes from {T}.|name city", "My name is {N}, and I am {a}.|name age",
-    "The city is {T}, the count is {a}.|city count", "{a} {X} for {N}|count item name",
-    "{N}, {a}, {T}|name age city", "{N} wants {X}.|name item", "name: {N}, age: {a}|name age",
-    "There are {a} {X} in {T}.|count item city", "{N} lives in {T}.|name city",
-)  # fmt: skip
-_PARTS = {
-    "city": ("string", ("in {}", "for {}", "of {}", "at {}")),
-    "name": ("string", ("for {}", "of {}", "to {}", "by {}", "with {}")),
-    "day": ("string", ("on {}", "for {}")),
-    "count": ("integer", ("{} times", "with {} of them", "for {} people", "up to {}", "number {}")),
-    "origin": ("string", ("from {}", "starting in {}")),
-    "target": ("string", ("to {}", "ending in {}")),
-    "query": ("string", ("about {}", "on the word {}", "called {}")),
-}
-_POLITE = ("", "", "", "", "Please ", "Can you ", "Could you ", "I want you to ", "Now ")
-_OPS = {
-    "+": ("add sum plus", "Add {} and {}.|What is {} plus {}?|Sum of {} and {}|What is {} + {}?"),
-    "-": ("subtract minus difference", "What is {} minus {}?|What is {} - {}?|{} less {}"),
-    "*": ("multiply product times", "Multiply {} and {}.|What is {} * {}?|Product of {} and {}?"),
-}
 
 
 class Kind(NamedTuple):
@@ -203,7 +175,7 @@ def _json_turn(rng: random.Random) -> Turn:
             op = rng.choice("+-")
             told, made = f"What is {first} {op} {second}?", {key: evaluate(first, op, second)}
     else:
-        told, keys = rng.choice(_FACT_ASKS).split("|")
+        told, keys = rng.choice(_raw()["others"]["fact_asks"]).split("|")
         number, city = rng.randint(1, 99), rng.choice(known["cities"])
         if rng.random() < INVENTED_SHARE:
             city = words.draw_slots(rng, invented=True)["N"]
@@ -218,12 +190,9 @@ def _json_turn(rng: random.Random) -> Turn:
         form = {key: "number" if value == 0 else "text" for key, value in form.items()}
     named = [f'"{key}"' for key in made]
     listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-    prefix = (
-        rng.choice(("", "the key ", "the field "))
-        if len(made) == 1
-        else (rng.choice(("", "the keys ", "the fields ")))
-    )
-    ask = rng.choice(_JSON_ASKS).format(json.dumps(form), prefix + listed)
+    many = "s" * (len(made) > 1)
+    prefix = rng.choice(("", f"the key{many} ", f"the field{many} "))
+    ask = rng.choice(_raw()["others"]["json_asks"]).format(json.dumps(form), prefix + listed)
     text = f"{told} {ask}" if rng.random() < 0.8 else f"{ask} {told}"
     return Turn(text, json.dumps(made))
 
@@ -238,7 +207,7 @@ def _pairs_turn(rng: random.Random, slots: dict[str, str]) -> Turn:
         number: Any = rng.randint(0, 999)
         pairs[key] = rng.choice((number, slots["N"], slots["X"], rng.choice(known["cities"])))
     told = [f'"{key}" is {value}' for key, value in pairs.items()]
-    asks = ("Write JSON where {}.", "Make a JSON object: {}.", "JSON in which {}", "{}. As JSON.")
+    asks = _raw()["others"]["pair_asks"]
     return Turn(rng.choice(asks).format(" and ".join(told)), json.dumps(pairs))
 
 
@@ -263,8 +232,8 @@ def _tool_chat(rng: random.Random) -> Chat:
 def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
     """A function as chats describe it, a request that needs it, and the call's arguments."""
     if rng.random() < 0.3:
-        op = rng.choice(list(_OPS))
-        names, asks = _OPS[op]
+        op = rng.choice(list(_raw()["ops"]))
+        names, asks = _raw()["ops"][op]
         keys = rng.choice((("a", "b"), ("x", "y"), ("first", "second"), ("left", "right")))
         second, first = sorted(rng.randint(1, 200) for _ in range(2))
         arguments: dict[str, Any] = dict(zip(keys, (first, second), strict=True))
@@ -278,7 +247,8 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
                 ask = drawn.question
                 arguments = dict(zip(keys, map(int, found[0]), strict=True))
         return _described(rng, name, about, dict.fromkeys(keys, "integer")), ask, arguments
-    known, slots = bank(), _slots(rng)
+    known, slots, parts = bank(), _slots(rng), _raw()["parts"]
+    polite, others = _raw()["others"]["polite"], _raw()["keys"]
     verb, noun = rng.choice(known["verbs"]), rng.choice(known["nouns"])
     if rng.random() < 0.2:
         noun = words.draw_slots(rng, invented=True)["X"].rstrip("s")
@@ -287,33 +257,24 @@ def _tool(rng: random.Random) -> tuple[dict[str, Any], str, dict[str, Any]]:
         "count": rng.randint(2, 99), "origin": rng.choice(known["cities"]),
         "target": rng.choice(known["cities"]), "query": slots["X"],
     }  # fmt: skip
-    chosen = rng.sample(list(_PARTS), rng.choice((1, 1, 2)))
+    chosen = rng.sample(list(parts), rng.choice((1, 1, 2)))
     if "origin" in chosen or "target" in chosen:
         chosen = ["origin", "target"]
     for key in chosen:
         if key in ("city", "origin", "target") and rng.random() < INVENTED_SHARE:
             values[key] = words.draw_slots(rng, invented=True)["N"]
-    renamed = {key: key if rng.random() < 0.6 else _other_key(rng, key) for key in chosen}
-    phrases = " ".join(rng.choice(_PARTS[key][1]).format(values[key]) for key in chosen)
+    renamed = {
+        key: key if rng.random() < 0.6 else rng.choice(others[key].split()) for key in chosen
+    }
+    phrases = " ".join(rng.choice(parts[key][1].split("|")).format(values[key]) for key in chosen)
     if rng.random() < 0.25:
         ask = f"What is the {noun} {phrases}?"
     else:
-        ask = f"{rng.choice(_POLITE)}{verb} {rng.choice(('the', 'a', 'my'))} {noun} {phrases}."
-    types = {renamed[key]: _PARTS[key][0] for key in chosen}
+        ask = f"{rng.choice(polite)}{verb} {rng.choice(('the', 'a', 'my'))} {noun} {phrases}."
+    types = {renamed[key]: parts[key][0] for key in chosen}
     about = f"{verb.capitalize()} {rng.choice(('the', 'a'))} {noun}{rng.choice(('', '.'))}"
     made = _described(rng, f"{verb}_{noun}", about, types)
     return made, ask[0].upper() + ask[1:], {renamed[key]: values[key] for key in chosen}
-
-
-def _other_key(rng: random.Random, key: str) -> str:
-    """Another name that a parameter of this sense may have."""
-    others = {
-        "city": "place location town where", "name": "person user who recipient to",
-        "day": "date when weekday", "count": "number num amount people minutes times size",
-        "origin": "start source from", "target": "end destination to_city",
-        "query": "text term topic subject symbol q",
-    }  # fmt: skip
-    return rng.choice(others[key].split())
 
 
 def _described(rng: random.Random, name: str, about: str, types: dict[str, str]) -> dict[str, Any]:

@@ -10,13 +10,8 @@ from worker.errors import UserError
 
 # Sections that workers alone read, and leaves of these that decide what stays as it is.
 CHANGEABLE = (
-    "model.",
-    "kv.",
-    "spec.",
-    "lease.",
-    "disaggregation.",
-    "prefill.engine.",
-    "decode.engine.",
+    *("model.", "kv.", "spec.", "lease.", "disaggregation."),
+    *("prefill.engine.", "decode.engine."),
 )
 FIXED = ("model.served_name", "engine.device", "engine.collective")
 # What a router reads of a model.

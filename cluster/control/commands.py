@@ -44,7 +44,7 @@ class Commands:
         return [] if self._monitor is None else await self._monitor.status()
 
     async def examine(self) -> ClusterExamination:
-        """What `doctor` judges. One worker after another: each measures its paths alone."""
+        """What `doctor` judges. One worker after another, as a worker measures its paths alone."""
         workers = [replica for replica in self.replicas() if replica.role != "router"]
         answers = [await _examined(worker) for worker in workers]
         return ClusterExamination(self._site.given, self._site.config, tuple(answers))
@@ -82,9 +82,12 @@ class Commands:
         self._drained = True
         return idle
 
-    async def configuration(self) -> Config:
-        """What was given to `serve`, with what `restart` has changed."""
-        return self._site.given
+    async def configuration(self, decided: bool = False) -> Config:
+        """What was given to `serve`, with what `restart` has changed.
+
+        decided: with what the cluster's machines have decided of it, too.
+        """
+        return self._site.config if decided else self._site.given
 
     async def restart(self, name: str | None, config: Config, timeout_s: float) -> None:
         """Replace the process of one name, or of all workers one after another, under `config`.
@@ -101,9 +104,9 @@ class Commands:
             check_change(before, config)
             await self._site.change(config)
             try:
-                for each in names:
-                    waits = is_last_of_its_model(monitor.replica(each), monitor.replicas())
-                    await monitor.renew(each, None if waits else timeout_s)
+                for one in names:
+                    waits = is_last_of_its_model(monitor.replica(one), monitor.replicas())
+                    await monitor.renew(one, None if waits else timeout_s)
             except KvlaneError:
                 await self._site.change(before)
                 raise

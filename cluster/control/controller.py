@@ -15,8 +15,9 @@ from cluster.control.monitor import Monitor
 from cluster.control.replicas import Event, Replica, State
 from cluster.control.tasks import Background
 from cluster.sites.estate import Done, Legacy, Order, Orders
-from cluster.sites.handles import CONTROLLER, Identity
-from cluster.sites.process import Process, Record, Stage
+from cluster.sites.handles import Identity
+from cluster.sites.process import Process, Record, Stage, Surroundings
+from cluster.sites.ray_private import CONTROLLER
 from cluster.sites.ray_site import Home, RaySite
 from worker.api import Lost, Member
 from worker.keyring import keyring
@@ -36,7 +37,7 @@ class Progress:
     events: tuple[Event, ...]  # those that `serve` has not seen
     starting: dict[str, Stage]  # of the names that are not ready
     waiting: str  # what placement waits for, or ""
-    urls: tuple[str, ...]  # of the routers that are ready: one for each node that has some
+    urls: tuple[str, ...]  # of the routers that are ready: one a node
     drained: bool  # nothing is left to serve
 
 
@@ -112,8 +113,8 @@ class Controller(Commands):
         me = Member("controller", "controller", incarnation, "", wire_key=wire.key)
         self._site.controller = me
         replicas = [Replica.of(record, process) for record, process in found]
-        number = self._legacy.number
-        monitor = Monitor(replicas, self._site, wire, given.cluster, number, me)
+        around = Surroundings(self._site, wire, given.cluster, self._legacy.number, me)
+        monitor = Monitor(replicas, around)
         self._wire, self._monitor = wire, monitor
         wire.start()
         _beat(loop, wire)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from cluster.control.replicas import Changes, Replica
 from cluster.control.tasks import Background
-from cluster.sites.process import Membership
-from worker.api import Member, Role
+from cluster.sites.process import Membership, Surroundings
+from worker.api import Role
 
 log = logging.getLogger("kvlane.monitor")
 
@@ -15,21 +15,14 @@ PROGRESS_S = 1.0
 
 
 class Herald:
-    """Of one monitor. number: of the monitors that there have been; a later one is believed.
-
-    controller: the process that we are in, whom workers answer.
-    """
+    """Of one monitor."""
 
     def __init__(
-        self,
-        replicas: Mapping[str, Replica],
-        background: Background,
-        number: int,
-        controller: Member | None,
+        self, replicas: Mapping[str, Replica], background: Background, around: Surroundings
     ) -> None:
         self._replicas, self._background = replicas, background
-        self._number, self._num_told, self._told_at = number, 0, 0.0
-        self._controller = controller
+        self._number, self._controller = around.number, around.controller
+        self._num_told, self._told_at = 0, 0.0
         self._changes = Changes()
 
     def announce(self, replica: Replica, state: str, text: str) -> None:

@@ -6,11 +6,10 @@ import secrets
 import time
 from collections.abc import Callable
 
-from cluster.config import ClusterConfig
 from cluster.control.herald import Herald
 from cluster.control.replicas import Replica, State, backoff_s
 from cluster.control.tasks import Background, in_time
-from cluster.sites.process import Links, Process, Site
+from cluster.sites.process import Process, Surroundings
 from worker.api import Member
 from worker.errors import KvlaneError, PeerLost, Placement, UserError, WorldError
 
@@ -28,12 +27,15 @@ class Keeper:
     """What the tasks of all names have in common. note: takes a line of progress."""
 
     def __init__(
-        self, site: Site, links: Links, config: ClusterConfig, herald: Herald,
-        background: Background, note: Callable[[Replica, str], None],
-    ) -> None:  # fmt: skip
+        self,
+        around: Surroundings,
+        herald: Herald,
+        background: Background,
+        note: Callable[[Replica, str], None],
+    ) -> None:
         self.up = False  # all were ready; before that, a process that cannot start is a failure
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._site, self._links, self._config = site, links, config
+        self._site, self._links, self._config = around.site, around.links, around.config
         self._herald, self._background, self._note = herald, background, note
 
     async def keep(self, replica: Replica) -> None:

@@ -11,13 +11,13 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 
-from cluster.config import ClusterConfig, WorkerRole
+from cluster.config import WorkerRole
 from cluster.control.herald import Herald
 from cluster.control.keeper import Keeper
 from cluster.control.replicas import Event, Replica, ReplicaStatus, State, address_stays
 from cluster.control.tasks import Background, in_time
-from cluster.sites.process import Links, Report, Site
-from worker.api import Lost, Member, PeerId
+from cluster.sites.process import Report, Surroundings
+from worker.api import Lost, PeerId
 from worker.errors import UserError, WorldError
 
 log = logging.getLogger("kvlane.monitor")
@@ -27,31 +27,19 @@ REPORT_TIMEOUT_S = 2.0
 
 
 class Monitor:
-    """All replicas of one cluster, and the tasks that keep a process running for each.
+    """All replicas of one cluster, and the tasks that keep a process of every name running.
 
     replicas: only this object changes them from now on.
-    links: their owner calls `lost` when a link to a process is over.
-    number: of the monitors that there have been; what a later one says of members counts.
-    controller: the process that we are in.
     """
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        site: Site,
-        links: Links,
-        config: ClusterConfig,
-        number: int = 1,
-        controller: Member | None = None,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], around: Surroundings) -> None:
         self.events: list[Event] = []
         self._replicas = {replica.name: replica for replica in replicas}
-        self._site = site
-        self._config = config
+        self._site, self._config = around.site, around.config
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._background = Background()
-        self._herald = Herald(self._replicas, self._background, number, controller)
-        self._keeper = Keeper(site, links, config, self._herald, self._background, self._note)
+        self._herald = Herald(self._replicas, self._background, around)
+        self._keeper = Keeper(around, self._herald, self._background, self._note)
 
     async def start(self) -> None:
         """Start all replicas at once; returns when every one of them is ready.

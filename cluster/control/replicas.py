@@ -1,4 +1,4 @@
-"""The names of a cluster, and the state of the process that each of them has. No Ray, no I/O."""
+"""The names of a cluster, and the state of their processes. No Ray, no I/O."""
 
 import asyncio
 import time
@@ -56,7 +56,7 @@ class ReplicaStatus:
 
 @dataclass(slots=True)
 class Replica:
-    """A worker or router. Its processes come one after another; each is a new incarnation."""
+    """A worker or router. Its processes come one after another, as new incarnations."""
 
     name: str
     role: Role
@@ -185,5 +185,5 @@ def last_of_its_kind(name: str, replicas: Sequence[Replica]) -> str:
 
 
 def backoff_s(deaths_in_a_row: int, first_s: float, max_s: float) -> float:
-    """Seconds to wait before the next incarnation: first_s, doubled with each early death."""
+    """Seconds to wait before the next incarnation: first_s, doubled after an early death."""
     return min(first_s * 2.0 ** min(deaths_in_a_row - 1, 30), max_s)

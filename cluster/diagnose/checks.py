@@ -10,11 +10,12 @@ from __future__ import annotations
 import errno
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -149,25 +150,22 @@ def _model(config: Config, facts: Facts) -> Iterator[Finding]:
         return
     if download.is_name(drafter):
         config = config.model_copy(update={"spec": SpecConfig()})
-    try:
-        check_model(config)
-    except UserError as error:
-        yield refused(error)
-    else:
+    errors = [*_raised(check_model, config)]
+    yield from map(refused, errors)
+    if not errors:
         yield ok("model", f"{path} is whole, and of a kind that can be served")
         yield from eight_bits(config, facts.driver)
 
 
 def mistakes(settings: Settings) -> list[UserError]:
-    """All that is wrong where `serve` starts Ray on this machine: each names the field."""
+    """All that is wrong where `serve` starts Ray on this machine; an error names the field."""
     return [error for check in CHECKS for error in check(settings)]
 
 
 def check_port(config: Config) -> None:
     """Raise a UserError if routers cannot listen; call it when no kvlane runs on that cluster."""
-    if _beside_serve(config):
-        for error in _port(Settings(config, 0, config)):
-            raise error
+    for error in _port(Settings(config, 0, config)) if _beside_serve(config) else ():
+        raise error
 
 
 def _beside_serve(config: Config) -> bool:
@@ -184,19 +182,22 @@ def _names(settings: Settings) -> Iterator[UserError]:
             yield UserError(f"{path}: {name!r} is none of: {', '.join(sorted(choices))}", path)
 
 
-def _keys(settings: Settings) -> Iterator[UserError]:
+def _raised(check: Callable[..., object], *args: Any, **named: Any) -> Iterator[UserError]:
+    """The mistake that a check of another package raises, if it does."""
     try:
-        read_keys(settings.config.router.api_key_file)
+        check(*args, **named)
     except UserError as error:
+        yield error
+
+
+def _keys(settings: Settings) -> Iterator[UserError]:
+    for error in _raised(read_keys, settings.config.router.api_key_file):
         yield UserError(f"router.api_key_file: {error}", error.param)
 
 
 def _certificate(settings: Settings) -> Iterator[UserError]:
     router = settings.config.router
-    try:
-        certificate(router.tls_cert_file, router.tls_key_file)
-    except UserError as error:
-        yield error
+    return _raised(certificate, router.tls_cert_file, router.tls_key_file)
 
 
 def _port(settings: Settings) -> Iterator[UserError]:
@@ -251,11 +252,8 @@ def _collective(settings: Settings) -> Iterator[UserError]:
     for role in ROLES:
         engine, path = settings.decided.role(role).engine, f"{role}.engine.collective"
         cpu, who = engine.device == "cpu", f"{role} workers compute"
-        try:
-            if engine.collective != "auto":
-                check_collective(engine.collective, cpu=cpu, path=path, who=who)
-        except UserError as error:
-            yield error
+        if engine.collective != "auto":
+            yield from _raised(check_collective, engine.collective, cpu=cpu, path=path, who=who)
 
 
 def _torch(settings: Settings) -> Iterator[UserError]:
@@ -292,24 +290,12 @@ def _networks(settings: Settings) -> Iterator[UserError]:
 
 
 def _tracing(settings: Settings) -> Iterator[UserError]:
-    try:
-        check_tracing(settings.config.tracing)
-    except UserError as error:
-        yield error
+    return _raised(check_tracing, settings.config.tracing)
 
 
 CHECKS = (
-    _names,
-    _keys,
-    _certificate,
-    _port,
-    _cpus,
-    _gpus,
-    _collective,
-    _torch,
-    _attention,
-    _networks,
-    _tracing,
+    *(_names, _keys, _certificate, _port, _cpus, _gpus, _collective, _torch, _attention),
+    *(_networks, _tracing),
 )
 
 

@@ -1,6 +1,6 @@
 """The kinds of listening ports that a cluster has: who speaks there, how it asks, what one can do.
 
-`doctor --ports` finds for each port of a running cluster which kind it is. The table of
+`doctor --ports` says of the ports of a running cluster of which kind they are. The table of
 .github/SECURITY.md is this one, written by `python -m tests.support.security_page`.
 """
 
@@ -39,9 +39,15 @@ class Door:
     can: str  # whoever is let in, or anybody where it asks nothing
 
 
-ALL_OF_RAY = "run any code on every node"
 WITH_TOKEN = "RAY_AUTH_MODE=token"
 ONLY_METRICS = "read metrics, which name the model and the processes"
+
+
+def _of_ray(whose: str, speaks: str, but: str = "") -> Door:
+    """One at which whoever is let in commands Ray; for what it asks for no token."""
+    can = "run any code on every node"
+    return Door(whose, speaks, Asks.TOKEN, WITH_TOKEN + but, Reach.CLUSTER, can)
+
 
 DOORS = {
     "api": Door(
@@ -82,7 +88,7 @@ DOORS = {
         "",
         Reach.CLUSTER,
         "learn where KV lies in memory; keep others from a handshake for 60 s a time. Besides "
-        "the one that serves there is one for each peer that KV is pulled from",
+        "the one that serves there is one a peer that KV is pulled from",
     ),
     "mooncake data": Door(
         "workers and their ranks",
@@ -116,8 +122,8 @@ DOORS = {
         Reach.CLUSTER,
         "pose as a rank while they start",
     ),
-    "gcs": Door("gcs", "gRPC: Ray's GCS", Asks.TOKEN, WITH_TOKEN, Reach.CLUSTER, ALL_OF_RAY),
-    "raylet": Door("raylet", "gRPC: Ray's node", Asks.TOKEN, WITH_TOKEN, Reach.CLUSTER, ALL_OF_RAY),
+    "gcs": _of_ray("gcs", "gRPC: Ray's GCS"),
+    "raylet": _of_ray("raylet", "gRPC: Ray's node"),
     "objects": Door(
         "raylet",
         "gRPC: Ray's object manager",
@@ -126,49 +132,16 @@ DOORS = {
         Reach.CLUSTER,
         "read and change objects, in which kvlane keeps nothing that a request brings",
     ),
-    "core worker": Door(
-        "every process in Ray, serve among them",
-        "gRPC: Ray's core worker",
-        Asks.TOKEN,
-        WITH_TOKEN,
-        Reach.CLUSTER,
-        ALL_OF_RAY,
-    ),
-    "agent": Door(
-        "agent", "gRPC: Ray's agent of a node", Asks.TOKEN, WITH_TOKEN, Reach.CLUSTER, ALL_OF_RAY
-    ),
-    "agent page": Door(
-        "agent",
-        "HTTP: Ray's agent of a node",
-        Asks.TOKEN,
-        f"{WITH_TOKEN}, but for health checks",
-        Reach.CLUSTER,
-        ALL_OF_RAY,
-    ),
-    "environments": Door(
-        "runtime env agent",
-        "HTTP: Ray's maker of environments",
-        Asks.TOKEN,
-        WITH_TOKEN,
-        Reach.CLUSTER,
-        ALL_OF_RAY,
-    ),
-    "dashboard": Door(
+    "core worker": _of_ray("every process in Ray, serve among them", "gRPC: Ray's core worker"),
+    "agent": _of_ray("agent", "gRPC: Ray's agent of a node"),
+    "agent page": _of_ray("agent", "HTTP: Ray's agent of a node", ", but for health checks"),
+    "environments": _of_ray("runtime env agent", "HTTP: Ray's maker of environments"),
+    "dashboard": _of_ray(
         "dashboard, where Ray has one",
         "HTTP: Ray's dashboard and jobs",
-        Asks.TOKEN,
-        f"{WITH_TOKEN}, but for its pages and health checks",
-        Reach.CLUSTER,
-        ALL_OF_RAY,
+        ", but for its pages and health checks",
     ),
-    "client server": Door(
-        "client server, where Ray has one",
-        "gRPC: Ray's clients",
-        Asks.TOKEN,
-        WITH_TOKEN,
-        Reach.CLUSTER,
-        ALL_OF_RAY,
-    ),
+    "client server": _of_ray("client server, where Ray has one", "gRPC: Ray's clients"),
     "ray metrics": Door(
         "agent, dashboard and autoscaler",
         "HTTP: Ray's own metrics",

@@ -27,7 +27,7 @@ def eight_bits(config: Config, driver: Driver) -> Iterator[Finding]:
         if driver.memory:
             share = config.decode.tp * MEMORY_FRACTION * min(driver.memory)
             kinds = (sizes.weights, sizes.kv_token), (sizes.fp8_weights, sizes.fp8_kv_token)
-            now, then = (max(0, int(share - weights) // each) for weights, each in kinds)
+            now, then = (max(0, int(share - weights) // token) for weights, token in kinds)
             figures |= {"kv_tokens": now, "fp8_kv_tokens": then}
             text += f"; a decode worker here has about {now:,} tokens of KV, with both {then:,}: "
             text += f"{now // ROW} and {then // ROW} rows of {ROW:,}"

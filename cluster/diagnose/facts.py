@@ -43,7 +43,7 @@ class Driver:
     cuda: str = ""  # the newest CUDA that it runs, as "13.0"; "": it does not tell
     gpus: tuple[str, ...] = ()  # names, by index
     unreachable: tuple[tuple[int, int], ...] = ()  # (i, j): GPU i cannot read GPU j's memory
-    memory: tuple[int, ...] = ()  # bytes of each that tells
+    memory: tuple[int, ...] = ()  # bytes of those that tell
 
     @property
     def peer_access(self) -> bool | None:

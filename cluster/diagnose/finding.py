@@ -53,7 +53,7 @@ def refused(error: UserError) -> Finding:
 
 
 def refuse(findings: Iterable[Finding]) -> None:
-    """Raise the errors among the findings as one: a line for each, with path and remedy."""
+    """Raise the errors among the findings as one: a line an error, with path and remedy."""
     errors = [finding.error for finding in findings if finding.error is not None]
     if len(errors) == 1:
         raise errors[0]

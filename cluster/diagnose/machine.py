@@ -181,7 +181,7 @@ def _files(facts: Facts, max_inflight: int) -> Finding:
     said = f"a process may have {facts.num_files} open"
     if facts.num_files >= max_inflight + FILES_BESIDE_CLIENTS:
         return ok("files", said)
-    why = f"each client of a router is one, and router.max_inflight is {max_inflight}"
+    why = f"a client of a router is one, and router.max_inflight is {max_inflight}"
     remedy = "ulimit -n 65536, systemd: LimitNOFILE=65536; or a lower router.max_inflight"
     return warning("files", said, why, remedy)
 

@@ -1,58 +1,51 @@
 """Every port that a running cluster listens on here: whose, what speaks there, what it asks for.
 
-The kernel says who listens where. What speaks there a port says itself, as it would to a stranger:
-so a port that nobody knows of is seen. Only who of Ray's processes listens at which of its ports is
-asked of Ray, and whether they want its token of the environment that they run with.
+The kernel says who listens where, Ray which of its ports are for what. Where a process may speak
+one thing or another at a port, both are named. A port that nothing of a cluster's has is unknown.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from cluster.diagnose import greet
-from cluster.diagnose.doors import DOORS, Asks
-from cluster.diagnose.greet import Answer, Speech
-from cluster.diagnose.sockets import Listener, environment, families, listeners, owners
+import psutil
+
+from cluster.config import Config
+from cluster.diagnose.doors import DOORS, Asks, Door, asking
+from cluster.resolve import ROLES
+from worker.api import Role
+from worker.errors import UserError
 
 UNKNOWN = "unknown"
-NUM_THREADS = 32  # most ports are silent for a while
-UNAUTHORIZED = 401
-AUTH_MODE, WITH_TOKEN = "RAY_AUTH_MODE", "token"
 CLIENTS = "ray.util.client.server"
-# A word of the command line -> name of one of Ray's processes, and the kind of its HTTP ports.
+# A word of the command line -> name of one of Ray's processes, and the kind of ports that Ray does
+# not tell.
 OF_RAY = {
-    "gcs_server": ("gcs", ""),
+    "gcs_server": ("gcs", "gcs"),
     "raylet": ("raylet", ""),
-    "ray::DashboardAgent": ("agent", "agent page"),
-    "ray::RuntimeEnvAgent": ("runtime env agent", "environments"),
+    "ray::DashboardAgent": ("agent", ""),
+    "ray::RuntimeEnvAgent": ("runtime env agent", ""),
     "dashboard.py": ("dashboard", "dashboard"),
     "monitor.py": ("autoscaler", "ray metrics"),
-    CLIENTS: ("client server", ""),
+    CLIENTS: ("client server", "client server"),
 }
-GRPC = {"gcs": "gcs", "agent": "agent", "client server": "client server"}
 METRICS_PORTS = (44217, 44227)  # of Ray's autoscaler and dashboard
-# What is asked for by HTTP: what needs a key, if any is needed; else what nobody has.
-PATHS = {"api": "/v1/models", "beside": "/v1/models", "metrics": "/live"}
-NO_PATH = "/kvlane"
+MOONCAKE_PORTS = range(15000, 17001)
+EVERYWHERE = ("0.0.0.0", "::")
 
 
-@dataclass(frozen=True, slots=True)
-class Named:
-    """A worker, a router or the controller, on this machine."""
+class Member(NamedTuple):
+    """A worker or a router, as `status` has it."""
 
     name: str
-    role: str
+    role: Role
+    node: str
     pids: tuple[int, ...]  # of all ranks
-    port: int = 0  # of its address; 0: it has none
-    metrics_port: int = 0
-
-    @property
-    def is_worker(self) -> bool:
-        """Whether it has KV and a wire that listens."""
-        return self.role in ("prefill", "decode")
+    address: str
+    metrics_address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,8 @@ class RayHere:
 
     session: str  # a word of the command lines of its processes
     address: str  # of its GCS
-    ports: Mapping[int, str]  # port -> kind, where the process does not tell
+    ports: Mapping[int, str]  # port -> kind
+    controller: int  # its pid; 0: it is elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,154 +65,129 @@ class Port:
     process: str
     pid: int
     address: str
-    kind: str  # of DOORS, or unknown
+    kind: str  # of DOORS, several with " or " between them, or unknown
     speaks: str
     asks: str
 
 
 @dataclass(slots=True)
 class Walk:
-    """The ports of this machine's processes of one cluster."""
+    """The ports of this machine's processes of one cluster.
 
-    named: Sequence[Named]
+    members: of this machine. config: with what was decided. serve: pids of its `serve` here.
+    """
+
+    members: Sequence[Member]
+    config: Config
     ray: RayHere
-    serve: set[int]  # pids of its processes here
-    lines: dict[int, list[str]] = field(default_factory=dict[int, list[str]])  # by pid
-    names: dict[int, tuple[str, Named | None]] = field(default_factory=dict[int, Any])
-    data_ports: set[int] = field(default_factory=set[int])  # of mooncake
-    with_token: bool = False  # Ray's processes here ask for one
+    serve: set[int]
 
     def ports(self) -> list[Port]:
-        """All of them, by process. Raises UserError as `owners`."""
-        self.lines = families(self._is_root)
-        self.names = {pid: self._named(pid) for pid in self.lines}
-        whose = owners(self.lines)
-        ours = [(each, whose[each.inode]) for each in listeners() if each.inode in whose]
-        self.with_token = self._asks_token()
-        found: list[Port] = []
-        with ThreadPoolExecutor(NUM_THREADS) as threads:
-            # First those that say where mooncake's data comes: so nobody has to knock there.
-            for is_first in (True, False):
-                turn = [one for one in ours if self._may_be_mooncake(*one) is is_first]
-                found += threads.map(self._port, turn)
-        return sorted(found, key=lambda port: (port.pid, port.kind, port.address))
+        """All of them, by process. Raises UserError if a process is another user's."""
+        family = self._family()
+        modes = {environ.get("RAY_AUTH_MODE") for _, environ in family.values()}
+        asks = self._asked(has_token="token" in modes)
+        of_serve = [family[pid][0] for pid in self.serve if pid in family]  # it has forked others
+        ports: list[Port] = []
+        for pid, (words, _) in family.items():
+            name, member, other = self._named(pid, words, words in of_serve)
+            for host, port in listening(pid):
+                kinds = self._of_member(member, pid, host, port) if member else [other]
+                if told := self.ray.ports.get(port, "ray metrics" * (port in METRICS_PORTS)):
+                    kinds = [told]
+                doors = [DOORS[kind] for kind in kinds if kind]
+                kind = " or ".join(filter(None, kinds)) or UNKNOWN
+                speaks = ", or ".join(map(self._speaks, doors)) or UNKNOWN
+                asked = dict.fromkeys(asks.get(door.asks, asking(door)) for door in doors)
+                address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+                ports.append(Port(name, pid, address, kind, speaks, ", or ".join(asked) or UNKNOWN))
+        return sorted(ports, key=lambda port: (port.pid, port.kind, port.address))
 
-    def _is_root(self, pid: int, line: list[str]) -> bool:
+    def _family(self) -> dict[int, tuple[list[str], dict[str, str]]]:
+        """Pid -> words and environment of the cluster's processes and of their children."""
+        running = {p.pid: p.info for p in psutil.process_iter(["cmdline", "environ", "ppid"])}
+        words: dict[int, list[str]] = {
+            pid: [word.strip() for word in of["cmdline"] or () if word.strip()]
+            for pid, of in running.items()
+        }
+
+        def belongs(pid: int) -> bool:
+            is_root = pid in words and self._is_root(pid, words[pid])
+            return is_root or (pid in running and belongs(running[pid]["ppid"]))
+
+        ours = filter(belongs, sorted(running))
+        return {pid: (words[pid], running[pid]["environ"] or {}) for pid in ours}
+
+    def _is_root(self, pid: int, words: Sequence[str]) -> bool:
         address = f"address={self.ray.address}"
-        of_ray = any(self.ray.session in word or word == f"--gcs-{address}" for word in line)
-        return pid in self.serve or of_ray or {CLIENTS, f"--{address}"} <= set(line)
+        of_ray = any(self.ray.session in word or word == f"--gcs-{address}" for word in words)
+        return pid in self.serve or of_ray or {CLIENTS, f"--{address}"} <= set(words)
 
-    def _named(self, pid: int) -> tuple[str, Named | None]:
-        """Its name, and whose it is if that has a name in the cluster."""
-        for each in self.named:
-            if pid in each.pids:
-                rank = each.pids.index(pid)
-                return (f"{each.name}.{rank}" if rank else each.name), each
-        line = self.lines[pid]
-        for word, (name, _) in OF_RAY.items():
-            if any(Path(part).name == word for part in line[:4]):
-                return name, None
-        if self._stems_from_serve(line):
-            return "serve", None
-        return (line[0] if line else UNKNOWN).split(" ")[0].rpartition("/")[2], None
+    def _named(
+        self, pid: int, words: Sequence[str], is_serve: bool
+    ) -> tuple[str, Member | None, str]:
+        """Its name, its member, and the kind of its ports that neither Ray nor that tells."""
+        for member in self.members:
+            if pid in member.pids:
+                rank = member.pids.index(pid)
+                return (f"{member.name}.{rank}" if rank else member.name), member, ""
+        if is_serve or pid == self.ray.controller:
+            return ("serve" if is_serve else "controller"), None, ""
+        for word, (name, kind) in OF_RAY.items():
+            if any(Path(part).name == word for part in words[:4]):
+                return name, None, kind
+        program = words[0].split(" ")[0] if words else UNKNOWN
+        # Ray lists no processes that wait for work.
+        return program.rpartition("/")[2], None, "core worker" * program.startswith("ray::")
 
-    def _stems_from_serve(self, line: list[str]) -> bool:
-        return line in [self.lines[pid] for pid in self.serve if pid in self.lines]
+    def _of_member(self, member: Member, pid: int, host: str, port: int) -> list[str]:
+        """The kinds that a port of a router or of a worker's rank may be of; "" is none."""
+        is_router, is_first = member.role == "router", pid == member.pids[0]
+        if is_first and port == port_of(member.address):
+            return ["api" if is_router else "wire"]
+        if is_first and port == port_of(member.metrics_address):
+            return ["beside" if is_router else "metrics"]
+        transport, has_ranks = self.config.transport.name, len(member.pids) > 1
+        if is_router:
+            return []
+        if host not in EVERYWHERE:
+            is_kv = transport in ("sockets", "mixed")
+            return ["kv" * is_kv, "ranks" * has_ranks, "wire" * (not is_first)]
+        if transport == "mooncake" and port in MOONCAKE_PORTS:
+            return ["mooncake data" if host == "::" else "mooncake"]
+        return ["store" * (has_ranks and is_first)]
 
-    def _asks_token(self) -> bool:
-        """Whether Ray's processes here want its token."""
-        of_ray = [pid for pid, (name, _) in self.names.items() if name in ("gcs", "raylet")]
-        return any(environment(pid).get(AUTH_MODE) == WITH_TOKEN for pid in of_ray)
+    def _asked(self, has_token: bool) -> dict[Asks, str]:
+        """How ports ask that may, by the settings."""
+        by_setting = {
+            Asks.API_KEY: bool(self.config.router.api_key_file),
+            Asks.CURVE: self.config.transport.authentication == "curve",
+            Asks.TOKEN: has_token,
+        }
+        asked: dict[Asks, str] = {
+            ask: ask if is_set else Asks.NOTHING for ask, is_set in by_setting.items()
+        }
+        devices = {self.config.role(role).engine.device for role in ROLES}
+        if devices == {"cpu"}:  # ranks have gloo, and have met
+            asked[Asks.NOBODY] = Asks.NOBODY
+        return asked | {Asks.SECRET: Asks.SECRET}  # of a port that is there
 
-    def _may_be_mooncake(self, listener: Listener, pid: int) -> bool:
-        """A worker's wire and page listen at one address, mooncake's engines at all."""
-        _, of = self.names[pid]
-        return of is not None and of.is_worker and listener.host == "0.0.0.0"
-
-    def _port(self, one: tuple[Listener, int]) -> Port:
-        listener, pid = one
-        name, of = self.names[pid]
-        kind, answer = self._met(listener, name, of)
-        if not kind:  # once more: a busy process may have been late
-            kind, answer = self._met(listener, name, of)
-        door = DOORS.get(kind)
-        if door is None:
-            said = answer.speech if answer else "says nothing"
-            return Port(name, pid, listener.address, UNKNOWN, said, UNKNOWN)
-        asks: str = door.asks
-        if answer is not None and answer.speech in (Speech.HTTP, Speech.TLS):
-            asks = door.asks if answer.status == UNAUTHORIZED else Asks.NOTHING
-        elif door.asks is Asks.CURVE:
-            asks = Asks.CURVE if answer and answer.speech is Speech.CURVE else Asks.NOTHING
-        elif door.asks is Asks.TOKEN and not self.with_token:
-            asks = Asks.NOTHING
-        if door.asks is Asks.NOBODY and greet.connects(listener.place):
-            asks = Asks.NOTHING
-        speaks = door.speaks
-        if kind == "api":
-            speaks = f"{'HTTPS' if answer and answer.speech is Speech.TLS else 'HTTP'}: the API"
-        return Port(name, pid, listener.address, kind, speaks, asks)
-
-    def _met(self, listener: Listener, name: str, of: Named | None) -> tuple[str, Answer | None]:
-        """Kind of a port, "" if it is unknown, and what it has said."""
-        if of is not None and of.is_worker:
-            return self._met_worker(listener, of)
-        answer = greet.overheard(listener.place)
-        if answer is None:
-            kind = self._http_kind(listener, name, of)
-            answer = greet.http(listener.place, PATHS.get(kind, NO_PATH))
-            return (kind if answer else ""), answer
-        if answer.speech is Speech.GRPC:
-            kind = GRPC.get(name, "") or self.ray.ports.get(listener.port, "")
-            is_core = of or name == "serve" or name.startswith("ray::")
-            return kind or ("core worker" if is_core else ""), answer
-        return "", answer
-
-    def _http_kind(self, listener: Listener, name: str, of: Named | None) -> str:
-        if of is not None:  # a router alone has one port for both
-            return {of.metrics_port: "beside", of.port: "api"}.get(listener.port, "")
-        if listener.port in METRICS_PORTS or self.ray.ports.get(listener.port) == "ray metrics":
-            return "ray metrics"
-        return dict(OF_RAY.values()).get(name, "")
-
-    def _met_worker(self, listener: Listener, of: Named) -> tuple[str, Answer | None]:
-        place = listener.place
-        if listener.port in self.data_ports:
-            return "mooncake data", None
-        if listener.port == of.metrics_port:
-            answer = greet.http(place, PATHS["metrics"])
-            return ("metrics" if answer else ""), answer
-        if listener.host == "0.0.0.0":
-            answer = greet.mooncake(place)
-            if answer is None:
-                return "", None
-            self.data_ports.add(answer.data_port)
-            return "mooncake", answer
-        if answer := greet.overheard(place):
-            return {Speech.GRPC: "core worker", Speech.KV: "kv"}.get(answer.speech, "wire"), answer
-        if len(of.pids) == 1:
-            return "", None
-        if answer := greet.store(place):
-            return "store", answer
-        # It says nothing to anybody but a rank, and no other port of a rank does so.
-        return ("" if listener.host == "::" else "ranks"), None
+    def _speaks(self, door: Door) -> str:
+        if door is not DOORS["api"]:
+            return door.speaks
+        return f"{'HTTPS' if self.config.router.tls_cert_file else 'HTTP'}: the API"
 
 
-def shown(ports: Sequence[Port], num_elsewhere: int, *, as_json: bool) -> str:
-    """All of them, as text or JSON."""
-    if as_json:
-        return json.dumps([asdict(port) for port in ports], indent=2)
-    from cluster.tables import plain, table, text
-
-    head = ("PROCESS", "PID", "ADDRESS", "SPEAKS", "ASKS FOR")
-    rows = [(p.process, str(p.pid), p.address, p.speaks, p.asks) for p in ports]
-    lines = [table(head, rows)]
-    notes: list[str] = []
-    if num_unknown := sum(port.kind == UNKNOWN for port in ports):
-        notes.append(f"{num_unknown} unknown: nothing of kvlane's listens so; find out what does")
-    if num_elsewhere:
-        notes.append(f"{num_elsewhere} processes are on other machines: ask there, too")
-    return plain([*lines, *map(text, notes)])
+def listening(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a process listens. Raises UserError if it is another user's."""
+    try:
+        sockets = psutil.Process(pid).net_connections("tcp")
+    except psutil.NoSuchProcess:
+        return []  # it has ended meanwhile
+    except psutil.AccessDenied:
+        raise UserError(f"process {pid} is another user's; ask as that user") from None
+    places = [one.laddr for one in sockets if one.status == psutil.CONN_LISTEN]
+    return [(place.ip.removeprefix("::ffff:"), place.port) for place in places]
 
 
 def port_of(address: str) -> int:
@@ -227,6 +196,27 @@ def port_of(address: str) -> int:
     return int(port) if port.isdigit() else 0
 
 
-def has_unknown(ports: Iterable[Port]) -> bool:
-    """Whether nobody knows what one of them is for."""
-    return any(port.kind == UNKNOWN for port in ports)
+def report_of_ports(
+    members: Sequence[Member], config: Config, ray: RayHere, serves: Mapping[int, str],
+    *, as_json: bool,
+) -> tuple[str, int]:  # fmt: skip
+    """What `doctor --ports` shows of a cluster, and its exit code: 1 if a port is unknown.
+
+    serves: pid of a `serve` of this machine -> address of its Ray. Raises as `Walk.ports`.
+    """
+    here = [member for member in members if member.node == socket.gethostname()]
+    ours = {pid for pid, address in serves.items() if address == ray.address}
+    ports = Walk(here, config, ray, ours).ports()
+    num_unknown = sum(port.kind == UNKNOWN for port in ports)
+    if as_json:
+        return json.dumps([asdict(port) for port in ports], indent=2), int(num_unknown > 0)
+    from cluster.tables import plain, table, text
+
+    head = ("PROCESS", "PID", "ADDRESS", "SPEAKS", "ASKS FOR")
+    rows = [(p.process, str(p.pid), p.address, p.speaks, p.asks) for p in ports]
+    notes: list[str] = []
+    if num_unknown:
+        notes.append(f"{num_unknown} unknown: nothing of kvlane's listens so; find out what does")
+    if num_elsewhere := sum(len(m.pids) for m in members) - sum(len(m.pids) for m in here):
+        notes.append(f"{num_elsewhere} processes are on other machines: ask there, too")
+    return plain([table(head, rows), *map(text, notes)]), int(num_unknown > 0)

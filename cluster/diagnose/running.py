@@ -27,7 +27,7 @@ class Examination:
     began_at: float  # by its node's clock
     took_s: float
     facts: Facts
-    paths: tuple[PullPath, ...]  # of a decode worker, from each prefill worker
+    paths: tuple[PullPath, ...]  # of a decode worker, from all prefill workers
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,8 @@ Import this module only after `cli` has prepared the environment: Ray reads it w
 """
 
 import logging
-import math
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +14,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.config import Config
 from cluster.control.controller import NAME, NAMESPACE, Controller
-from cluster.control.replicas import ReplicaStatus
-from cluster.diagnose.ports import Named, Walk, has_unknown, port_of, shown
-from cluster.resolve import reserved, with_devices
+from cluster.resolve import num_cpus
 from cluster.sites.estate import Legacy
-from cluster.sites.handles import Identity
 from cluster.sites.ray_private import (
     RAY,
-    ray_here,
     reason_of,
     silence_worker_deaths,
     start_what_is_needed,
@@ -158,31 +151,3 @@ def next_controller(timeout_s: float) -> Any:
             )
         time.sleep(0.1)
     return controller
-
-
-def report_of_ports(
-    ask: Callable[..., Any], serves: Mapping[int, str], *, as_json: bool
-) -> tuple[str, int]:
-    """What `doctor --ports` shows of the cluster that this process has joined, and its exit code.
-
-    ask: of the controller. serves: pid of each `serve` of this machine -> address of its Ray.
-    """
-    ray, rows = ray_here(), cast("list[ReplicaStatus]", ask("status"))
-    here = [row for row in rows if row.node == socket.gethostname()]
-    named = [
-        Named(row.name, row.role, row.pids, port_of(row.address), port_of(row.metrics_address))
-        for row in here
-    ]
-    controller: Identity = ask("identify")
-    if controller.node_id == RAY.get_runtime_context().get_node_id():
-        named.append(Named("controller", "controller", (controller.pid,)))
-    ours = {pid for pid, address in serves.items() if address == ray.address}
-    ports = Walk(named, ray, ours).ports()
-    num_elsewhere = sum(len(row.pids) for row in rows) - sum(len(row.pids) for row in here)
-    return shown(ports, num_elsewhere, as_json=as_json), int(has_unknown(ports))
-
-
-def num_cpus(config: Config) -> int:
-    """How many CPUs Ray shall count: the machine's, or more if the configuration reserves more."""
-    config = with_devices(config, has_gpus=True)  # which needs no fewer routers than without
-    return max(os.cpu_count() or 1, math.ceil(reserved(config, "CPU")))

@@ -71,7 +71,7 @@ class JsonScreen(Screen):
 
 
 class Stages:
-    """The stages of a start, each with a line; on a terminal with a bar while it lasts.
+    """The stages of a start, a line for one; on a terminal with a bar while it lasts.
 
     The cluster is in the stage of the process that is least far.
     """

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.serve.lifetime import RayDirectory, StateFile
-from worker.transfer.host import process_stat
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -195,27 +194,14 @@ def start_watchdog(directory: Path) -> None:
 
 def kill_descendants() -> None:
     """SIGKILL all processes below this one, and reap them. This process started all of them."""
-    deadline = time.monotonic() + KILL_TIMEOUT_S
-    while (pids := descendants(os.getpid())) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    import psutil  # a start need not wait for it
+
+    deadline, this = time.monotonic() + KILL_TIMEOUT_S, psutil.Process()
+    while (below := this.children(recursive=True)) and time.monotonic() < deadline:
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.02)
-
-
-def descendants(root: int) -> list[int]:
-    """Pids below `root`, parents first."""
-    children: dict[int, list[int]] = {}
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            with contextlib.suppress(OSError):
-                pid = int(path.name)
-                children.setdefault(process_stat(pid).parent, []).append(pid)
-    below, num_seen = list(children.get(root, ())), 0
-    while num_seen < len(below):
-        below += children.get(below[num_seen], ())
-        num_seen += 1
-    return below

@@ -21,9 +21,9 @@ from cluster.diagnose.facts import read_facts
 from cluster.diagnose.finding import refuse
 from cluster.diagnose.machine import of_transport
 from cluster.diagnose.running import Examination, examined_here
-from cluster.sites.handles import CONTROLLER, Identity, call
+from cluster.sites.handles import Identity, call
 from cluster.sites.process import Membership, Report, Stage
-from cluster.sites.ray_private import RAY
+from cluster.sites.ray_private import CONTROLLER, RAY
 from worker.api import Member
 from worker.config import WorkerConfig
 from worker.errors import WorldError
@@ -232,7 +232,7 @@ class RouterActor(ProcessActor):
             # Its libraries are needed in this process only.
             from router.http.app import Place, RouterServer, Settings
 
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for each of our scrapes
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line a scrape of ours
         config, name = self._config, self._assignment.name
         node = RAY.util.get_node_ip_address()
         self._part = RouterServer(

@@ -142,16 +142,17 @@ class Orders:
 
     async def exchange(self, done: Sequence[Done], timeout_s: float) -> tuple[Order, ...]:
         """Hand out results; the next orders, or none if none comes within `timeout_s`."""
-        for each in done:
-            result = self._waiting.get(each.number)
+        for answer in done:
+            result = self._waiting.get(answer.number)
             if result is None or result.done():
                 continue
-            if isinstance(each.error, KvlaneError):
-                result.set_exception(each.error)
-            elif each.error is not None:
-                result.set_exception(WorldError(f"{type(each.error).__name__}: {each.error}"))
+            error = answer.error
+            if error is None:
+                result.set_result(answer.result)
+            elif isinstance(error, KvlaneError):
+                result.set_exception(error)
             else:
-                result.set_result(each.result)
+                result.set_exception(WorldError(f"{type(error).__name__}: {error}"))
         try:
             await asyncio.wait_for(self._some.wait(), timeout_s)
         except TimeoutError:

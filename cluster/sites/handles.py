@@ -29,7 +29,6 @@ log = logging.getLogger("kvlane.actors")
 kill_log = logging.getLogger("kvlane.kill")
 T = TypeVar("T")
 
-CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
 KILL_TIMEOUT_S = 20.0
 
 

@@ -1,8 +1,8 @@
 """Room in the Ray cluster: one placement group for every process that reserves resources.
 
 Ray keeps a group that cannot be placed pending for ever and says nothing. So all groups are
-created at once and waited for with a deadline. A failure says what each process needs and what
-each node has.
+created at once and waited for with a deadline. A failure says what the processes need and what
+the nodes have.
 """
 
 import time
@@ -34,7 +34,7 @@ class Ask:
     """What the processes of one worker or router need."""
 
     name: str
-    bundle: Mapping[str, float]  # of each process, all on one node
+    bundle: Mapping[str, float]  # of a process, all on one node
     num: int = 1  # of processes
     span: Span = "if_needed"  # several nodes
 
@@ -51,9 +51,9 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The node of each process of a worker or router, in order, and what is reserved there."""
+    """The nodes of a worker's or router's processes, in order, and what is reserved there."""
 
-    pg: PlacementGroup | None  # with a bundle for each process; None: nothing is reserved
+    pg: PlacementGroup | None  # a bundle a process; None: nothing is reserved
     nodes: tuple[Node, ...]
 
 
@@ -76,7 +76,7 @@ def place(
     nodes = live_nodes()
     if not can_grow and too_much(asks, nodes):
         raise Placement(explain(asks, nodes, 0.0))
-    # The largest first: else small ones take a bit of each node that one of those needs whole.
+    # The largest first: else small ones take a bit of the nodes that one of those needs whole.
     missing = sorted(asks, key=lambda ask: -ask.num)
     groups = {
         ask.name: reserve([dict(ask.bundle)] * ask.num, strategy(ask, nodes), ask.name)
@@ -167,7 +167,7 @@ def too_much(asks: Sequence[Ask], nodes: Sequence[Node]) -> bool:
 
 
 def explain(missing: Sequence[Ask], nodes: Sequence[Node], waited_s: float) -> str:
-    """The message of Placement: each ask with its reason, then each node."""
+    """The message of Placement: the asks with their reasons, then the nodes."""
     after = f" within {waited_s:.0f} s" if waited_s else ""
     num = sum(ask.num for ask in missing)
     lines = [f"Ray has no room{after} for {num} of the processes asked for:"]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.config import ClusterConfig
 from router.observe.board import Change, Start
 from worker.api import Member, PeerId, Role
 
@@ -63,7 +64,7 @@ class Process(Protocol):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """One for each rank, in order; a router has one."""
+        """Of its ranks, in order; a router has one."""
         ...
 
     async def start(self) -> Member:
@@ -131,3 +132,14 @@ class Links(Protocol):
 
     def disconnect(self, peer: PeerId) -> None:
         """Stop pinging."""
+
+
+@dataclass(slots=True, frozen=True)
+class Surroundings:
+    """All that a monitor needs from outside."""
+
+    site: Site
+    links: Links  # their owner calls `Monitor.lost` when one to a process is over
+    config: ClusterConfig
+    number: int = 1  # of the monitors that there have been; what a later one says of members counts
+    controller: Member | None = None  # the process that it is in, whom workers answer

@@ -11,6 +11,16 @@ from cluster.diagnose.ports import RayHere
 # Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
 NOWHERE = b"127.0.0.1:0"
+CONTROLLER = "kvlane-controller", "kvlane"  # its name for Ray, and the namespace
+# As `RAY.nodes` has them -> kinds of `diagnose.doors`.
+PORTS_OF_NODE = {
+    "NodeManagerPort": "raylet",
+    "ObjectManagerPort": "objects",
+    "MetricsExportPort": "ray metrics",
+    "MetricsAgentPort": "agent",
+    "DashboardAgentListenPort": "agent page",
+    "RuntimeEnvAgentPort": "environments",
+}
 
 
 def stay_on_loopback() -> None:
@@ -44,7 +54,7 @@ def start_what_is_needed() -> None:
 
 
 def silence_worker_deaths() -> None:
-    """Keep Ray from printing a page of advice for each dead worker; the monitor prints a line."""
+    """Keep Ray from printing a page of advice when a worker dies; the monitor prints a line."""
 
     def ignore(*_: object) -> None:
         pass
@@ -55,16 +65,21 @@ def silence_worker_deaths() -> None:
 def ray_here() -> RayHere:
     """What a Ray that this process has joined says of its ports on this machine."""
     private: Any = worker
+    private_state: Any = state
     node_id = RAY.get_runtime_context().get_node_id()
-    (mine,) = (each for each in RAY.nodes() if each["NodeID"] == node_id)
-    kinds = {
-        "NodeManagerPort": "raylet",
-        "ObjectManagerPort": "objects",
-        "MetricsExportPort": "ray metrics",
-    }
+    (mine,) = (node for node in RAY.nodes() if node["NodeID"] == node_id)
+    ports = {mine[name]: kind for name, kind in PORTS_OF_NODE.items()}
+    controller = 0
+    for actor in private_state.actors().values():
+        if actor["State"] != "ALIVE":
+            continue
+        if actor["Address"]["NodeID"] == node_id and actor["Name"] == CONTROLLER[0]:
+            controller = actor["Pid"]
+        for place in (actor["Address"], actor["OwnerAddress"]):
+            if place["NodeID"] == node_id:
+                ports[place["Port"]] = "core worker"
     joined = private._global_node
-    ports = {mine[name]: kind for name, kind in kinds.items()}
-    return RayHere(str(joined.session_name), str(joined.gcs_address), ports)
+    return RayHere(str(joined.session_name), str(joined.gcs_address), ports, controller)
 
 
 def free_resources() -> dict[str, dict[str, float]]:

@@ -1,4 +1,4 @@
-"""`process.Site` over Ray: room for each worker and router, and the actors in it."""
+"""`process.Site` over Ray: room for workers and routers, and the actors in it."""
 
 import asyncio
 import logging
@@ -15,14 +15,7 @@ from ray.util.scheduling_strategies import (
 
 from cluster.config import Config
 from cluster.diagnose.facts import Driver, read_driver
-from cluster.resolve import (
-    ROLES,
-    bundle_of,
-    counts,
-    with_collective,
-    with_devices,
-    with_transport,
-)
+from cluster.resolve import ROLES, bundle_of, counts, with_collective, with_devices, with_transport
 from cluster.sites.actors import LOCAL_HOST, Assignment, RankActor, RouterActor, WorkerActor
 from cluster.sites.estate import Holding, Legacy, Orders
 from cluster.sites.handles import Identity, Rank, RayProcess, RouterProcess, call
@@ -37,7 +30,7 @@ from worker.errors import WorldError
 log = logging.getLogger("kvlane.site")
 
 DRIVER_TIMEOUT_S = 60.0
-MAX_CONCURRENCY = 8  # run() and start() hold one thread of an actor each
+MAX_CONCURRENCY = 8  # run() holds one thread of an actor, and start() another
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +242,8 @@ class RaySite(Site):
 
     def _worker_nodes(self) -> set[str]:
         """Ids of the nodes that workers are on."""
-        workers = [each for each in self._holdings.values() if each.record.role != "router"]
-        return {node.node_id for each in workers if each.group for node in each.group.nodes}
+        workers = [held for held in self._holdings.values() if held.record.role != "router"]
+        return {node.node_id for held in workers if held.group for node in held.group.nodes}
 
 
 async def peer_access_of(config: Config, nodes: set[str], home: Home) -> bool | None:

@@ -94,7 +94,7 @@ def chat_of(body: CountBody, template: str) -> ChatBody:
         raise invalid("stop: it is called stop_sequences here", "stop")
     if body.thread.get("type", "create") != "create":
         message = "no thread is kept here: send all messages"
-        raise ApiError("unsupported", message, param=THREAD, status=404)
+        raise ApiError("unsupported", message, param=THREAD).answered(404)
     fields: dict[str, Any] = dict(extra) | _sampling(body)
     fields["messages"] = [*_system(body), *_messages(body)]
     fields["tools"] = [_tool(tool, f"tools.{i}") for i, tool in enumerate(body.tools)]

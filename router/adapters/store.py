@@ -19,7 +19,8 @@ class MissingResponse(ApiError):
     def __init__(self, name: str, param: str | None) -> None:
         self.name = name
         message = f"there is no response {name[:80]!r}: it was not stored, or for too long"
-        super().__init__("invalid_value", message, param=param, status=404)
+        super().__init__("invalid_value", message, param=param)
+        self.status = 404
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from router.dispatch.members import Members
+from router.dispatch.policy import Fleet
 from router.dispatch.queue import Req
 from worker.api import Abort, Claim, Claimed, PeerId
-from worker.wire import Wire
 
 log = logging.getLogger("kvlane.router")
 
@@ -56,13 +55,9 @@ class Claims:
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        members: Members,
-        new: Callable[[Req], None],
-        found: Callable[[Req, PeerId], None],
+        self, fleet: Fleet, new: Callable[[Req], None], found: Callable[[Req, PeerId], None]
     ) -> None:
-        self._wire, self._members = wire, members
+        self._wire, self._members = fleet.wire, fleet.members
         self._new, self._found = new, found
         self._asked: dict[str, _Asked] = {}  # by req_id
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from router.config import RouterConfig
 from router.dispatch.claims import Claims
-from router.dispatch.mailbox import Delta, Mailbox, Scored
-from router.dispatch.members import Known, Members, drafting
-from router.dispatch.policy import Policy
+from router.dispatch.mailbox import Delta, Mailbox
+from router.dispatch.members import Known, drafting
+from router.dispatch.policy import Fleet
 from router.dispatch.queue import Queue, Req
 from router.errors import ApiError
 from router.observe.metrics import RouterMetrics
@@ -44,7 +44,7 @@ from worker.api import (
     TokenLogprob,
 )
 from worker.errors import LibraryError, contained
-from worker.wire import Event, Wire
+from worker.wire import Event
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
@@ -60,26 +60,17 @@ FAILED = frozenset({FinishReason.ERROR, FinishReason.ABORT})
 class Dispatcher:
     """Sends requests to decode workers and turns what comes back into deltas.
 
-    `wire` is started, and hands its events to `deliver`.
+    The events of the wire are handed to `deliver`.
     """
 
-    def __init__(
-        self,
-        config: RouterConfig,
-        wire: Wire,
-        members: Members,
-        policy: Policy,
-        metrics: RouterMetrics,
-    ) -> None:
-        self._config = config
-        self._wire = wire
-        self._members = members
-        self._metrics = metrics
+    def __init__(self, config: RouterConfig, fleet: Fleet, metrics: RouterMetrics) -> None:
+        self._config, self._metrics = config, metrics
+        self._wire, self._members = fleet.wire, fleet.members
         self._loop = asyncio.get_running_loop()
         self._reqs: dict[str, Req] = {}  # every request that has not ended
-        self._queue = Queue(wire, members, policy, config.queue_timeout_s, self._waited)
-        self.forget_prefixes = self._queue.forget_prefixes
-        self._claims = Claims(wire, members, self._queue.add, self._queue.claimed)
+        self._queue = Queue(fleet, config.queue_timeout_s, self._waited)
+        self.forget_prefixes, self.num_of = self._queue.forget_prefixes, self._queue.num_of
+        self._claims = Claims(fleet, self._queue.add, self._queue.claimed)
         self._touched: list[Mailbox] = []  # have got text since the last flush
         # For each stream that has just got a token, the time of its token before. Streams of one
         # worker get tokens at the same time, so most of these times are equal.
@@ -89,20 +80,16 @@ class Dispatcher:
             running=lambda: len(self._reqs) - len(self._queue),
             waiting=lambda: len(self._queue),
             outputs=lambda: [len(req.tokens) for req in self._reqs.values() if req.tokens],
-            alive=lambda role: len(members.live(role)),
-            decodes=lambda: [known.stats for known in members.live("decode")],
-            drafting=partial(drafting, members),
+            alive=lambda role: len(fleet.members.live(role)),
+            decodes=lambda: [known.stats for known in fleet.members.live("decode")],
+            drafting=partial(drafting, fleet.members),
         )
         metrics.watch(live)
 
-    def check_room(self, num_choices: int, client: str = "") -> None:
-        """Raise an ApiError, 429, if so many more choices would exceed max_inflight."""
-        # No API key gets all of it: the last eighth is for those that have less than a sixteenth.
-        room = self._config.max_inflight
-        if client and self._queue.num_of(client) + num_choices > max(1, room // 16):
-            room -= room // 8
-        if len(self._reqs) + num_choices > room:
-            raise ApiError("busy", "this router is at its limit of requests", retry_after_s=1)
+    @property
+    def num_choices(self) -> int:
+        """Choices that have not ended."""
+        return len(self._reqs)
 
     def submit(self, req: Req, server: "Trace | None" = None) -> None:
         """Take a request; its deltas go to its mailbox, the last of them with a finish reason.
@@ -115,7 +102,7 @@ class Dispatcher:
             req.trace = server.below(now, {"kvlane.choice": req.index})
         self._reqs[req.req_id] = req
         if self._closed:
-            self._end(req, FinishReason.ERROR, error=_stopping())
+            self._end(req, _failed(req, _stopping()))
             return
         late = ApiError("timeout", f"not finished within {timeout_s:g} s")
         req.timers.append(self._loop.call_later(timeout_s, self.give_up, req, late))
@@ -130,8 +117,7 @@ class Dispatcher:
             # Its client may come back, to another router if this one stops.
             keep = bool(req.key) and (error is None or error.code == "draining")
             self._queue.abort(req, keep=keep)
-            reason = FinishReason.ABORT if error is None else FinishReason.ERROR
-            self._end(req, reason, error=error)
+            self._end(req, _failed(req, error))
 
     def deliver(self, events: Sequence[Event]) -> None:
         """What arrived on the wire, in order; each stream that got text is flushed once."""
@@ -168,9 +154,11 @@ class Dispatcher:
         for known in removed:
             self._wire.disconnect(known.peer)
             for req in list(self._reqs.values()):
-                had = req.had_at(known.peer)
+                is_there, num_tokens = req.is_at(known.peer), len(req.tokens)
                 # Who leaves hands over what it has; else its process has ended.
-                if not known.stats.draining and req.is_suspected(had):
+                if not known.stats.draining and req.suspect.died(
+                    known.peer, num_tokens, is_there=is_there
+                ):
                     self.give_up(req, _suspected())
             self._on_lost(known.peer, "no longer a member")
         for member in added:
@@ -190,21 +178,20 @@ class Dispatcher:
         if (
             req is None
             or req.dispatch != chunk.dispatch
-            or req.route is None
-            or req.route.decode != peer  # two may have had what was claimed
+            or not req.is_at(peer)  # two may have had what was claimed
         ):
             self._metrics.stale_chunks.inc()
             if chunk.finish_reason is None:  # the worker still computes it
                 # Its client may be gone, and come back; a dispatch that was overtaken is nobody's.
                 self._wire.send(peer, Abort(chunk.req_id, chunk.dispatch, keep=req is None))
             return
-        req.has_row = True
+        req.suspect.has_row = True
         failed = chunk.finish_reason in FAILED
         first = req.position - chunk.position  # of its tokens, the first that is new
         if first < 0 and not (failed and not chunk.tokens):
             log.error("req_id=%s: %s left out tokens", req.req_id, peer)
             self._queue.abort(req)
-            if req.is_suspected((len(req.tokens), True)):  # a bug may repeat itself
+            if req.suspect.erred(len(req.tokens)):
                 self.give_up(req, _suspected())
             else:
                 self._lose(req, "gap")
@@ -227,11 +214,11 @@ class Dispatcher:
             if tokens and self._emit(req, tokens, logprobs, now):
                 return
             if failed:
-                self._end(req, FinishReason.ERROR, error=_failure(chunk.error))
+                self._end(req, _failed(req, _failure(chunk.error)))
             elif chunk.finish_reason is not None:
                 with DETOKENIZER:
                     rest = req.output.finish()
-                self._end(req, chunk.finish_reason, rest)
+                self._end(req, Delta(req.index, rest, chunk.finish_reason))
         except LibraryError as error:
             error.log(req.req_id)
             self.give_up(req, ApiError(error.code, str(error)))
@@ -262,7 +249,7 @@ class Dispatcher:
             assert req.route is not None
             self._wire.send(req.route.decode, Stop(req.req_id, req.dispatch, req.position))
             reason = FinishReason.STOP if num else FinishReason.LENGTH  # it wanted none
-            self._end(req, reason, piece.text, scored=scored)
+            self._end(req, Delta(req.index, piece.text, reason, scored=scored))
         elif piece.text or scored:
             prompt = req.take_scored() if req.scored else ()
             req.mailbox.put(Delta(req.index, piece.text, scored=scored, prompt=prompt))
@@ -277,7 +264,7 @@ class Dispatcher:
             self._wire.refusals.foreign(peer, refused)
             return
         if refused.error.code in NOT_RETRIED:
-            self._end(req, FinishReason.ERROR, error=_failure(refused.error))
+            self._end(req, _failed(req, _failure(refused.error)))
             return
         if req.trace is not None:
             req.trace.leave(time.monotonic(), {}, refused.error.code, refused.error.message)
@@ -290,11 +277,11 @@ class Dispatcher:
         known = self._members.get(peer)
         self._members.lost(peer)
         self._claims.lost(peer)
-        there = [r for r in self._reqs.values() if r.route and r.route.decode == peer]
+        there = [req for req in self._reqs.values() if req.is_at(peer)]
         level = logging.WARNING if there else logging.DEBUG  # a drained worker has none
         log.log(level, "%s is lost (%s) with %d requests", peer, reason, len(there))
         for req in there:
-            req.lost_at[peer] = len(req.tokens), req.has_row
+            req.suspect.lost(peer, len(req.tokens))
             self._lose(req, "worker_lost")
         if known is not None and not self._closed:  # the controller still lists it: ask again
             self._loop.call_later(RECONNECT_S, self._connect_again, known.member)
@@ -329,29 +316,26 @@ class Dispatcher:
             message = "no decode worker will have room in time"
         self.give_up(req, ApiError(code, message, retry_after_s=max(1, math.ceil(late_s))))
 
-    def _end(
-        self,
-        req: Req,
-        reason: FinishReason,
-        text: str = "",
-        error: ApiError | None = None,
-        scored: Scored = (),
-    ) -> None:
-        """The only exit: frees what `req` holds, counts it and tells the client's task."""
+    def _end(self, req: Req, last: Delta) -> None:
+        """The only exit: frees what `req` holds, counts it and tells the client's task.
+
+        last: the end of its text, and why; all else that its client gets at the end is added.
+        """
         assert not req.outcome, "a request ends once"
-        req.outcome = error.code if error is not None else str(reason)
+        error = last.error
+        req.outcome = error.code if error is not None else str(last.finish_reason)
         del self._reqs[req.req_id]
         for timer in req.timers:
             timer.cancel()
         self._claims.forget(req)
         self._queue.leave(req, served=True)
-        spent, windows = req.spent, req.windows if req.sampling.return_trace else None
-        prompt = req.take_scored() if req.scored else ()
-        last = Delta(req.index, text, reason, error, scored, spent, windows, prompt=prompt)
+        spent = last.spent = req.spent
+        last.windows = req.windows if req.sampling.return_trace else None
+        last.prompt = req.take_scored() if req.scored else ()
         req.mailbox.put(last)
         metrics, now = self._metrics, time.monotonic()
         if req.trace is not None:
-            cut_off = req.outcome if reason in FAILED else ""
+            cut_off = req.outcome if last.finish_reason in FAILED else ""
             why = str(error) if error is not None else None
             req.trace.leave(now, {"kvlane.output_tokens": len(req.tokens)}, cut_off, why)
         if spent is not None:
@@ -364,6 +348,12 @@ class Dispatcher:
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, req.outcome, len(req.tokens))
         if not self._closed:
             self._queue.place()
+
+
+def _failed(req: Req, error: ApiError | None) -> Delta:
+    """The end of one that has failed; None: its client is gone."""
+    reason = FinishReason.ABORT if error is None else FinishReason.ERROR
+    return Delta(req.index, finish_reason=reason, error=error)
 
 
 def _prefilled(req: Req, decode: Known | None) -> str:

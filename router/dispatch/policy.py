@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
 
-from router.dispatch.members import Known
+from router.dispatch.members import Known, Members
 from router.dispatch.prefixes import Prefixes, blocks_of
 from worker.api import Candidate, PeerId
 from worker.registry import resolve
+from worker.wire import Wire
 
 MAX_CANDIDATES = 3
 UNKNOWN_S_PER_TOKEN = 1e-4
@@ -51,6 +52,15 @@ class Policy(Protocol):
 
     def found(self, route: Route, num_cached: int) -> None:
         """The decode worker of a request has told how many of its prompt's tokens it found."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """The workers of a router: how it speaks to them, knows them and chooses among them."""
+
+    wire: Wire  # started
+    members: Members
+    policy: Policy
 
 
 class LeastLoaded(Policy):

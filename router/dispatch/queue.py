@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from router.dispatch.mailbox import Mailbox
-from router.dispatch.members import WORKERS, Known, Members
-from router.dispatch.policy import Policy, Route
+from router.dispatch.members import WORKERS, Known
+from router.dispatch.policy import Fleet, Route
+from router.dispatch.suspect import Suspect
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
-from router.observe.stages import StageTimes
+from router.observe.stages import StageTimes, stage_times
 from router.text.output import OutputText
 from worker.api import (
     Abort,
@@ -31,18 +32,12 @@ from worker.api import (
     TokenLogprob,
     Window,
 )
-from worker.wire import Wire
 
 if TYPE_CHECKING:
     from worker.observe.spans import Trace
 
 log = logging.getLogger("kvlane.router")
 
-# A request that was present at two deaths may have caused them, and is not sent again. It cannot
-# have caused the first if it drew so many tokens elsewhere: more than steps in flight draw. Nor if
-# it had no row there; but a worker may die before it has told of one, so that counts a few times.
-INNOCENT_TOKENS = 32
-MAX_ABSENT = 3
 MAX_JITTER = 0.5  # of retry_after_s
 SURE = 0.5  # of the queue timeout: another client that comes may halve the turns of this one
 MIN_PAUSE_S = 0.05  # even if retry_after_s is 0: never a busy loop
@@ -73,11 +68,7 @@ class Req:
     key: str = ""  # by which it can be claimed; "": it ends with its connection
     was_claimed: bool = False  # a worker had it from before
     avoid: PeerId = ""  # the worker that was lost last with it: another one is preferred
-    has_row: bool = False  # its worker has told so, or sent tokens
-    num_absent: int = 0  # deaths of workers at which it had none
-    # Workers that were lost with it: how many output tokens it had, and `has_row`.
-    lost_at: dict[PeerId, tuple[int, bool]] = field(default_factory=dict[PeerId, tuple[int, bool]])
-    suspect_at: int | None = None  # output tokens it had where a worker's process ended last
+    suspect: Suspect = field(default_factory=Suspect)  # whether it kills workers
     queued_at: float = 0.0  # when it last came into the queue
     queued_s: float = 0.0  # all its time in the queue
     queued_first_s: float = 0.0  # of it, before its first token
@@ -98,6 +89,10 @@ class Req:
         """The position of the next token in prompt + output."""
         return len(self.prompt) + len(self.tokens)
 
+    def is_at(self, peer: PeerId) -> bool:
+        """Whether this worker has it."""
+        return self.route is not None and self.route.decode == peer
+
     @property
     def was_sent(self) -> bool:
         """Whether a worker was asked to compute it; of one with a key, dispatch 1 is a claim."""
@@ -109,60 +104,15 @@ class Req:
         self.scored.clear()
         return found
 
-    def had_at(self, peer: PeerId) -> tuple[int, bool] | None:
-        """As `lost_at`, also of the worker where it is; None: it was not there."""
-        lost_at = self.lost_at.pop(peer, None)
-        if self.route is not None and self.route.decode == peer:
-            return len(self.tokens), self.has_row
-        return lost_at
-
-    def is_suspected(self, had: tuple[int, bool] | None) -> bool:
-        """Note that a worker died where this had so many output tokens; whether it caused two.
-
-        had: of `had_at`.
-        """
-        if had is None:
-            return False
-        num_tokens, has_row = had
-        if not has_row:
-            self.num_absent += 1
-            return self.num_absent > MAX_ABSENT
-        before, self.suspect_at = self.suspect_at, num_tokens
-        return before is not None and num_tokens - before < INNOCENT_TOKENS
-
     @property
     def spent(self) -> StageTimes | None:
         """Where its time went; None before the first token."""
-        at = self.stages
-        if at is None:
+        if self.stages is None:
             return None
         first_token_s = self.first_token_at - self.arrived_at
         decode_s = self.last_token_at - self.first_token_at
-        until_row_s = at.transfer_s + at.decode_queue_s + at.first_step_s
-        messages_s = first_token_s - self.queued_first_s - at.prefill_queue_s - at.prefill_s
-        if at.late:
-            decode_s -= until_row_s
-        else:
-            messages_s -= until_row_s
-        if decode_s < 0:  # the first token came late, maybe with others
-            messages_s, decode_s = messages_s + decode_s, 0.0
-        return StageTimes(
-            router_queue_s=self.queued_first_s,
-            prefill_queue_s=at.prefill_queue_s,
-            prefill_s=at.prefill_s,
-            transfer_s=at.transfer_s,
-            decode_queue_s=at.decode_queue_s,
-            first_step_s=at.first_step_s,
-            messages_s=max(0.0, messages_s),
-            decode_s=decode_s,
-            first_token_s=first_token_s,
-            first_token_after="prefill" if at.late else "first_step",
-            prefilled_by=at.prefilled_by.partition("/")[0] or None,
-            decoded_by=self.decoded_by.partition("/")[0],
-            pull_s=at.pull_s,
-            pull_span_s=at.pull_span_s,
-            pulled_bytes=at.pulled_bytes,
-        )
+        by = self.decoded_by
+        return stage_times(self.stages, by, self.queued_first_s, first_token_s, decode_s)
 
 
 def counted(reqs: Sequence[Req]) -> tuple[int, int, int]:
@@ -185,16 +135,9 @@ class Queue:
     """
 
     def __init__(
-        self,
-        wire: Wire,
-        members: Members,
-        policy: Policy,
-        queue_timeout_s: float,
-        expired: Callable[[Req, float], None],
+        self, fleet: Fleet, queue_timeout_s: float, expired: Callable[[Req, float], None]
     ) -> None:
-        self._wire = wire
-        self._members = members
-        self._policy = policy
+        self._wire, self._members, self._policy = fleet.wire, fleet.members, fleet.policy
         self._queue_timeout_s = queue_timeout_s
         self._expired = expired
         self._loop = asyncio.get_running_loop()
@@ -339,7 +282,7 @@ class Queue:
 
     def _at(self, req: Req, route: Route, now: float) -> None:
         """It is at these workers from now on."""
-        req.route, req.has_row = route, False
+        req.route, req.suspect.has_row = route, False
         if not req.tokens and (known := self._members.get(route.decode)) is not None:
             req.digest = known.member.digest
         first = route.candidates[0].peer if route.candidates else None

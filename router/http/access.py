@@ -1,35 +1,25 @@
 """Who may ask: API keys for generation, tokens and operators' pages; CORS for other origins."""
 
-import base64
-import binascii
 import ipaddress
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Container, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from router.config import RouterConfig
 from router.errors import ApiError
+from router.http.admission import Admission
 from router.http.allowance import TOLD_S, Keys
 from router.http.exchange import Exchange
-from router.http.keys import Key
+from router.http.table import GENERATING, Guard, guard_of
+from router.show.front import Front
 
 log = logging.getLogger("kvlane.router")
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize")
-PAGES = (  # for operators, and all below
-    "/metrics",
-    "/config",
-    "/dashboard",
-    "/load",
-    "/reset_prefix_cache",
-)  # for operators, and all below
-ROUTERS_OWN = "/dashboard/responses/"  # where there are keys nobody but routers reads these
-ORDERS = "/admin/"  # theirs; where there are no keys nobody may give any
-BEARER, BASIC = b"bearer ", b"basic "
+BASIC_REALM = 'Basic realm="kvlane"'
 MAX_TOLD = 1024  # addresses
 SIBLING = "x-kvlane-sibling"  # header of routers that ask one another
 EXPOSED = (
@@ -38,68 +28,66 @@ EXPOSED = (
 )  # fmt: skip
 
 
-class ApiKeys:
-    """Answers 401 to requests for guarded paths that bring none of `keys`.
+def shut_guards(config: RouterConfig, *, keys: bool) -> frozenset[Guard]:
+    """The guards that ask for a key."""
+    if not keys:
+        return frozenset()
+    is_open = {Guard.OPEN} if config.admin_access == "auto" else {Guard.OPEN, Guard.OPERATOR}
+    return frozenset(Guard) - is_open
 
-    A key comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
-    ask for it, as the password of Basic authentication. pages: operators' pages are guarded, too.
-    refused: called for each request that gets a 401; the log says so once a minute and address.
+
+class Door:
+    """Answers what is refused by a request's head alone; nothing else of it is read before.
+
+    401 where a path is shut and there is no key that opens it: the log says so once a minute and
+    address. 429 or 503 where it would generate and may not begin.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, *, pages: bool, refused: Callable[[], None]
+        self, app: ASGIApp, front: Front, admission: Admission, shut: Container[Guard]
     ) -> None:
-        self._app = app
-        self._keys = keys
-        self._pages = pages
-        self._refused = refused
+        self._app, self._shut = app, shut
+        self._admission, self._keys = admission, admission.keys
+        self._count = front.metrics.requests
         self._told: dict[str, float] = {}  # when, by address
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path: str = scope.get("path", "")
-        is_page = self._pages and any(path == each or path.startswith(f"{each}/") for each in PAGES)
-        is_page = is_page or path.startswith(ROUTERS_OWN)
-        is_order = path.startswith(ORDERS)
-        if scope["type"] != "http" or not (is_page or is_order or path.startswith(GUARDED)):
-            await self._app(scope, receive, send)
-            return
-        headers: dict[bytes, bytes] = dict(scope["headers"])
+        path, exchange, guard = scope["path"], Exchange.of(scope), Guard.OPEN
         try:
-            if is_page:
-                self._check_page(headers, path)
-            elif is_order:
-                if not self._key(headers).admin:
-                    raise ApiError("invalid_api_key", "this API key gives no orders: admin=yes")
-            else:
-                key, exchange = self._key(headers), Exchange.of(scope)
-                exchange.client, exchange.own_salt = key.name, key.own_salt
+            if self._keys is not None and (guard := guard_of(path)) in self._shut:
+                self._open(guard, self._keys, scope)
+            if scope["method"] == "POST" and path in GENERATING:
+                self._admission.check(exchange.client)
         except ApiError as error:
+            self._count(error.code).inc()
             response = error.response_to(path)
-            self._refused()
-            self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
+            if error.status == 401:
+                is_page = guard in (Guard.OPERATOR, Guard.ROUTER)  # a browser asks for a password
+                response.headers["www-authenticate"] = BASIC_REALM if is_page else "Bearer"
+                self._tell((scope.get("client") or ("an unknown address", 0))[0], path, error)
+            else:
+                exchange.failure = error.code
+            await response(scope, receive, send)
         else:
             await self._app(scope, receive, send)
-            return
-        response.headers["www-authenticate"] = 'Basic realm="kvlane"' if is_page else "Bearer"
-        await response(scope, receive, send)
 
-    def _key(self, headers: Mapping[bytes, bytes]) -> Key:
-        """Raises an ApiError, 401, if there is none that is valid."""
-        key = self._keys.find(_token(headers).strip())
-        if key is None:
-            message = "a valid API key is needed: Authorization: Bearer KEY"
-            raise ApiError("invalid_api_key", message)
-        return key
-
-    def _check_page(self, headers: Mapping[bytes, bytes], path: str) -> None:
-        """Raises an ApiError, 401, if neither a router nor an operator asks."""
-        word = headers.get(SIBLING.encode(), b"").decode("latin-1")
-        if word and self._keys.is_sibling_word(word, path):
-            return
-        if path.startswith(ROUTERS_OWN):
+    def _open(self, guard: Guard, keys: Keys, scope: Scope) -> None:
+        """Raise an ApiError, 401, unless the request brings what opens a path of this guard."""
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if guard in (Guard.OPERATOR, Guard.ROUTER):
+            word = headers.get(SIBLING.encode(), b"").decode("latin-1")
+            if word and keys.is_sibling_word(word, scope["path"]):
+                return
+        if guard is Guard.ROUTER:
             raise ApiError("invalid_api_key", "this is for other routers alone")
-        if not self._keys.opens_pages(self._key(headers)):
+        key = keys.key_of(headers)
+        if guard is Guard.OPERATOR and not keys.opens_pages(key):
             raise ApiError("invalid_api_key", "this API key opens no operators' pages: admin=yes")
+        if guard is Guard.ADMIN and not key.admin:
+            raise ApiError("invalid_api_key", "this API key gives no orders: admin=yes")
+        if guard is Guard.KEYED:
+            exchange = Exchange.of(scope)
+            exchange.client, exchange.own_salt = key.name, key.own_salt
 
     def _tell(self, address: str, path: str, error: ApiError) -> None:
         now = time.monotonic()
@@ -109,26 +97,6 @@ class ApiKeys:
             self._told.clear()
         self._told[address] = now
         log.info("refused %s for %.100r: %s", address, path, error.message)
-
-
-def with_key(headers: Mapping[bytes, bytes], keys: Keys) -> bool:
-    """Whether a request brings a valid key."""
-    try:
-        return keys.find(_token(headers).strip()) is not None
-    except ApiError:  # it has expired
-        return False
-
-
-def _token(headers: Mapping[bytes, bytes]) -> bytes:
-    given = headers.get(b"authorization", b"")
-    if given[: len(BEARER)].lower() == BEARER:
-        return given[len(BEARER) :]
-    if given[: len(BASIC)].lower() == BASIC:
-        try:
-            return base64.b64decode(given[len(BASIC) :], validate=True).partition(b":")[2]
-        except binascii.Error:
-            return b""
-    return headers.get(b"x-api-key", b"")
 
 
 def origins(config: RouterConfig, host: str) -> Sequence[str]:

@@ -4,11 +4,14 @@ The file is read again when it has changed. Each router counts for itself, and a
 limit.
 """
 
+import base64
+import binascii
 import hashlib
 import hmac
 import logging
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +25,7 @@ REREAD_S = 1.0  # between two looks at the file
 MINUTE_S = 60.0
 TOLD_S = 60.0  # between two lines about a key that is at a limit, or an address without one
 WORD_S = 300.0  # for which a sibling's word holds: nodes' clocks differ
+BEARER, BASIC = b"bearer ", b"basic "
 MAX_DIGITS = 20  # of when it was said
 
 
@@ -74,6 +78,25 @@ class Keys:
         if time.time() >= key.expires_at:
             raise ApiError("invalid_api_key", "this API key has expired")
         return key
+
+    def key_of(self, headers: Mapping[bytes, bytes]) -> Key:
+        """The key that a request brings; raises an ApiError, 401, if there is none that is valid.
+
+        It comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
+        ask for it, as the password of Basic authentication.
+        """
+        key = self.find(_token(headers).strip())
+        if key is None:
+            message = "a valid API key is needed: Authorization: Bearer KEY"
+            raise ApiError("invalid_api_key", message)
+        return key
+
+    def admits(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request brings a valid key."""
+        try:
+            return self.find(_token(headers).strip()) is not None
+        except ApiError:  # it has expired
+            return False
 
     def opens_pages(self, key: Key) -> bool:
         """Whether operators' pages are for its owner."""
@@ -155,3 +178,15 @@ class Keys:
             return Path(self.path).expanduser().stat().st_mtime_ns
         except OSError:
             return 0
+
+
+def _token(headers: Mapping[bytes, bytes]) -> bytes:
+    given = headers.get(b"authorization", b"")
+    if given[: len(BEARER)].lower() == BEARER:
+        return given[len(BEARER) :]
+    if given[: len(BASIC)].lower() == BASIC:
+        try:
+            return base64.b64decode(given[len(BASIC) :], validate=True).partition(b":")[2]
+        except binascii.Error:
+            return b""
+    return headers.get(b"x-api-key", b"")

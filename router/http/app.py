@@ -4,30 +4,30 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import uvicorn
 
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
-from router.dispatch.policy import policy
+from router.dispatch.policy import Fleet, policy
 from router.http import garbage
 from router.http.access import SIBLING, origins
+from router.http.admission import Admission
 from router.http.allowance import Keys
 from router.http.connection import LimitedProtocol
 from router.http.orders import Operator
-from router.http.port import BACKLOG, accept_all, listen
-from router.http.room import Gate
+from router.http.port import listen
 from router.http.routes import application
+from router.http.server import Server
 from router.http.tls import certificate
-from router.http.turn import MAX_TURN_EVENTS, new_loop
+from router.http.turn import new_loop
 from router.observe.board import Change, Start
 from router.observe.metrics import RouterMetrics
 from router.openai.defaults import Defaults, defaults_of
@@ -50,59 +50,8 @@ BEAT_S = 1.0
 DRAIN_TIMEOUT_S = 5.0  # for the loop to get to it
 ANSWER_TIMEOUT_S = 30.0  # of a loop that turns
 LAST_REQUEST_S = 1.0  # for whoever has just connected to a router that leaves its port
-CLOSE = (b"connection", b"close")
 HEADERS = [("x-content-type-options", "nosniff")]  # of every answer
 TLS_HEADERS = [("strict-transport-security", "max-age=31536000")]
-
-
-class _Server(uvicorn.Server):
-    """Sets `ready` when it accepts connections."""
-
-    def __init__(
-        self, config: uvicorn.Config, ready: threading.Event, tls: ssl.SSLContext | None
-    ) -> None:
-        super().__init__(config)
-        self._ready, self._tls = ready, tls
-        self._listeners: list[socket.socket] = []
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """The first port speaks TLS, if there is a certificate; others never do."""
-        self._listeners = sockets or []
-        first, own = self._listeners[:1], self._listeners[1:]
-        self.config.ssl = self._tls
-        # As many connections are accepted in a turn of the loop: each may bring a request at once,
-        # and who is here already waits for all of them. Further ones wait in the kernel.
-        self.config.backlog = MAX_TURN_EVENTS
-        await super().startup(first)
-        for each in first:
-            each.listen(BACKLOG)
-        self.config.ssl = None
-        loop = asyncio.get_running_loop()
-        for listener in own:
-            self.servers.append(await loop.create_server(self._protocol(), sock=listener))
-        self._ready.set()
-
-    async def leave(self) -> None:
-        """Leave the first port. A connection that is open closes after its next answer."""
-        config, state, listener = self.config, self.server_state, self._listeners[0]
-        loop = asyncio.get_running_loop()
-        if listener.fileno() < 0:  # it was left before
-            return
-        # A connection that the loop has accepted gets its transport in the loop's next turn. Until
-        # then the server has to stay open.
-        loop.remove_reader(listener.fileno())
-        await asyncio.sleep(0)
-        state.default_headers = [*state.default_headers, CLOSE]
-        config.encoded_headers.append(CLOSE)  # uvicorn remakes default_headers from it each second
-        waiting = list(accept_all(listener))
-        self.servers[0].close()
-        for connection in waiting:
-            await loop.connect_accepted_socket(self._protocol(), connection, ssl=self._tls)
-
-    def _protocol(self) -> Callable[[], asyncio.Protocol]:
-        config, state = self.config, self.server_state
-        made = cast("Callable[..., asyncio.Protocol]", config.http_protocol_class)
-        return partial(made, config=config, server_state=state, app_state=self.lifespan.state)
 
 
 class _Arrivals:
@@ -111,13 +60,15 @@ class _Arrivals:
     Frames that come while the loop is busy are taken together, so a stream gets them as one chunk.
     """
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Event]], None]
-    ) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._deliver = deliver
         self._events: deque[Event] = deque()
-        self._is_due = False  # a `_take` is to come
+        self._is_due = True  # a `_take` is to come
+
+    def begin(self, deliver: Callable[[Sequence[Event]], None]) -> None:
+        """Hand them to `deliver` from now on, also those that have waited for it. Loop only."""
+        self._deliver = deliver
+        self._take()
 
     def put(self, events: Sequence[Event]) -> None:
         """Called in the wire's thread."""
@@ -211,7 +162,7 @@ class RouterServer:
         # Set by the router's thread, which alone may change what they hold.
         self.loop: asyncio.AbstractEventLoop | None = None
         self.front: Front | None = None
-        self.server: _Server | None = None
+        self.server: Server | None = None
 
     def start(self, port: int | None = None, *, joins: bool = False) -> Member:
         """Listen, start the thread, and return this router as a member once it accepts requests.
@@ -300,7 +251,7 @@ class RouterServer:
 
     async def _main(self, listeners: list[socket.socket], member: Member) -> None:
         loop = asyncio.get_running_loop()
-        arrivals = _Arrivals(loop, lambda events: dispatcher.deliver(events))
+        arrivals = _Arrivals(loop)
         place, settings = self._place, self._settings
         me = f"{place.name}/{place.incarnation}"
         wire = Wire(me, settings.ping, arrivals.put, keyring=self._keyring)
@@ -311,7 +262,8 @@ class RouterServer:
             metrics = RouterMetrics(self._served.model, place.name, vllm=config.vllm_metrics)
             metrics.watch_encoder(self._served.text.encoder)
             watch_wire(metrics.wire_refused, wire.refusals)
-            dispatcher = Dispatcher(config, wire, self._members, self._policy, metrics)
+            dispatcher = Dispatcher(config, Fleet(wire, self._members, self._policy), metrics)
+            arrivals.begin(dispatcher.deliver)
             siblings = Siblings(self._members, member, self._said)
             self.front = Front(
                 served=self._served,
@@ -336,10 +288,10 @@ class RouterServer:
     async def _serve(self, listeners: list[socket.socket]) -> None:
         assert self.front is not None
         limits = self._settings.router
-        gate = Gate(self.front, self._keys, is_logged=limits.access_log)
+        admission = Admission(self.front, self._keys)
         config = uvicorn.Config(
-            application(self.front, self._keys, self._settings.operator),
-            http=type("Protocol", (LimitedProtocol,), {"limits": limits, "refuses": gate.refuses}),
+            application(self.front, admission, self._settings.operator),
+            http=cast("Any", partial(LimitedProtocol, limits, admission.refuses)),
             log_config=None,
             access_log=False,
             proxy_headers=False,  # nothing here looks at the client's address
@@ -351,7 +303,7 @@ class RouterServer:
             timeout_keep_alive=max(1, round(limits.keep_alive_s)),
             timeout_graceful_shutdown=max(1, round(limits.stop_timeout_s)),
         )
-        self.server = _Server(config, self._ready, self._certificate and self._certificate.context)
+        self.server = Server(config, self._ready, self._certificate and self._certificate.context)
         await self.server.serve(sockets=listeners)
 
     def _said(self, path: str) -> dict[str, str]:

@@ -16,14 +16,11 @@ from enum import Enum, auto
 from typing import Any, cast
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.config import RouterConfig
 from router.errors import ApiError
+from router.http.raw import answer, lines, rest_of
 
 log = logging.getLogger("kvlane.router")
 
@@ -108,19 +105,23 @@ class _Awaited(Enum):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection. A subclass has limits, and what answers a request by its head or does not."""
+    """One connection. refuses: answers a request by its head, or does not and says so."""
 
-    limits: RouterConfig
-    refuses: Callable[["LimitedProtocol"], bool]
     leave: Callable[[], None] | None = None  # of the answer that is being written
     _is_refused = False  # the present request, by its head: nothing more of it matters
     _state = _Awaited.ANYTHING
     _moved = False  # what arrived last was a part of a body, or began or ended something
     _idle_bytes = 0  # that have arrived since, see MAX_HEAD_BYTES
     _refused = ""  # why what came after the last whole request is no request
-    _timed: tuple[object, object] = (None, None)  # for what the timer runs
+    _timed: tuple[object, object] | None = None  # for what the timer runs
     _timer: asyncio.TimerHandle | None = None
     _cycles: "weakref.WeakSet[RequestResponseCycle]"  # of all requests that are not answered yet
+
+    def __init__(
+        self, limits: RouterConfig, refuses: Callable[["LimitedProtocol"], bool], **uvicorns: Any
+    ) -> None:
+        super().__init__(**uvicorns)
+        self._limits, self._refuses = limits, refuses
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is here."""
@@ -132,7 +133,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone, or was cut."""
-        self._stop()
+        self._watch()
         for cycle in self._cycles:  # uvicorn marks only the last of those that were sent ahead
             cycle.disconnected = True
             cycle.message_event.set()
@@ -189,7 +190,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if version != "1.0" and (version != "1.1" or num_hosts != 1):
             raise ValueError("another version, or not one Host")  # the parser makes it a 400
         self._unset_keepalive_if_required()  # an answer may have ended while the head arrived
-        if not self._is_answering and self.refuses(self):
+        if not self._is_answering and self._refuses(self):
             self._state, self._moved, self._is_refused = _Awaited.NOTHING, True, True
             self.on_response_complete()
             return
@@ -234,10 +235,9 @@ class LimitedProtocol(HttpToolsProtocol):
             self.send_400_response(INVALID)
             return b""
         version = self.parser.get_http_version().encode()
-        kept = [header for header in self.headers if header[0] not in UPGRADING]
-        lines = b"".join(b"%b: %b\r\n" % header for header in kept)
+        kept = lines(header for header in self.headers if header[0] not in UPGRADING)
         self.parser = httptools.HttpRequestParser(self)
-        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, lines) + rest
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, kept) + rest
 
     def _watch(self) -> None:
         """Start the timer of what is awaited now, if that is something else than before."""
@@ -246,20 +246,16 @@ class LimitedProtocol(HttpToolsProtocol):
         awaited = not self.pipeline and (
             state is _Awaited.BODY or (state is not _Awaited.NOTHING and not self._is_answering)
         )
-        if not awaited or self.transport.is_closing():
-            self._stop()
-        elif self._timed != (state, self.cycle):
-            self._stop()
-            self._timed = state, self.cycle
-            body = state is _Awaited.BODY
-            limits = self.limits
-            limit_s = limits.body_timeout_s if body else limits.header_timeout_s
-            self._timer = self.loop.call_later(limit_s, self._cut, GRACE_S if body else 0.0)
-
-    def _stop(self) -> None:
+        timed = (state, self.cycle) if awaited and not self.transport.is_closing() else None
+        if timed == self._timed:
+            return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer, self._timed = None, (None, None)
+        self._timed, self._timer = timed, None
+        if timed is not None:
+            body, limits = state is _Awaited.BODY, self._limits
+            limit_s = limits.body_timeout_s if body else limits.header_timeout_s
+            self._timer = self.loop.call_later(limit_s, self._cut, GRACE_S if body else 0.0)
 
     def _cut(self, grace_s: float = 0.0) -> None:
         """Close the connection; a client that has sent a part of a head learns why."""
@@ -269,10 +265,10 @@ class LimitedProtocol(HttpToolsProtocol):
         part = "body" if self._state is _Awaited.BODY else "head"
         log.debug("%s: cut, its %s took too long", self.client, part)
         if self._state is _Awaited.HEAD:
-            limit_s = self.limits.header_timeout_s
+            limit_s = self._limits.header_timeout_s
             message = f"the request's head did not arrive within {limit_s:g} s"
-            response = ApiError("request_timeout", message).response
-            lines = b"".join(b"%b: %b\r\n" % header for header in response.raw_headers)
-            self.transport.write(STATUS_LINE[408] + lines + b"\r\n" + bytes(response.body))
+            late = ApiError("request_timeout", message)
+            headers = self.server_state.default_headers
+            self.transport.write(answer(late.status, headers, rest_of(late.response)))
         self.transport.close()
         self.loop.call_later(GRACE_S, self.transport.abort)  # if the client reads nothing, either

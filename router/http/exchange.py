@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.dispatch.queue import Req, counted
+from router.http.table import GENERATING, PROBES
 from router.observe.stages import by_stage, vllm_times
 from router.openai.fields import listed
 
@@ -32,14 +33,6 @@ UNKNOWN_FIELDS = b"x-kvlane-unknown-fields"
 FIT_ID = re.compile(rb"[\x21-\x7e]{1,128}")  # no spaces: it stands in lines of logs
 REPLAYED = (b"idempotent-replayed", b"true")  # Stripe's: it was asked before
 CLIENT_GONE = 499  # nginx's status for a client that has closed the connection
-# Asked every few seconds by machines.
-PROBES = (
-    "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/dashboard/data", "/dashboard/own",
-)  # fmt: skip
-GENERATING = {
-    "/v1/chat/completions": "chat", "/v1/messages": "chat", "/v1/responses": "chat",
-    "/v1/completions": "text_completion",
-}  # fmt: skip
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 SAMPLED_PARENT = re.compile(rb"00-(?!0{32})([0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f][13579bdf]")
 

@@ -74,9 +74,9 @@ class OrderRoutes:
     def _allowed(self) -> Operator:
         if not self._keys:
             message = "orders need router.api_key_file with a key that says admin=yes"
-            raise ApiError("unsupported", message, status=403)
+            raise ApiError("unsupported", message).answered(403)
         if self._operator is None:
-            raise ApiError("unsupported", "this router has no controller to ask", status=403)
+            raise ApiError("unsupported", "this router has no controller to ask").answered(403)
         return self._operator
 
 

@@ -12,7 +12,7 @@ async def read_body(request: Request, max_bytes: int, timeout_s: float) -> bytes
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.lower() != "identity":
         message = f"Content-Encoding {encoding[:40]}: send the body as it is"
-        raise ApiError("unsupported", message, status=415)
+        raise ApiError("unsupported", message).answered(415)
     error = ApiError("body_too_large", f"the body is larger than {max_bytes} bytes")
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:

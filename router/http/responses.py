@@ -1,7 +1,7 @@
 """`/v1/responses`: to make one, also with nobody to wait for it, and what is kept of them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,16 +15,12 @@ from router.adapters.response_body import UNFIT, Asked, ResponseAnswer
 from router.adapters.responses import ResponseBody, chat_of_response, conversation_of, head_of
 from router.adapters.store import Kept, MissingResponse, ResponseStore
 from router.errors import unsupported
-from router.http.access import ROUTERS_OWN
 from router.http.answer import Answer
+from router.http.api import Api
 from router.http.exchange import Exchange
 from router.openai.body import Prepared
-from router.openai.prepare import Preparer
 from router.openai.reading import read
-from router.openai.served import Served
-from router.show.siblings import Siblings
-
-Prepare = Callable[[bytes, str], Prepared]
+from router.show.front import Front
 
 
 class Nowhere:
@@ -40,38 +36,24 @@ class Nowhere:
 
 
 class ResponseRoutes:
-    """The routes below `/v1/responses`. generate: submits what a body is prepared to."""
+    """The endpoints below `/v1/responses`. api: generates what their bodies are prepared to."""
 
-    def __init__(
-        self,
-        served: Served,
-        siblings: Siblings,
-        preparer: Preparer,
-        generate: Callable[[Request, Prepare], Awaitable[Answer]],
-    ) -> None:
-        self._served, self._preparer, self._generate = served, preparer, generate
-        self._siblings = siblings
-        config = served.config
+    def __init__(self, front: Front, api: Api) -> None:
+        self._served, self._siblings, self._api = front.served, front.siblings, api
+        config = front.served.config
         self._store = ResponseStore(config.stored_responses_mib << 20, config.stored_response_ttl_s)
         self._tasks = set[asyncio.Task[None]]()  # the loop holds tasks weakly
 
     async def create(self, request: Request) -> Response:
         """POST /v1/responses."""
-        owner, raws = self._owner(request), list[bytes]()
-
-        def prepared(raw: bytes, own_salt: str) -> Prepared:
-            raws.append(raw)
-            return self._prepared(owner, raw, own_salt)
-
-        async def again() -> Message:
-            return {"type": "http.request", "body": raws[0], "more_body": False}
-
+        owner, raw = self._owner(request), await self._api.body(request)
+        prepare = partial(self._prepared, owner)
         try:
-            answer = await self._generate(request, prepared)
+            answer = await self._api.generate(request, raw, prepare)
         except MissingResponse as missing:
             if not await self._fetch(missing.name, owner):
                 raise
-            answer = await self._generate(Request(request.scope, again), prepared)
+            answer = await self._api.generate(request, raw, prepare)
         form = answer.form
         assert isinstance(form, ResponseAnswer)
         if not form.is_background:
@@ -83,15 +65,15 @@ class ResponseRoutes:
         task.add_done_callback(self._tasks.discard)
         return JSONResponse(begun)
 
-    async def get(self, name: str, request: Request) -> Response:
+    async def get(self, request: Request) -> Response:
         """GET /v1/responses/{name}."""
         if request.query_params.get("stream") == "true":
             raise unsupported("stream: a response that is kept is not streamed", "stream")
-        return JSONResponse((await self._found(name, request)).response)
+        return JSONResponse((await self._found(request)).response)
 
-    async def inputs(self, name: str, request: Request) -> Response:
+    async def inputs(self, request: Request) -> Response:
         """GET /v1/responses/{name}/input_items."""
-        items = (await self._found(name, request)).inputs
+        name, items = request.path_params["name"], (await self._found(request)).inputs
         data = [{"id": f"{name}-{i}", **item} for i, item in enumerate(items)]
         if request.query_params.get("order", "desc") == "desc":
             data.reverse()
@@ -99,22 +81,24 @@ class ResponseRoutes:
         about = {"object": "list", "first_id": ids[0], "last_id": ids[-1], "has_more": False}
         return JSONResponse({"data": data, **about})
 
-    async def delete(self, name: str, request: Request) -> Response:
+    async def delete(self, request: Request) -> Response:
         """DELETE /v1/responses/{name}."""
+        name = request.path_params["name"]
         self._store.delete(name, self._owner(request))
         return JSONResponse({"id": name, "object": "response", "deleted": True})
 
-    async def cancel(self, name: str, request: Request) -> Response:
+    async def cancel(self, request: Request) -> Response:
         """POST /v1/responses/{name}/cancel."""
-        return JSONResponse(self._store.cancel(name, self._owner(request)).response)
+        kept = self._store.cancel(request.path_params["name"], self._owner(request))
+        return JSONResponse(kept.response)
 
-    async def own(self, name: str) -> Response:
+    async def own(self, request: Request) -> Response:
         """GET /dashboard/responses/{name}: what this router has kept, for the others."""
-        kept = self._store.of_anybody(name)
+        kept = self._store.of_anybody(request.path_params["name"])
         return Response(msgspec.json.encode(kept), media_type="application/json")
 
-    async def _found(self, name: str, request: Request) -> Kept:
-        owner = self._owner(request)
+    async def _found(self, request: Request) -> Kept:
+        name, owner = request.path_params["name"], self._owner(request)
         try:
             return self._store.get(name, owner)
         except MissingResponse:
@@ -125,7 +109,7 @@ class ResponseRoutes:
         """Whether another router has kept it for this owner; then it is kept here, too."""
         if UNFIT.search(name) is not None:
             return False
-        answers = await self._siblings.ask_routers(f"{ROUTERS_OWN}{name}")
+        answers = await self._siblings.ask_routers(f"/dashboard/responses/{name}")
         for text in filter(None, answers.values()):
             kept = msgspec.json.decode(text, type=Kept)
             if kept.owner == owner and kept.response["status"] != "in_progress":
@@ -139,14 +123,14 @@ class ResponseRoutes:
     def _prepared(self, owner: str, raw: bytes, own_salt: str) -> Prepared:
         body = read(ResponseBody, raw)
         conversation = conversation_of(body, self._store, owner)
-        prepared = self._preparer.of_chat(chat_of_response(body, conversation), own_salt)
+        prepared = self._api.preparer.of_chat(chat_of_response(body, conversation), own_salt)
         asked = Asked(
             head=head_of(body, self._served),
             owner=owner,
             inputs=body.inputs,
             conversation=conversation,
             store=self._store,
-            think_end=self._preparer.think_end,
+            think_end=self._api.preparer.think_end,
         )
         return replace(prepared, form=partial(ResponseAnswer, asked))
 

@@ -5,6 +5,8 @@ from typing import Literal
 
 from msgspec import Struct
 
+from worker.api import PeerId, Stages
+
 
 class StageTimes(Struct, kw_only=True):
     """Where the time of one choice went, in seconds; each stage begins where the one before ends.
@@ -33,8 +35,34 @@ class StageTimes(Struct, kw_only=True):
 
 
 FIELDS = StageTimes.__struct_fields__[:8]
+# Those that a worker tells.
+TOLD = tuple({*Stages.__struct_fields__} & {*StageTimes.__struct_fields__} - {"prefilled_by"})
 STAGES = tuple(field.removesuffix("_s") for field in FIELDS)
 _seconds = attrgetter(*FIELDS)
+
+
+def stage_times(
+    at: Stages, decoded_by: PeerId, queued_s: float, first_token_s: float, decode_s: float
+) -> StageTimes:
+    """Of a choice that was `at` workers so long.
+
+    queued_s: here, before its first token; first_token_s: from its arrival; decode_s: from then on.
+    """
+    after_s = at.transfer_s + at.decode_queue_s + at.first_step_s
+    before_s = queued_s + at.prefill_queue_s + at.prefill_s + (0.0 if at.late else after_s)
+    messages_s, decode_s = first_token_s - before_s, decode_s - (after_s if at.late else 0.0)
+    if decode_s < 0:  # the first token came late, maybe with others
+        messages_s, decode_s = messages_s + decode_s, 0.0
+    return StageTimes(
+        router_queue_s=queued_s,
+        messages_s=max(0.0, messages_s),
+        decode_s=decode_s,
+        first_token_s=first_token_s,
+        first_token_after="prefill" if at.late else "first_step",
+        prefilled_by=at.prefilled_by.partition("/")[0] or None,
+        decoded_by=decoded_by.partition("/")[0],
+        **{name: getattr(at, name) for name in TOLD},
+    )
 
 
 def by_stage(times: StageTimes) -> dict[str, float]:

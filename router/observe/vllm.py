@@ -12,8 +12,8 @@ which is an engine of its own here. All routers know it, so only the first by na
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -36,7 +36,7 @@ OF_WORKERS = frozenset(
 )  # fmt: skip
 
 OF_DRAFTS = "spec_decode_"  # begins the names of what windows drafted and accepted
-Figures = Mapping[tuple[str, ...], float]  # values of the labels -> value of the series
+Figures = dict[tuple[str, ...], float]  # values of the labels -> value of the series
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,118 @@ class Live:
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
 
+class _Scrape:
+    """What the figures of one page are made of, read once. ours: the router's own families."""
+
+    def __init__(self, ours: Any, ended: Mapping[str, int]) -> None:
+        live: Live = ours.live
+        outputs, stats = live.outputs(), live.decodes()
+        self.none, self.adapters = 0, {("0", "", ""): 0}
+        self.decoding, queued = len(outputs), live.waiting()
+        unstarted = live.running() - self.decoding
+        self.waiting = queued + unstarted
+        self.why: Figures = {("capacity",): queued, ("deferred",): unstarted}
+        pages = sum(worker.num_pages for worker in stats)
+        free = sum(worker.num_free_pages for worker in stats)
+        self.used = 1 - free / pages if pages else 1.0  # without workers all are
+        page_size = max((worker.page_size for worker in stats), default=0)
+        self.config: Figures = {(str(page_size), str(pages)): 1} if stats else {}
+        self.prompt, self.cached = ours.prompt_length.sample()[1], total(ours.cached_tokens)
+        self.output = ours.output_length.sample()[1] + sum(outputs)
+        self.ended: Figures = {(reason,): number for reason, number in ended.items()}
+        self.arrived = sum(ended.values()) + self.decoding + self.waiting
+
+
+def _emitted(of: WorkerStats) -> int:
+    return of.num_windows + sum(of.accepted)
+
+
+Figure = Callable[[Any], float | Figures]
+
+
+class Row(NamedTuple):
+    """One family: its figure is one number, or one for each value of its own `labels`."""
+
+    make: Any
+    name: str
+    text: str
+    figure: Figure
+    labels: tuple[str, ...]
+
+
+def _gauge(name: str, text: str, figure: Figure, *labels: str) -> Row:
+    return Row(GaugeMetricFamily, name, text, figure, labels)
+
+
+def _counter(name: str, text: str, figure: Figure, *labels: str) -> Row:
+    return Row(CounterMetricFamily, name, text, figure, labels)
+
+
+of = attrgetter
+FIGURES = (  # of a `_Scrape`
+    _gauge("num_requests_running", "Choices that have had their first token", of("decoding")),
+    _gauge("num_requests_waiting", "Choices without a token, queued or at workers", of("waiting")),
+    _gauge("num_requests_swapped", "Always 0, as nothing is swapped", of("none")),
+    _gauge("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1",
+           of("used")),
+    _gauge("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", of("used")),
+    _gauge("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", of("none")),
+    _gauge("num_requests_waiting_by_reason", "Choices without a token, by reason",
+           of("why"), "reason"),
+    _gauge("cache_config_info", "KV pages of the decode workers", of("config"),
+           "block_size", "num_gpu_blocks"),
+    _gauge("lora_requests_info", "There are no adapters", of("adapters"),
+           "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    _counter("prompt_tokens", "Prompt tokens of choices that had their first token", of("prompt")),
+    _counter("generation_tokens", "Output tokens", of("output")),
+    _counter("prompt_tokens_cached", "Prompt tokens found in the prefix tree", of("cached")),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the prefix tree", of("prompt")),
+    _counter("prefix_cache_hits", "Prompt tokens found in the prefix tree", of("cached")),
+    _counter("num_incoming_requests", "Choices that have arrived", of("arrived")),
+    _counter("gpu_prefix_cache_queries", "The former name of prefix_cache_queries", of("prompt")),
+    _counter("gpu_prefix_cache_hits", "The former name of prefix_cache_hits", of("cached")),
+    _counter("request_success", "Choices ended, by reason", of("ended"), "finished_reason"),
+)  # fmt: skip
+DRAFTS = (  # of the stats of a worker that verifies: a draft is a window's, a token one place of it
+    _counter("num_drafts", "Windows with drafts", lambda of: of.drafted[0]),
+    _counter("num_draft_tokens", "Drafts that windows verified", lambda of: sum(of.drafted)),
+    _counter("num_accepted_tokens", "Drafts that windows accepted", lambda of: sum(of.accepted)),
+    _counter("num_emitted_tokens", "Tokens that windows yielded", _emitted),
+    _gauge("draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
+           lambda of: sum(of.accepted) / max(1, sum(of.drafted))),
+    _gauge("efficiency", "Tokens of the most that windows could yield, since the worker's start",
+           lambda of: _emitted(of) / max(1, of.num_windows + sum(of.drafted))),
+    _counter("num_accepted_tokens_per_pos", "Drafts accepted, by place from 0",
+             lambda of: {(str(i),): number for i, number in enumerate(of.accepted)}, "position"),
+)  # fmt: skip
+TIMES = (  # a histogram's name, its text, and where its tallies are: in our own families, or here
+    ("time_to_first_token_seconds", "From arrival to the first token", "first_tokens"),
+    ("inter_token_latency_seconds", "Between two tokens", "itl"),
+    ("time_per_output_token_seconds", "The former name of inter_token_latency_seconds", "itl"),
+    ("request_time_per_output_token_seconds", "Mean time per output token of one choice", "mean"),
+    ("e2e_request_latency_seconds", "From arrival to the end", "e2e"),
+    ("request_queue_time_seconds", "Time in queues of router and workers", "queue"),
+    ("request_prefill_time_seconds", "Prefill, transfer and first step", "prefill"),
+    ("request_decode_time_seconds", "From the first token to the last", "decode"),
+    ("request_inference_time_seconds", "Prefill and decode together", "inference"),
+    ("request_prompt_tokens", "Prompt tokens of one choice", "prompt_length"),
+    ("request_generation_tokens", "Output tokens of one choice", "output_length"),
+    ("request_max_num_generation_tokens", "Output tokens, as each choice is a request",
+     "output_length"),
+)  # fmt: skip
+STAGES = ("queue", "prefill", "decode", "inference")  # vLLM's
+
+
 class VllmMetrics(Collector):
     """The families of one router; `ours` are its own, whose counts they share."""
 
     def __init__(self, ours: Families) -> None:
         self._model, self._router = ours.bound["model"], ours.bound["worker"]
-        self._engine = self._model, self._router.rpartition("-")[2]
         self._ours: Any = ours
-        bounds = ours.table()["e2e"].buckets
-        self._queue, self._prefill, self._decode, self._inference = (
-            Tally(bounds) for _ in range(4)
-        )
-        self._per_token = Tally(ours.table()["itl"].buckets)
-        self._ended = dict.fromkeys(REASONS, 0)
+        table = ours.table()
+        self._own = {stage: Tally(table["e2e"].buckets) for stage in STAGES}
+        self._own["mean"] = Tally(table["itl"].buckets)
+        self._ended: dict[str, int] = dict.fromkeys(REASONS, 0)
 
     def ended(self, outcome: str) -> None:
         """Count the end of one choice."""
@@ -73,137 +172,43 @@ class VllmMetrics(Collector):
     def spent(self, spent: StageTimes, num_tokens: int) -> None:
         """Observe the time of one choice with so many output tokens, in vLLM's stages."""
         queue_s, prefill_s, decode_s = vllm_times(spent)
-        self._queue.observe(queue_s)
-        self._prefill.observe(prefill_s)
-        self._decode.observe(decode_s)
-        self._inference.observe(prefill_s + decode_s)
+        for stage, took_s in zip(
+            STAGES, (queue_s, prefill_s, decode_s, prefill_s + decode_s), strict=True
+        ):
+            self._own[stage].observe(took_s)
         if num_tokens > 1:
-            self._per_token.observe(decode_s / (num_tokens - 1))
+            self._own["mean"].observe(decode_s / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         """For prometheus_client."""
-        yield from self._gauges()
-        yield from self._counters()
-        yield from self._drafts()
-        yield from self._histograms()
-
-    def _gauges(self) -> Iterator[Metric]:
-        live: Live = self._ours.live
-        at_workers, decoding = live.running(), len(live.outputs())
-        queued, unstarted, stats = live.waiting(), at_workers - decoding, live.decodes()
-        num_pages = sum(worker.num_pages for worker in stats)
-        free = sum(worker.num_free_pages for worker in stats)
-        used = 1 - free / num_pages if num_pages else 1.0  # without workers there is no room
-        page_size = str(max((worker.page_size for worker in stats), default=0))
-        config = {(page_size, str(num_pages)): 1} if stats else {}
-        reasons = {("capacity",): queued, ("deferred",): unstarted}
-        for name, text, labels, values in (
-            ("num_requests_running", "Choices that have had their first token", (),
-             {(): decoding}),
-            ("num_requests_waiting", "Choices without a token, queued or at workers", (),
-             {(): queued + unstarted}),
-            ("num_requests_swapped", "Always 0, as nothing is swapped", (), {(): 0}),
-            ("kv_cache_usage_perc", "Share of the decode workers' KV pages in use, 0 to 1", (),
-             {(): used}),
-            ("gpu_cache_usage_perc", "The former name of kv_cache_usage_perc", (), {(): used}),
-            ("cpu_cache_usage_perc", "Always 0, as no KV lies in host memory", (), {(): 0}),
-            ("num_requests_waiting_by_reason", "Choices without a token, by reason", ("reason",),
-             reasons),
-            ("cache_config_info", "KV pages of the decode workers",
-             ("block_size", "num_gpu_blocks"), config),
-            ("lora_requests_info", "There are no adapters",
-             ("max_lora", "running_lora_adapters", "waiting_lora_adapters"), {("0", "", ""): 0}),
-        ):  # fmt: skip
-            figures = {(self._model, ENGINE, *more): value for more, value in values.items()}
-            yield _gauge(name, text, figures, *labels)
-
-    def _counters(self) -> Iterator[Metric]:
-        ours, live = self._ours, self._ours.live
-        (_, prompt), (_, output) = ours.prompt_length.sample(), ours.output_length.sample()
-        cached = total(ours.cached_tokens)
-        arrived = sum(self._ended.values()) + live.running() + live.waiting()
-        for name, text, value in (
-            ("prompt_tokens", "Prompt tokens of choices that had their first token", prompt),
-            ("generation_tokens", "Output tokens", output + sum(live.outputs())),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix tree", cached),
-            ("prefix_cache_queries", "Prompt tokens looked up in the prefix tree", prompt),
-            ("prefix_cache_hits", "Prompt tokens found in the prefix tree", cached),
-            ("num_incoming_requests", "Choices that have arrived", arrived),
-            ("gpu_prefix_cache_queries", "The former name of prefix_cache_queries", prompt),
-            ("gpu_prefix_cache_hits", "The former name of prefix_cache_hits", cached),
-        ):
-            yield _counter(name, text, {self._engine: value})
-        ended = {(*self._engine, reason): number for reason, number in self._ended.items()}
-        yield _counter("request_success", "Choices ended, by reason", ended, "finished_reason")
-
-    def _drafts(self) -> Iterator[Metric]:
-        """Where a worker verifies; a draft is a window's, a draft token one place of it."""
-        stats = {
+        scrape, number = _Scrape(self._ours, self._ended), self._router.rpartition("-")[2]
+        for row in FIGURES:
+            engine = ENGINE if row.make is GaugeMetricFamily else number
+            yield _family(row, row.name, {(self._model, engine): scrape})
+        drafting: Mapping[str, WorkerStats] = self._ours.live.drafting(self._router)
+        workers = {
             (self._model, name.rpartition("-")[2]): stats
-            for name, stats in self._ours.live.drafting(self._router).items()
+            for name, stats in drafting.items()
             if stats.drafted
         }
-        for make, name, text, figure in DRAFTS:
-            yield make(OF_DRAFTS + name, text, {key: figure(each) for key, each in stats.items()})
-        places = {
-            (*key, str(place)): number
-            for key, each in stats.items()
-            for place, number in enumerate(each.accepted)
-        }
-        name, text = OF_DRAFTS + "num_accepted_tokens_per_pos", "Drafts accepted, by place from 0"
-        yield _counter(name, text, places, "position")
-
-    def _histograms(self) -> Iterator[Metric]:
-        ours = self._ours
-        for name, text, tallies in (
-            ("time_to_first_token_seconds", "From arrival to the first token", ours.first_tokens),
-            ("inter_token_latency_seconds", "Between two tokens", [ours.itl]),
-            ("time_per_output_token_seconds", "The former name of inter_token_latency_seconds",
-             [ours.itl]),
-            ("request_time_per_output_token_seconds", "Mean time per output token of one choice",
-             [self._per_token]),
-            ("e2e_request_latency_seconds", "From arrival to the end", [ours.e2e]),
-            ("request_queue_time_seconds", "Time in queues of router and workers", [self._queue]),
-            ("request_prefill_time_seconds", "Prefill, transfer and first step", [self._prefill]),
-            ("request_decode_time_seconds", "From the first token to the last", [self._decode]),
-            ("request_inference_time_seconds", "Prefill and decode together", [self._inference]),
-            ("request_prompt_tokens", "Prompt tokens of one choice", [ours.prompt_length]),
-            ("request_generation_tokens", "Output tokens of one choice", [ours.output_length]),
-            ("request_max_num_generation_tokens", "Output tokens, as each choice is a request",
-             [ours.output_length]),
-        ):  # fmt: skip
+        for row in DRAFTS:
+            yield _family(row, OF_DRAFTS + row.name, workers)
+        for name, text, place in TIMES:
+            tallies = self._own.get(place) or getattr(self._ours, place)
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
-            family.add_metric(self._engine, *_together(tallies))
+            together = _together([tallies] if isinstance(tallies, Tally) else tallies)
+            family.add_metric((self._model, number), *together)
             yield family
 
 
-def _family(
-    make: Callable[..., Any], name: str, text: str, figures: Figures, *labels: str
-) -> Metric:
-    family = make(PREFIX + name, text, labels=(*LABELS, *labels))
-    for values, figure in figures.items():
-        family.add_metric(values, figure)
+def _family(row: Row, name: str, engines: Mapping[tuple[str, str], object]) -> Metric:
+    """A row's series of each engine, from what its figure is of."""
+    family = row.make(PREFIX + name, row.text, labels=(*LABELS, *row.labels))
+    for engine, source in engines.items():
+        figure = row.figure(source)
+        for values, number in (figure if isinstance(figure, dict) else {(): figure}).items():
+            family.add_metric((*engine, *values), number)
     return family
-
-
-_gauge, _counter = partial(_family, GaugeMetricFamily), partial(_family, CounterMetricFamily)
-
-
-def _emitted(stats: WorkerStats) -> int:
-    return stats.num_windows + sum(stats.accepted)
-
-
-# Of one worker: what makes the family, its name, its text, and the figure.
-DRAFTS: tuple[tuple[Callable[..., Metric], str, str, Callable[[WorkerStats], float]], ...] = (
-    (_counter, "num_drafts", "Windows with drafts", lambda of: of.drafted[0]),
-    (_counter, "num_draft_tokens", "Drafts that windows verified", lambda of: sum(of.drafted)),
-    (_counter, "num_accepted_tokens", "Drafts that windows accepted", lambda of: sum(of.accepted)),
-    (_counter, "num_emitted_tokens", "Tokens that windows yielded", _emitted),
-    (_gauge, "draft_acceptance_rate", "Share of the drafts accepted since the worker's start",
-     lambda of: sum(of.accepted) / max(1, sum(of.drafted))),
-    (_gauge, "efficiency", "Tokens of the most that windows could yield, since the worker's start",
-     lambda of: _emitted(of) / max(1, of.num_windows + sum(of.drafted))),
-)  # fmt: skip
 
 
 def merged_samples(head: str, samples: Sequence[str]) -> str:

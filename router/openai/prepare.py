@@ -20,6 +20,7 @@ from router.openai.served import Served
 from router.openai.tools import MARKS, Tools, call_rules, detected, parser, tools_of
 from router.text.bounded import Bounds
 from router.text.grammar import Validator, composed, quoted, think_rules, unkept
+from router.text.output import Ends
 from router.text.parsers import FirstCallOnly, Parser, Plain
 from router.text.reasoning import MARKS as THINKS
 from router.text.reasoning import Reasoning
@@ -233,15 +234,9 @@ class Preparer:
                 sampling = replace(sampling, logprobs=max(0, sampling.logprobs))
             leader: Req | None = None
             for i in range(body.num_samples):
-                output = text.output(
-                    prompt,
-                    stop=body.stop,
-                    min_tokens=body.min_tokens,
-                    over=job.over(),
-                    skip=skip,
-                    keeps_stop=body.include_stop_str_in_output,
-                    is_wanted=body.asked_max_tokens[0] != 0,
-                )
+                keeps, is_wanted = body.include_stop_str_in_output, body.asked_max_tokens[0] != 0
+                ends = Ends(body.stop, keeps, body.min_tokens, job.over(), is_wanted)
+                output = text.output(prompt, ends, skip)
                 own = replace(sampling, seed=seed_of(sampling.seed, i))
                 reqs.append(Req(len(reqs), prompt, own, output, leader, job.salt))
                 leader = leader or reqs[-1]

@@ -188,6 +188,18 @@ class Completion(Struct, Generic[ChoiceT], kw_only=True):
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET  # of a chat
 
 
+class ChatCompletion(Completion[ChatChoice], kw_only=True):
+    """A whole answer."""
+
+
+class ChatCompletionChunk(Completion[ChunkChoice], kw_only=True):
+    """One event of a stream; the event after the last one is `[DONE]`."""
+
+
+class TextCompletion(Completion[TextChoice], kw_only=True):
+    """A whole answer, or one event of a stream; the event after the last one is `[DONE]`."""
+
+
 class TokenizeReply(Struct, kw_only=True):
     """Token ids, and the text of each if it was asked for."""
 
@@ -220,3 +232,41 @@ class ModelList(Struct):
 
     data: list[Model]
     object: str = "list"
+
+
+class Status(Struct):
+    """The answer to a probe."""
+
+    status: str
+    reason: str = ""
+    workers: dict[str, str] = {}
+
+
+class ErrorObject(Struct):
+    """Why a request failed; `param` is the field that is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorReply(Struct):
+    """The body of every response whose status is 400 or more."""
+
+    error: ErrorObject
+
+
+class MessageErrorObject(Struct, omit_defaults=True):
+    """Why a request failed, in Anthropic's form; `details` names what its clients recover from."""
+
+    type: str
+    message: str
+    details: dict[str, str] = {}
+
+
+class MessageErrorReply(Struct):
+    """The body of every response of `/v1/messages` whose status is 400 or more."""
+
+    type: str
+    error: MessageErrorObject

@@ -52,7 +52,7 @@ class Pages:
     def __init__(self, front: Front) -> None:
         self._front = front
         self._index = Template((STATIC / "index.html").read_text())
-        self.files = _Files(directory=STATIC)  # at /dashboard/static, and for all at /docs/static
+        self._files = _Files(directory=STATIC)
 
     async def index(self, request: Request) -> Response:
         """GET /: what this is, as a page for browsers and as JSON for everyone else."""
@@ -78,7 +78,7 @@ class Pages:
         """GET /dashboard/playground: a chat with the model."""
         return await self._page(request, "playground.html")
 
-    async def data(self) -> Response:
+    async def data(self, request: Request) -> Response:
         """GET /dashboard/data: the whole cluster."""
         parts = dict[str, Part | None]()
         for name, text in (await self._front.siblings.ask_routers("/dashboard/own")).items():
@@ -87,15 +87,19 @@ class Pages:
                 parts[name] = None if text is None else msgspec.json.decode(text, type=Part)
         return _json(self._board(parts))
 
-    async def own(self) -> Response:
+    async def own(self, request: Request) -> Response:
         """GET /dashboard/own: this router's part."""
         return _json(self._own())
+
+    async def file(self, request: Request) -> Response:
+        """GET /dashboard/static/{name}, and for all /docs/static/{name}."""
+        return await self._files.get_response(request.path_params["name"], request.scope)
 
     async def _page(self, request: Request, name: str) -> Response:
         path: bytes = request.scope["raw_path"].partition(b"?")[0]
         if path.endswith(b"/"):  # links in the page are relative to a path without
             return RedirectResponse("../" + path.decode("ascii", "replace").split("/")[-2])
-        return await self.files.get_response(name, request.scope)
+        return await self._files.get_response(name, request.scope)
 
     def _own(self) -> Part:
         front = self._front

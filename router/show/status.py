@@ -27,14 +27,14 @@ class StatusRoutes:
         self._shown = [name for name in OF_MEMBER if guarded or name not in WHERE]
         self._served = front.served
 
-    async def health(self) -> Response:
+    async def health(self, request: Request) -> Response:
         """GET /health: some decode worker answers, so this server generates; it may be draining."""
         if not self._served.members.live("decode"):
             reason = self._why_none()
             return JSONResponse({"status": "unhealthy", "reason": reason}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def live(self) -> Response:
+    async def live(self, request: Request) -> Response:
         """GET /live: this router's loop turns, as it answers; and which workers make progress.
 
         200 even if none does: the controller replaces them, and to restart a router helps nobody.
@@ -46,7 +46,7 @@ class StatusRoutes:
         }
         return JSONResponse({"status": "live", "workers": workers})
 
-    async def ready(self) -> Response:
+    async def ready(self, request: Request) -> Response:
         """GET /ready: requests can be served now."""
         decodes = self._served.members.live("decode")
         if self._front.draining:
@@ -65,7 +65,7 @@ class StatusRoutes:
             page = await siblings.page(page, form)
         return Response(page, media_type=form)
 
-    async def targets(self) -> Response:
+    async def targets(self, request: Request) -> Response:
         """GET /metrics/targets: every member's /metrics, for Prometheus' service discovery."""
         members = [known.member for known in self._by_name()]
         targets = [
@@ -75,20 +75,20 @@ class StatusRoutes:
         ]  # fmt: skip
         return JSONResponse(targets)
 
-    async def version(self) -> Response:
+    async def version(self, request: Request) -> Response:
         """GET /version: in vLLM's form."""
         return JSONResponse({"version": version()})
 
-    async def load(self) -> Response:
+    async def load(self, request: Request) -> Response:
         """GET /load: in vLLM's form; the generation requests that this router has open."""
         return JSONResponse({"server_load": self._front.num_open})
 
-    async def reset_prefix_cache(self) -> Response:
+    async def reset_prefix_cache(self, request: Request) -> Response:
         """POST /reset_prefix_cache: in vLLM's form; workers have done it before the next request"""
         self._front.dispatcher.forget_prefixes()
         return Response()
 
-    async def config(self) -> Response:
+    async def config(self, request: Request) -> Response:
         """GET /config: the resolved configuration, the members, and notes on this build."""
         members = [
             {name: getattr(known.member, name) for name in self._shown}

@@ -13,7 +13,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
@@ -30,21 +30,19 @@ ENTRY_BYTES = 250  # of a piece beside its characters and ids, about
 class Encoder:
     """The encoding half of a tokenizer; safe to use from any thread.
 
-    `encode` gives the ids of `tokenizer`, whose tokenizer.json is `described`. Prompts may be cut
-    where added tokens with the contents `begins` stand, as the template writes them. Pieces of
-    `max_bytes` are kept, those asked for last longest; 0: none.
+    `encode` gives the ids of `tokenizer`. Prompts may be cut where `cuts` matches: a pattern of
+    `cut_pattern`. Pieces of `max_bytes` are kept, those asked for last longest; 0: none.
     """
 
     def __init__(
         self,
         encode: Encode,
         tokenizer: Tokenizer,
-        described: Mapping[str, Any],
-        begins: Iterable[str],
+        cuts: re.Pattern[str] | None,
         max_bytes: int,
     ) -> None:
         self.backend = encode
-        self._cuts = cut_pattern(tokenizer, described, set(begins)) if max_bytes else None
+        self._cuts = cuts if max_bytes else None
         self._adds = bool(tokenizer.encode("", add_special_tokens=True).ids)
         self._max_bytes = max_bytes
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@ Both take time in proportion to the new tokens, however long the answer already 
 import codecs
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -197,32 +198,32 @@ class Piece(NamedTuple):
     stopped: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What ends an answer's text, beside the model. Nothing does within the first `min_tokens`."""
+
+    stops: Sequence[str] = ()  # strings, none of them empty
+    keeps_stop: bool = False  # the text ends behind the stop string and not before it
+    min_tokens: int = 0
+    over: Callable[[str], bool] | None = None  # gets each token's text; is the answer complete?
+    is_wanted: bool = True  # False: the answer ends before its first token
+
+
+BY_MODEL = Ends()
+
+
 class OutputText:
-    """The text of one answer: detokenizer, then stop strings.
+    """The text of one answer: its own detokenizer, then stop strings.
 
-    The text ends before the stop string (`keeps_stop`: behind it), and the token that completes it
-    is the last that counts. So the result does not depend on how many tokens arrive at a time.
-
-    `detokenizer` is this answer's own. `stops` are not empty. `over` gets the text of each token
-    and says when the answer is complete. Neither ends the text within the first `min_tokens`.
+    The token that completes a stop string is the last that counts. So the result does not depend on
+    how many tokens arrive at a time.
     """
 
-    def __init__(
-        self,
-        detokenizer: Detokenizer,
-        stops: Sequence[str],
-        min_tokens: int = 0,
-        over: Callable[[str], bool] | None = None,
-        *,
-        keeps_stop: bool = False,
-        is_wanted: bool = True,
-    ) -> None:
-        """is_wanted = False: the answer ends before its first token."""
-        self._is_wanted = is_wanted
+    def __init__(self, detokenizer: Detokenizer, ends: Ends) -> None:
         self._detokenizer = detokenizer
-        self._matcher = StopMatcher(stops, keeps=keeps_stop) if stops else None
-        self._num_unmatched = min_tokens
-        self._over = over
+        self._matcher = StopMatcher(ends.stops, keeps=ends.keeps_stop) if ends.stops else None
+        self._num_unmatched = ends.min_tokens
+        self._over, self._is_wanted = ends.over, ends.is_wanted
 
     @property
     def stopped_by(self) -> str:

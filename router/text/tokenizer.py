@@ -17,10 +17,12 @@ from tokenizers import Tokenizer
 
 from router.config import TokenizerBackend
 from router.text.backend import TokenizerFile, encode_of
-from router.text.encoder import Encoder
+from router.text.encoder import Encoder, cut_pattern
 from router.text.output import (
+    BY_MODEL,
     ByteDetokenizer,
     Detokenizer,
+    Ends,
     OutputText,
     WindowDetokenizer,
     token_bytes,
@@ -157,8 +159,9 @@ class Text:
         self._is_byte_level: bool = decoder.get("type") == "ByteLevel"
         begins = {content for content in self._added_ids if content in self.template_source}
         begins |= set(special.values())
+        cuts = cut_pattern(self._tokenizer, file.fields, begins)
         encode = encode_of(file, self._tokenizer, backend)
-        self.encoder = Encoder(encode, self._tokenizer, file.fields, begins, known_bytes)
+        self.encoder = Encoder(encode, self._tokenizer, cuts, known_bytes)
         self._token_bytes = cache(self._bytes_of)
         self._token_text = cache(self._text_of)
 
@@ -180,22 +183,11 @@ class Text:
         return self._template.render(messages, **options)
 
     def output(
-        self,
-        prompt: Sequence[int],
-        *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
-        over: Callable[[str], bool] | None = None,
-        skip: frozenset[int] | None = None,
-        **how: bool,
+        self, prompt: Sequence[int], ends: Ends = BY_MODEL, skip: frozenset[int] | None = None
     ) -> OutputText:
-        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones.
-
-        how: `keeps_stop`, `is_wanted` of OutputText.
-        """
+        """The text of an answer to `prompt`. Tokens in `skip` leave none; None: special ones."""
         skip = self.special_ids if skip is None else skip
-        detokenizer = self._detokenizer(prompt, skip)
-        return OutputText(detokenizer, stop, min_tokens, over, **how)
+        return OutputText(self._detokenizer(prompt, skip), ends)
 
     def special_ids_but(self, contents: Sequence[str]) -> frozenset[int]:
         """The special tokens, without those of these contents."""

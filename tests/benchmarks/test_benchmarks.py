@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from benchmarks import router
 from benchmarks.gpu_cluster import serve_config
 from benchmarks.instruments import Bench, add_engine_options, build
-from benchmarks.judges.served import make_model
 from benchmarks.load.words import Words
+from benchmarks.served import make_model
 from cluster.config import load
 from cluster.resolve import with_devices
 from router.text.tokenizer import Text
@@ -83,15 +83,6 @@ def test_every_part_of_the_router_has_its_figures(tmp_path, monkeypatch) -> None
     figures = ran("router", tmp_path, monkeypatch, "--seconds 0.4")["figures"]
     assert [name.partition(":")[0] for name in figures] == ["cost"] * 5 + ["full"]
     assert all(figure > 0 for figure in figures.values())
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("more", ["", " --limited"])
-def test_crowds_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str) -> None:
-    options = f"--held 8 --asked 16 --rates 500{more}"
-    figures = ran("crowd", tmp_path, monkeypatch, options)["figures"]
-    assert list(figures) == ["500 a second", "at once", "at once, connected"]
-    assert all(each["told p99 ms"] > 0 for each in figures.values())
 
 
 @pytest.mark.whole  # imports transformers

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import compared, launches, order, ratio, rows_of
+from benchmarks.compare import compared, launches, order, ratio
 
 # A benchmark whose figure is the number of the start, plus what its own checkout takes.
 BENCHMARK = """
@@ -89,18 +89,3 @@ def test_a_row_that_one_checkout_lacks_has_no_ratio() -> None:
     assert rows[1] == {
         "name": "tokens 16, launch piecewise", "before": [2.0], "after": [], "ratio": None,
     }  # fmt: skip
-
-
-def test_rates_of_windows_are_rows_too() -> None:
-    rate = {"rows": 32, "width": "4", "accept": 2.9, "steps": 200, "seconds": 1.3, "tokens": 9}
-    (row,) = rows_of({"rates": [rate]})
-    (compared_row,) = compared([("before", [row]), ("after", [row])])
-    assert compared_row["name"] == "rows 32, width 4, accept 2.9"
-    assert compared_row["before"] == [6.5]
-
-
-def test_figures_of_the_router_are_rows_too() -> None:
-    rows = rows_of({"figures": {"cost: request, 40 tokens, us": 900.0}})
-    (compared_row,) = compared([("before", rows), ("after", rows)])
-    assert compared_row["name"] == "figure cost: request, 40 tokens, us"
-    assert compared_row["after"] == [900.0]

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from benchmarks.load import lengths
 from benchmarks.load.prompts import Options
 from benchmarks.load.records import Workload
-from benchmarks.load.traces import Row, Texts
 from benchmarks.load.words import Words
 from benchmarks.load.workload import workload
-from benchmarks.train.problems import is_held_out
 
 TINY = Tokenizer.from_file("worker/assets/tiny/tokenizer.json")
 TRACE = Path("benchmarks/load/traces/tiny.mooncake.jsonl")
@@ -35,36 +32,6 @@ def made(source: str, arrivals: str | None = None, **options: Any) -> Workload:
 
 def ids(text: str) -> list[int]:
     return TINY.encode(text, add_special_tokens=False).ids
-
-
-def test_a_file_of_sharegpt_gives_its_first_questions(tmp_path: Path) -> None:
-    rows = [
-        {"id": i, "conversations": [
-            {"from": "human", "value": f"How many {word}?"},
-            {"from": "gpt", "value": f"{word} " * (i + 1)}, {"from": "x", "value": ""},
-        ]}
-        for i, word in enumerate(("apples", "pears", "plums"))
-    ]  # fmt: skip
-    file = tmp_path / "share.json"
-    file.write_text(json.dumps([*rows, {"id": "4", "conversations": []}]))
-    work = made(f"sharegpt:{file}", num=6)
-    turns = [session.turns[0] for session in work.sessions]
-    asked = {row["conversations"][0]["value"]: row["conversations"][1]["value"] for row in rows}
-    assert Counter(turn.prompt for turn in turns) == dict.fromkeys(asked, 2)
-    for turn in turns:
-        assert turn.num_prompt_tokens == len(ids(str(turn.prompt)))
-        assert turn.max_tokens == len(ids(asked[str(turn.prompt)]))
-    assert firsts(made(f"sharegpt:{file}", num=3, seed=1, tokenizer=None)) != firsts(work)[:3]
-    file.write_text("[]")
-    for wrong in (file, tmp_path / "none"):
-        with pytest.raises(ValueError, match="sharegpt"):
-            made(f"sharegpt:{wrong}")
-
-
-def test_random_is_vllm_s_name_of_synthetic() -> None:
-    (turn,) = made("random", num=1).sessions[0].turns
-    assert (turn.num_prompt_tokens, turn.max_tokens) == (1024, 128)
-    assert firsts(made("random:20,4", num=3)) == firsts(made("synthetic:20,4", num=3))
 
 
 def firsts(work: Workload) -> list[Any]:
@@ -96,24 +63,11 @@ def test_lengths_follow_their_law(text: str, mean: float, low: int, high: int) -
         assert {drawn.min(), drawn.max()} == {low, high}
 
 
-def test_lengths_are_cut_to_the_room_there_is() -> None:
-    cases = [(5000, 20, 180, 20), (5000, 5000, 100, 100), (20, 5000, 20, 100), (9, 9, 9, 9)]
-    for num_in, num_out, cut_in, cut_out in cases:
-        assert lengths.clip(num_in, num_out, 200) == (cut_in, cut_out)
-    assert lengths.clip(5000, 5000, None) == (5000, 5000)
-
-
-SOURCES = ["problems", "problems:train", "synthetic:1-40,4-8", "shared-prefix:3,48,16,8"]
-
-
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["problems", "synthetic:1-40,4-8", "shared-prefix:3,48,16,8"])
 def test_a_seed_makes_the_same_bytes_and_another_seed_others(source: str) -> None:
-    first = msgspec.json.encode(made(source, "poisson:4", seed=5))
-    assert first == msgspec.json.encode(made(source, "poisson:4", seed=5))
-    assert first == msgspec.json.encode(msgspec.json.decode(first, type=Workload))
-    other = made(source, "poisson:4", seed=6)
-    assert other.about["digest"] != msgspec.json.decode(first)["about"]["digest"]
-    assert not set(map(str, firsts(made(source, seed=5)))) & set(map(str, firsts(other)))
+    first, again, other = (made(source, "poisson:4", seed=seed) for seed in (5, 5, 6))
+    assert msgspec.json.encode(first) == msgspec.json.encode(again)
+    assert not set(map(str, firsts(first))) & set(map(str, firsts(other)))
 
 
 def test_start_times_and_prompts_do_not_depend_on_each_other() -> None:
@@ -126,18 +80,7 @@ def test_start_times_and_prompts_do_not_depend_on_each_other() -> None:
     assert {session.start_s for session in closed.sessions} == {None}
     timed = made("synthetic:8,4", "constant:5", num=None, duration_s=10)
     assert timed.about["num_requests"] == timed.num_requests == 50
-    assert (timed.about["sessions_per_s"], timed.about["exact"]) == (pytest.approx(5), True)
     assert timed.about["prompt_tokens"] == {"sum": 400, "mean": 8, "min": 8, "p50": 8, "max": 8}
-
-
-def test_problems_are_held_out_ones_and_distinct() -> None:
-    texts = firsts(made("problems", num=30, tokenizer=None))
-    assert len(set(texts)) == 30
-    assert all(is_held_out(text) for text in texts)
-    assert not any(is_held_out(text) for text in firsts(made("problems:train", num=30)))
-    turn = made("problems").sessions[0].turns[0]
-    told = turn.max_tokens, turn.extra, turn.num_prompt_tokens
-    assert told == (200, {}, len(ids(str(turn.prompt))))
 
 
 @pytest.mark.parametrize("length", ["1", "17", "512", "1-300"])
@@ -148,27 +91,6 @@ def test_synthetic_prompts_have_exactly_their_tokens(length: str) -> None:
         assert len(ids(turn.prompt)) == turn.num_prompt_tokens
         assert length == "1-300" or turn.num_prompt_tokens == int(length)
         assert (turn.max_tokens, turn.extra) == (9, {"ignore_eos": True, "min_tokens": 9})
-
-
-def test_pages_are_shared_by_groups_and_by_nobody_else() -> None:
-    own = [tuple(ids(text)) for text in firsts(made("synthetic:64,4", num=500))]
-    assert len({prompt[:PAGE] for prompt in own}) == 500
-    prompts = [tuple(ids(text)) for text in firsts(made("shared-prefix:4,48,16,8", num=800))]
-    assert {len(prompt) for prompt in prompts} == {64}
-    groups = Counter(prompt[:48] for prompt in prompts)
-    assert len(groups) == 4
-    assert len({prompt[48:] for prompt in prompts}) == 800
-    assert all(num / 800 == pytest.approx(0.25, abs=0.06) for num in groups.values())
-
-
-def test_a_bounded_model_shortens_prompts_and_ends_conversations(tmp_path: Path) -> None:
-    work = made("synthetic:lognormal(400,1),normal(200,50)", num=200, max_len=512)
-    for turn in (session.turns[0] for session in work.sessions):
-        assert turn.num_prompt_tokens + turn.max_tokens + 32 <= 512
-    row: dict[str, Any] = {"session_id": "a", "input_length": 100, "output_length": 32}
-    source = trace(tmp_path / "long", row | {"timestamp": 0}, *[row | {"delay": 1000}] * 8)
-    work = made(source, num=None, max_len=512)
-    assert {len(session.turns) for session in work.sessions} == {3}
 
 
 @pytest.mark.parametrize(
@@ -189,12 +111,6 @@ def test_other_tokenizers_get_exact_prompts_too(split: Any) -> None:
         text = words.text(rng, num)
         assert words.count(text) == num
         assert words.count(f"{text} {words.text(rng, 30, after=text)}") == num + 30
-    prompt, num = Texts(words, Options(), 0).make(Row("here", num_in=300, key=1), 300, "")
-    assert num == words.count(prompt)  # a trace's text is not mended but truly counted
-    assert (num == 300) == words.is_additive
-    long = words.fixed((1, -2, 3), 70)  # fewer words are the beginning of more
-    assert all(words.fixed((1, -2, 3), num) == long[:num] for num in range(0, 70, 3))
-    assert words.fixed((1, 2), 30) != words.fixed((2, 1), 30)
 
 
 def test_the_bundled_trace_fits_the_tiny_model_and_replays_exactly() -> None:
@@ -214,9 +130,6 @@ def test_the_bundled_trace_fits_the_tiny_model_and_replays_exactly() -> None:
             part = found[64 * index + 1 : 64 * index + 64]
             assert seen.setdefault(block, part) == part
     assert len(set(map(tuple, seen.values()))) == len(seen), "other blocks are other texts"
-    assert 45 < rows[-1]["timestamp"] / 1000 < 75
-    blocks = [block for row in rows for block in row["hash_ids"]]
-    assert 0.3 < 1 - len(set(blocks)) / len(blocks) < 0.7, "some are shared"
 
 
 def test_scales_shrink_a_trace_and_its_times_can_be_kept_cut_or_replaced(tmp_path: Path) -> None:
@@ -232,14 +145,10 @@ def test_scales_shrink_a_trace_and_its_times_can_be_kept_cut_or_replaced(tmp_pat
     assert [len(ids(turn.prompt)) for turn in turns] == [106, 114, 475]
     assert [turn.max_tokens for turn in turns] == [50, 1, 5]
     assert turns[1].prompt.startswith(turns[0].prompt)  # 13 blocks, and the same next one
-    assert str(turns[2].prompt).startswith(str(turns[1].prompt))
     assert len(made(source, duration_s=2.0).sessions) == 2
-    assert len(made(source, num=1).sessions) == 1
     other = made(source, "constant:10")
     assert [each.start_s for each in other.sessions] == [0, 0.1, 0.2]
     assert firsts(other) == firsts(made(source))
-    assert len(made(source, "constant:10", duration_s=0.2).sessions) == 2
-    assert made(source, max_requests=2).num_requests == 2
 
 
 def test_mooncake_sessions_and_literal_prompts_of_aiperf(tmp_path: Path) -> None:
@@ -257,11 +166,6 @@ def test_mooncake_sessions_and_literal_prompts_of_aiperf(tmp_path: Path) -> None
     assert (second.turns[0].max_tokens, second.turns[0].extra) == (5, {"top_k": 1})
     assert (third.turns[0].prompt, third.turns[0].max_tokens) == (messages, 200)
     assert third.turns[0].extra == {"tools": [{"type": "function"}]}
-    text = made(trace(tmp_path / "t", *rows[:3:2]), num=None, chat=False).sessions[0]
-    assert text.turns[1].prompt.startswith(" "), "a text goes on after a space"
-    assert len(ids("".join(turn.prompt for turn in text.turns))) == 50
-    with pytest.raises(ValueError, match=":4: completions take no messages"):
-        made(trace(tmp_path / "t", *rows), num=None, chat=False)
 
 
 def test_burstgpt_rows_keep_times_and_lengths_and_lose_failures(tmp_path: Path) -> None:
@@ -280,68 +184,17 @@ def test_burstgpt_rows_keep_times_and_lengths_and_lose_failures(tmp_path: Path) 
     assert two.split()[:PAGE] != one.split()[:PAGE]
 
 
-ROW = {"timestamp": 0, "input_length": 600, "output_length": 4, "hash_ids": [1, 2]}
-WRONG_ROWS: list[tuple[dict[str, Any], str]] = [
-    (ROW | {"hash_ids": [1]}, ":2: hash_ids has 1 blocks for input_length 600"),
-    (ROW | {"hash_ids": [1, "2"]}, ":2: Expected `int`, got `str` - at `$.hash_ids[1]`"),
-    (ROW | {"timestamp": -1}, ":2: Expected `float` >= 0.0 - at `$.timestamp`"),
-    (ROW | {"timestamp": None}, ":2: has no start time, others have"),
-    ({"timestamp": 1, "output_length": 3}, ":2: needs one of input_length"),
-    (ROW | {"text_input": "x"}, ":2: needs one of input_length"),
-    (ROW | {"payload": {}}, ":2: Object contains unknown field `payload`"),
-    ({"timestamp": 1, "messages": [{"role": "u"}], "session_id": "s"}, "message_mode delta"),
-    ({"timestamp": 1, "messages": [{}]}, "objects with a role"),
-    ({"session_id": "s", "timestamp": 3, "text_input": "x"}, ":2: a later turn"),
-]
-
-
-@pytest.mark.parametrize(("row", "message"), WRONG_ROWS)
-def test_wrong_rows_are_refused_by_file_line_and_field(row, message, tmp_path) -> None:
-    source = trace(tmp_path / "bad", ROW | {"session_id": "s"}, row)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        made(source, num=None)
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "message"),
-    [
-        ("mooncake", "\n", "has no request"),
-        ("mooncake", '\n{"a"\n', ":2: Input data was truncated"),
-        ("burstgpt", "Timestamp,Request tokens\n1,2\n", ":2: Object missing required field"),
-        ("burstgpt", "Timestamp,Request tokens,Response tokens\ninf,2,3\n", ":2: Expected"),
-    ],
-)
-def test_files_that_are_no_traces_are_refused(kind: str, text: str, message: str, tmp_path) -> None:
-    with pytest.raises(ValueError, match="there is no file"):
-        made(f"{kind}:{tmp_path / 'x'}")
-    (tmp_path / "x").write_text(text)
-    with pytest.raises(ValueError, match=message):
-        made(f"{kind}:{tmp_path / 'x'}")
-
-
 @pytest.mark.parametrize(
     ("source", "asked", "message"),
     [
         ("books", {}, "source: 'books' is none of problems, synthetic"),
-        ("problems:new", {}, "problems: 'new'"),
         ("synthetic:12", {}, "synthetic: the form is synthetic:IN,OUT"),
-        ("synthetic:x,12", {}, "synthetic: IN: 'x' is no whole number"),
-        ("synthetic:12,0", {}, "synthetic: OUT: must be at least 1"),
         ("synthetic:9-3,12", {}, "synthetic: IN: must be at least 9"),
-        ("synthetic:normal(3),12", {}, "synthetic: IN: normal takes two numbers"),
-        ("synthetic:gauss(3,1),12", {}, "synthetic: IN: 'gauss(3,1)' is not normal"),
-        ("shared-prefix:0,9,9,9", {}, "shared-prefix: GROUPS"),
         ("shared-prefix:2,500,9,9", {"max_len": 512}, "shared-prefix: PREFIX"),
         ("synthetic:9,9", {"arrivals": "poison:4"}, "arrivals: 'poison:4' is none of"),
-        ("synthetic:9,9", {"max_len": 20}, "max_len: 20 leaves no room"),
-        ("synthetic:9,9", {"block_size": 0}, "block_size: must be at least 1"),
         ("synthetic:9,9", {"arrivals": "poisson:0.001", "duration_s": 0.1}, "nothing to send"),
-        ("synthetic:9,9", {"time_scale": 0.0}, "time_scale: must be above 0"),
         ("synthetic:8,4", {"num": None, "duration_s": 10}, "a closed loop needs their number"),
-        ("synthetic:8,4", {"num": 0}, "sessions: must be at least 1"),
-        ("synthetic:8,4", {"tokenizer": Tokenizer(models.BPE())}, "tokenizer: only 0 words"),
-        ("synthetic:8,4", {"tokenizer": None}, "synthetic: needs a tokenizer"),
-        (f"mooncake:{TRACE}", {"tokenizer": None, "block_size": 64}, "which need a tokenizer"),
+        (f"mooncake:{TRACE}", {"block_size": 512}, ":1: hash_ids has"),
     ],
 )
 def test_wrong_arguments_are_refused_by_the_name_of_the_part(source, asked, message) -> None:

@@ -5,7 +5,6 @@ import json
 import socket
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -38,25 +37,6 @@ def told(url: str, raw: bytes) -> bytes:
     with socket.create_connection((address.host, address.port or 80), timeout=HANG_S) as peer:
         peer.sendall(raw)
         return b"".join(iter(lambda: peer.recv(65536), b""))
-
-
-def test_a_stream_is_headers_pieces_usage_and_an_end(url: str) -> None:
-    response = httpx.post(url + CHAT, json={"stream": True, "max_tokens": 4})
-    assert response.headers["content-type"] == "text/event-stream"
-    *lines, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert end == "[DONE]"
-    *chunks, usage = (json.loads(line) for line in lines)
-    assert [each["choices"][0]["delta"]["content"] for each in chunks] == [" word"] * 4
-    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None] * 3 + ["length"]
-    assert usage["usage"]["completion_tokens"] == 4
-
-
-def test_requests_of_a_connection_are_answered_in_turn_until_one_asks_for_its_end(url: str) -> None:
-    raw = b"".join(request(stream=True, max_tokens=num) for num in (3, 1, 2))
-    raw += request("Connection: close", stream=True, max_tokens=2) + b"more\r\n\r\n"
-    *streams, rest = told(url, raw).split(b"\r\n0\r\n\r\n")
-    assert (rest, [each.count(b'"content"') for each in streams]) == (b"", [3, 1, 2, 2])
-    assert all(each.count(b"HTTP/1.1 200 OK") == each.count(b"[DONE]") == 1 for each in streams)
 
 
 def test_a_whole_answer_both_endpoints_and_refusals(url: str) -> None:
@@ -96,22 +76,3 @@ def test_the_pacer_calls_in_order_and_never_early_though_a_call_fails() -> None:
     assert [number for number, _ in called] == [2, 1, 3, 0]
     assert [type(each) for each in bad] == [ZeroDivisionError]
     assert all(moment >= due[number] for number, moment in called)
-
-
-def test_a_stall_holds_back_what_waits_when_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece is due at 1 s; at 0.5 s another request begins a stall of 5 s."""
-    clock = [0.0]
-    monkeypatch.setattr(stub, "now", lambda: clock[0])
-    server = stub.Stub(StubOptions(ttft_s=1.0, stall_after=1, stall_s=5.0, num_tokens=1))
-
-    async def until(moment: float) -> None:
-        server.answer("POST", CHAT, b"{}", 0.5)
-        clock[0] = moment
-
-    async def main() -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(request("Connection: close"))
-        await stub.converse(server, Mock(until=until), reader, Mock())
-
-    asyncio.run(main())
-    assert clock == [5.5], "when it was written"

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from benchmarks import newcomers
+from benchmarks import accuracy
 from benchmarks.train import sums, words
 from benchmarks.train.arithmetic import evaluate
 from tests.support.patience import HANG_S
 
-ASKED = {kind: newcomers.asked(kind) for kind in ("sums", "json", "tools")}
+ASKED = {kind: accuracy.newcomers(kind) for kind in ("sums", "json", "tools")}
 NUM_DRAWN = 1500
 STEP = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 
@@ -33,7 +31,7 @@ def test_no_name_and_no_wording_of_newcomers_is_trained() -> None:
     names = {*words.NAMES, *(name for name in sums.bank()["names"] + sums.bank()["cities"])}
     for item in (*ASKED["sums"], *ASKED["json"], *ASKED["tools"]):
         assert not names & set(re.findall(r"[A-Z]\w+", item["ask"])), item["ask"]
-    read = "import sys, benchmarks.train.data; assert 'benchmarks.newcomers' not in sys.modules"
+    read = "import sys, benchmarks.train.data; assert 'benchmarks.accuracy' not in sys.modules"
     subprocess.run([sys.executable, "-c", read], check=True, timeout=HANG_S)
     texts = (file.read_text() for file in Path(sums.__file__).parent.glob("*.py"))
     assert not any('newcomers.toml"' in text for text in texts)
@@ -50,18 +48,3 @@ def test_trained_sums_are_worked_rightly() -> None:
                 assert evaluate(int(left), op, int(right)) == int(result), line
         assert int(steps[-1][3]) == drawn.value
         assert not re.search(r"[{}<>\[\]|]|  ", drawn.question + drawn.say), drawn
-
-
-@pytest.mark.parametrize(
-    ("kind", "text", "says"),
-    [
-        ("sums", "In all: 2 + 3 = 5.\n#### 5", 5),
-        ("sums", "5", None),
-        ("json", '{"pens": 42}', {"pens": 42}),
-        ("json", "42 pens", None),
-        ("tools", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', {"a": 1}),
-        ("tools", '{"name": "f", "arguments": {"a": 1}}', None),
-    ],
-)
-def test_a_reply_is_read_by_its_form(kind: str, text: str, says: object) -> None:
-    assert newcomers.said(kind, text) == says

@@ -1,6 +1,5 @@
 """Chosen routes of dummy experts: as spread as their name says, whatever the router's weights."""
 
-import pytest
 import torch
 
 from benchmarks.routes import ROWS, ChosenRoutes
@@ -30,13 +29,3 @@ def test_uniform_and_zipf_are_what_they_are_called() -> None:
     assert zipf.max() > 0.6
     assert zipf.min() < 0.05
     assert zipf.argsort().tolist() != other.argsort().tolist()
-
-
-@pytest.mark.parametrize("first", [0, 64])
-def test_a_table_is_round_robin_by_token(first: int) -> None:
-    gate = torch.randn(32, 256, generator=torch.Generator().manual_seed(1)) / 16
-    slots = torch.arange(8) * 64 + first
-    x = torch.zeros(8, 256)
-    routes = ChosenRoutes("table")(x, gate, slots, 0, SHAPE, HELD, new_load(HELD, CPU))
-    wanted = [[(4 * token + place) % 32 for place in range(4)] for token in range(8)]
-    assert routes.ids.tolist() == wanted

@@ -1,9 +1,5 @@
 """The table of served figures: the same recorded loads against servers with known delays."""
 
-from pathlib import Path
-
-import pytest
-
 from benchmarks import serving
 from benchmarks.load.result import read
 from benchmarks.load.selfcheck import running_stub
@@ -39,8 +35,3 @@ def test_all_servers_get_the_same_loads_and_stand_side_by_side(tmp_path, capsys)
     assert "fast: highest rate with 90.0 % good: 20/s" in lines
     assert "slow: highest rate with 90.0 % good: none" in lines
     assert not any("FAILED" in line for line in lines)
-
-
-def test_a_mistake_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert serving.main(["report", str(tmp_path / "none.json")]) == 2
-    assert "none.json is not a result" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from cluster import cli
 from cluster.config import Config, leaves, load
-from router.http.openapi import OPERATIONS
+from router.http.table import ROUTES
 from tests.deploy.blocks import REPOSITORY, block
 from tests.helm import metrics
 from tests.support.command_line import configured
@@ -206,7 +206,7 @@ def compose(deploy: Path) -> None:
 
     (listens,) = re.findall(r"listen-address=0\.0\.0\.0:(\d+)", " ".join(prometheus["command"]))
     assert {each.split(":")[-1] for each in prometheus["ports"]} == {port, listens}
-    paths = {operation.path for operation in OPERATIONS}
+    paths = {route.path for route in ROUTES}
     texts = " ".join(ours["healthcheck"]["test"]) + (directory / "prometheus.yml").read_text()
     for number, path in re.findall(r"http://127\.0\.0\.1:(\d+)(/[\w/]*)", texts):
         assert number == port

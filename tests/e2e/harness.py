@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.namespace import UNSHARE, can_enter, start_over
+from benchmarks.served import UNSHARE, can_enter, start_over
 from cluster.cli import RAY_SETTINGS
 from cluster.serve.lifetime import find_running
 from tests.e2e.watch import Watch

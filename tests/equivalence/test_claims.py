@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import router.dispatch.claims
-import router.http.routes
+import router.http.api
 import worker.requests.kept
 from router.dispatch.dispatcher import Dispatcher
 from router.http.app import RouterServer
@@ -229,7 +229,7 @@ def test_nobody_comes_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
 
 MUTANTS: dict[str, tuple[Any, str, str, str]] = {
     "choices share a key": (
-        router.http.routes, "give_keys", "repr((req.index, req.prompt))", "repr(req.prompt)",
+        router.http.api, "give_keys", "repr((req.index, req.prompt))", "repr(req.prompt)",
     ),
     "computed anew": (KeptAnswers, "orphan", "return True", "return False"),
 }  # fmt: skip

@@ -27,20 +27,20 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("stretched * (1 - kept) + inv_freq * kept", "inv_freq"),
         ],
         "ops.rope:rope_table": [("factor != 1.0", "False")],
-        "model.rope_fields:_original": [
+        "config.checkpoint.rope_fields:_original": [
             ("inner.integer(field, default=fields.integer(field, default=longest))", "longest")
         ],
-        "model.rope_fields:_yarn": [
+        "config.checkpoint.rope_fields:_yarn": [
             ('inner.number("beta_fast", default=32.0)', "32.0"),
             ('inner.number("beta_slow", default=1.0)', "1.0"),
         ],
     },
     "qwen3-yarn-mscale": {
         "ops.rope:_yarn_ramp": [("if scaling.truncate:", "if True:")],
-        "model.rope_fields:_yarn": [("if all(both)", "if False")],
+        "config.checkpoint.rope_fields:_yarn": [("if all(both)", "if False")],
     },
     "llama-yarn-factor": {
-        "model.rope_fields:_yarn": [
+        "config.checkpoint.rope_fields:_yarn": [
             ('inner.number("attention_factor", default=computed)', "computed")
         ],
     },
@@ -50,11 +50,11 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "ops.rope:rope_table": [("factor != 1.0", "False"), ("still + 1", "still")],
     },
     "phi4-mini-short": {
-        "model.shape:ModelShape.served": [("is_long=is_long", "is_long=True")],
+        "config.checkpoint.shape:ModelShape.served": [("is_long=is_long", "is_long=True")],
     },
-    "phi3": {"model.shard:joined": [("start += part[0].full_shape[0]", "pass")]},
+    "phi3": {"weights.shard:joined": [("start += part[0].full_shape[0]", "pass")]},
     "granite": {
-        "model.shape:_read_scales": [
+        "config.checkpoint.shape:_read_scales": [
             (
                 "(fields.number(name, default=1.0) for",
                 f"(1.0 if name == {left_out!r} else fields.number(name, default=1.0) for",
@@ -65,10 +65,12 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
     "llama-mlp-bias": {
         "model.layers:ColumnParallelLinear.gated": [("swiglu(self(x))", "self.weight.gated(x)")],
         "model.layers:RowParallelLinear.forward": [("self._local_bias)", "None)")],
-        "model.families:Family.features": [("flag in true", "flag in true and name != 'mlp_bias'")],
+        "config.checkpoint.families:Family.features": [
+            ("flag in true", "flag in true and name != 'mlp_bias'"),
+        ],
     },
     "seed-oss": {
-        "model.families:Family.features": [
+        "config.checkpoint.families:Family.features": [
             ("flag in true", "flag in true and name != 'output_bias'"),
             ("flag in true", "flag in true and name != 'qkv_bias'"),
         ],
@@ -83,39 +85,45 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.layers:Sum.reduce_add": [("return total, total", "return part, total")],
     },
     "smollm3": {
-        "model.shape:_read_still": [("not each for each in turned", "False for _ in turned")],
+        "config.checkpoint.shape:_read_still": [
+            ("not each for each in turned", "False for _ in turned"),
+        ],
     },
     "glm4": {
         "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
-        "model.shape:LayerShape.moved_rows": [("if interleaved:", "if False:")],
-        "model.shape:read_layer_shape": [("int(head_dim * factor) // 2 * 2", "head_dim")],
+        "weights.shard:moved_rows": [("if interleaved:", "if False:")],
+        "config.checkpoint.shape:read_layer_shape": [
+            ("int(head_dim * factor) // 2 * 2", "head_dim"),
+        ],
     },
     "glm": {
         "model.decoder:FeedForward.shards": [("if self._fused:", "if False:")],
     },
     "mistral-window": {
-        "model.shape:ModelShape.masks": [("window=x or None", "window=None")],
+        "config.checkpoint.shape:ModelShape.masks": [("window=x or None", "window=None")],
         "attention.reference:ReferenceAttention.plan": [
             ("self.mask.window + 1", "self.mask.window"),
         ],
     },
     "ministral-mixed": {
-        "model.windows:read_windows": [("kind == SLIDING for", "True for")],
+        "config.checkpoint.windows:read_windows": [("kind == SLIDING for", "True for")],
         "attention.build:ByLayerAttention.forward": [
             ("self._backends[layer_id]", "self._backends[0]"),
         ],
     },
     "phi3-window": {
-        "model.windows:read_windows": [("slides = [True] * count", "slides = [False] * count")],
+        "config.checkpoint.windows:read_windows": [
+            ("slides = [True] * count", "slides = [False] * count"),
+        ],
     },
     "qwen2-window": {
-        "model.windows:read_windows": [
+        "config.checkpoint.windows:read_windows": [
             ('fields.integer("sliding_window", default=0, least=0)', "8"),
             ('fields.flag("use_sliding_window")', "False"),
         ],
     },
     "gemma2": {
-        "model.shape:_read_scales": [
+        "config.checkpoint.shape:_read_scales": [
             ('fields.number("query_pre_attn_scalar") ** -0.5', "None"),
             ('cap if whose == "gemma2"', 'cap if whose == "gemma3"'),
             ('fields.number("final_logit_softcapping", default=0.0)', "0.0"),
@@ -129,30 +137,34 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.decoder:DecoderLayer._leaving": [("if norm is None", "if True")],
     },
     "gemma3": {
-        "model.shape:_read_scales": [('cap if whose == "gemma2" else 0.0', "cap")],
-        "model.shape:ModelShape.rope": [
+        "config.checkpoint.shape:_read_scales": [('cap if whose == "gemma2" else 0.0', "cap")],
+        "config.checkpoint.shape:ModelShape.rope": [
             ("and self.windows[layer]", "and False"), ("and self.windows[layer]", ""),
         ],
-        "model.shape:read_layer_shape": [("rope_types, FULL)", "rope_types, SLIDING)")],
+        "config.checkpoint.shape:read_layer_shape": [("rope_types, FULL)", "rope_types, SLIDING)")],
         "model.attention:SelfAttention.__init__": [("if features.qk_norm:", "if False:")],
     },
     "gemma3-images": {
-        "model.shape:read_model_shape": [("if family.nested:", "if False:")],
+        "config.checkpoint.shape:read_model_shape": [("if family.nested:", "if False:")],
         "model.decoder:Decoder.ignores": [("name.startswith(self.ignored_prefixes) or", "")],
     },
     "olmo3": {
-        "model.rope_fields:_original": [("inner.integer", "Fields(inner.path, {}).integer")],
-        "model.shape:ModelShape.rope": [("and self.windows[layer]", "and False")],
+        "config.checkpoint.rope_fields:_original": [
+            ("inner.integer", "Fields(inner.path, {}).integer"),
+        ],
+        "config.checkpoint.shape:ModelShape.rope": [("and self.windows[layer]", "and False")],
     },
     "exaone4": {
-        "model.shape:_read_still": [("not each for each in windows", "False for each in windows")],
+        "config.checkpoint.shape:_read_still": [
+            ("not each for each in windows", "False for each in windows"),
+        ],
     },
     "command-r": {
         "model.decoder:DecoderLayer.forward": [
             ("if self._parallel:", "if False:"),
             ("self.feed_forward(selected(hidden", "self.feed_forward(selected(residual"),
         ],
-        "model.decoder:norm_of": [("if features.layer_norm:", "if False:")],
+        "model.decoder:norm_of": [("LayerNorm if features.layer_norm else", "")],
         "model.layers:VocabParallelEmbedding.logits": [("if self.divisor != 1:", "if False:")],
     },
     "command-r-norms": {
@@ -160,11 +172,13 @@ MUTANTS: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("* weight.float()", ""), ("F.layer_norm(x.", "F.rms_norm(x."),
         ],
         "model.attention:HeadLayerNorms.shards": [
-            ("self._shape.moved_rows or ((whole, whole),)", "((whole, whole),)"),
+            ("moved_rows_of(self._shape) or ((whole, whole),)", "((whole, whole),)"),
         ],
     },
     "command-r7b": {
-        "model.shape:_read_still": [("not each for each in windows", "False for each in windows")],
+        "config.checkpoint.shape:_read_still": [
+            ("not each for each in windows", "False for each in windows"),
+        ],
     },
     "nemotron": {
         "ops.norms:squared_relu": [(".square()", "")],
@@ -200,7 +214,7 @@ DIVIDED: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
     },
     "phi3": {
-        "model.shard:joined": [
+        "weights.shard:joined": [
             ("start + rows.start, start + rows.stop", "start, start + rows.stop - rows.start"),
         ],
     },

@@ -63,9 +63,9 @@ def preempt_now_and_then(scheduler: DecodeScheduler) -> None:
     def settled(step: int, drawn: list[Drawn]) -> list[Settled]:
         results = settle(step, drawn)
         ended = [req for req, _, _, reason in results if reason is not None]
-        rows = [each for each in scheduler.running.values() if each not in ended]
-        if next(steps) % EVERY == 0 and rows and not scheduler.leaving:
-            scheduler.preempt(max(rows, key=lambda req: req.arrival))
+        rows = [each for each in scheduler.queues.running.values() if each not in ended]
+        if next(steps) % EVERY == 0 and rows and not scheduler.queues.leaving:
+            scheduler.queues.preempt(max(rows, key=lambda req: req.arrival))
         return results
 
     scheduler.settle = settled
@@ -196,7 +196,7 @@ def test_chunks_with_every_border(form: str, known: Known) -> None:
     ]
     for size, ask, wanted in zip(sizes, asked, plain(asked), strict=True):
         limit = {"max_prefill_tokens": size}
-        scheduler._engine = scheduler._engine.model_copy(update=limit)
+        scheduler.queues._engine = scheduler.queues._engine.model_copy(update=limit)
         made.windows.clear()
         check_against([wanted], made, [ask], directory)
     made.close()

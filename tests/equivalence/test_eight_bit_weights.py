@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-import worker.start.load
+import worker.weights.eight_bits
 from tests.equivalence import test_dense_laws as dense_laws
 from tests.equivalence import test_models as models
 from tests.equivalence.test_dense_laws import SERVED
@@ -26,18 +26,18 @@ from tests.support.places import place
 from tests.support.processes import on_ranks
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.experts import ExpertShape, Held
-from worker.config.checkpoint.quantization import EightBits
+from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
 from worker.model.decoder import Decoder
-from worker.model.layers import Linear, RMSNorm
 from worker.ops.experts import product as experts
 from worker.ops.experts.route import new_load, route
 from worker.ops.scaled import BLOCK, E4M3
 from worker.start.check import _divided_widths, check_directories
 from worker.weights import shard
-from worker.weights.matrices import GRAIN, EightBitMatrix, ScaleGrid, Stack, quantized
-from worker.weights.shard import Part
+from worker.weights.base import Matrix, Parts
+from worker.weights.eight_bits import GRAIN, EightBitMatrix, EightBits, quantized
+from worker.weights.shard import Part, all_of
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
 SIZES = {
@@ -75,7 +75,7 @@ pytestmark = pytest.mark.usefixtures("one_thread", "multiplied")
 @pytest.fixture
 def multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, where weights would become f32 for speed."""
-    monkeypatch.setattr(worker.start.load, "multiplies_eight_bits", lambda _: True)
+    monkeypatch.setattr(worker.weights.eight_bits, "multiplies_eight_bits", lambda _: True)
 
 
 @cache
@@ -87,24 +87,22 @@ def saved(kind: str = "qwen3", form: str = "fp8") -> Path:
     return path
 
 
-def worth(matrix: EightBitMatrix | Stack) -> torch.Tensor:
-    *_, rows, columns = matrix.tensor.shape
-    assert matrix.scales is not None
+def worth(matrix: Any) -> torch.Tensor:
+    *_, rows, columns = matrix.values.shape
     scales = matrix.scales.repeat_interleave(rows // matrix.scales.shape[-2], -2)
     if scales.shape[-1] > 1:
         scales = scales.repeat_interleave(BLOCK, -1)[..., :columns]
-    return matrix.tensor.float() * scales
+    return matrix.values.float() * scales
 
 
 def is_eight(matrix: Any) -> bool:
-    return matrix.tensor.dtype == E4M3
+    return matrix.values.dtype == E4M3
 
 
 def linears(model: Decoder) -> dict[str, Any]:
     """Matrices by the names of their layers; those of experts are stacks."""
-    found = {name: each.weight for name, each in model.named_modules() if isinstance(each, Linear)}
-    stacks = {name: each for name, each in model.named_modules() if isinstance(each, Stack)}
-    return found | stacks
+    found = {name: each for name, each in model.named_modules() if isinstance(each, Matrix)}
+    return {name.removesuffix(".weight"): each for name, each in found.items()}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,7 +114,7 @@ def test_matrices_are_worth_what_the_files_are(kind: str, form: str) -> None:
     kept = {name for name, each in stay.items() if is_eight(each)}
     assert {name for name in stay if "inputs" not in name} == kept, "all but a delta net's inputs"
     for name in kept:
-        assert torch.equal(worth(stay[name]), whole[name].tensor), name
+        assert torch.equal(worth(stay[name]), whole[name].values), name
 
 
 def test_experts_are_those_of_what_they_are_worth() -> None:
@@ -127,30 +125,34 @@ def test_experts_are_those_of_what_they_are_worth() -> None:
     for size, *sizes in ((1.0, 256, 192), (30.0, 192, 128)):
         drawn = torch.randn(4, *sizes, generator=generator) * size / sizes[-1] ** 0.5
         drawn *= torch.tensor([1.0, 8.0, 0.2, 3.0]).view(-1, 1, 1)
-        tensor, scales = quantized(drawn, (4, sizes[0] // 16, -(-sizes[1] // BLOCK)))
-        columns = Part(sizes[1], slice(0, sizes[1]))
-        stacks.append(Stack(as_weight(tensor), ScaleGrid(as_weight(scales), 16, False, columns)))
+        rows, columns = map(all_of, sizes)
+        parts = Parts({"": rows}, columns, held=held)
+        made = EightBitMatrix(EightBits(Quantization("e4m3", BLOCK)), parts, empty)
+        values, scales = quantized(drawn, (4, sizes[0] // GRAIN, -(-sizes[1] // BLOCK)))
+        made.values.copy_(values)
+        made.scales.copy_(scales)
+        stacks.append(made)
     routes = route(x, gate, None, 0, shape, held, new_load(held, torch.device("cpu")))
     up, down = stacks
-    assert up.scales is not None
-    assert down.scales is not None
-    found = experts.expert_products(
-        x, routes, up.tensor, down.tensor, held, scales=(up.scales, down.scales)
-    )
+    found = up.experts(down, x, routes)
     wanted = experts.expert_products(x, routes, worth(up), worth(down), held)
     assert 0 < float((found - wanted).norm() / wanted.norm()) < 0.06
 
 
-def as_weight(tensor: torch.Tensor) -> torch.nn.Parameter:
-    return torch.nn.Parameter(tensor, requires_grad=False)
+def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def test_what_the_files_leave_alone_is_left_alone(tmp_path: Path) -> None:
-    assert EightBits(True, ("model.layers.0.mlp",)).takes("model.layers.0.self_attn.q_proj")
-    assert not EightBits(True, ("model.layers.0.mlp",)).takes("model.layers.0.mlp.up_proj")
-    assert EightBits(True, ("model.layers.1",)).takes("model.layers.11.mlp.up_proj")
-    assert not EightBits(True, ("up_proj",)).takes("model.layers.1.mlp.up_proj")
-    assert not EightBits(True, (r"re:.*\.mlp\..*",)).takes("model.layers.1.mlp.up_proj")
+    assert Quantization("e4m3", BLOCK, ("model.layers.0.mlp",)).takes(
+        "model.layers.0.self_attn.q_proj"
+    )
+    assert not Quantization("e4m3", BLOCK, ("model.layers.0.mlp",)).takes(
+        "model.layers.0.mlp.up_proj"
+    )
+    assert Quantization("e4m3", BLOCK, ("model.layers.1",)).takes("model.layers.11.mlp.up_proj")
+    assert not Quantization("e4m3", BLOCK, ("up_proj",)).takes("model.layers.1.mlp.up_proj")
+    assert not Quantization("e4m3", BLOCK, (r"re:.*\.mlp\..*",)).takes("model.layers.1.mlp.up_proj")
     shutil.copytree(saved(), tmp_path / "model")
     wrong = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
     models.edit(tmp_path / "model", quantization_config=wrong | {"modules_to_not_convert": "gate"})
@@ -201,7 +203,7 @@ def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
     made = [linears(models.load(saved(kind), eight=eight, load_format="dummy")) for eight in (0, 1)]
     for name, eight in made[1].items():
         if is_eight(eight):
-            drawn, found = made[0][name].tensor, worth(eight)
+            drawn, found = made[0][name].values, worth(eight)
             least = found.abs().max() * 2**-16
             assert bool(((found - drawn).abs() <= torch.maximum(drawn.abs() / 16, least)).all())
             assert not torch.equal(found, drawn)
@@ -211,7 +213,7 @@ def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
 def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str, str]) -> None:
     """Else torch's product, which takes one of 128 rows, would be another than the kernels'."""
     made = linears(models.load(saved("qwen3", "fp8"), eight=True, **options))
-    found = [each for each in made.values() if is_eight(each) and each._grid.whole_blocks]
+    found = [each for each in made.values() if is_eight(each) and each.whole_blocks]
     assert found, "no matrix of this model has rows by 128"
     for matrix in found:
         by_block = matrix.scales.unflatten(0, (-1, BLOCK // GRAIN))
@@ -231,9 +233,10 @@ def test_a_norm_that_quantises_leaves_what_one_leaves_that_does_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = models.load(saved(), eight=True)
+    assert model.layers[0].post_norm._add_norm is EightBitMatrix.add_norm
     found = stepped(model)
-    monkeypatch.setattr(RMSNorm, "reduce_add_eight", RMSNorm.reduce_add)
-    assert all(map(torch.equal, found, stepped(model)))
+    monkeypatch.setattr(EightBitMatrix, "add_norm", None)
+    assert all(map(torch.equal, found, stepped(models.load(saved(), eight=True))))
 
 
 @pytest.mark.filterwarnings(r"ignore:::torch\.")  # of Dynamo
@@ -342,12 +345,12 @@ def test_a_bundled_model_says_nearly_the_same(name: str, monkeypatch: pytest.Mon
         ("ops.scaled:eight_bits_ref", ".amax(-1)", ".amax((0, 2)).expand(m, -1)"),
         ("ops.scaled:scaled_product_ref", "of_weights[:, block]", "of_weights[:, 0]"),
         ("ops.scaled:scaled_product_ref", "of_rows[:, block, None]", "of_rows[:, :1]"),
-        ("model.quantized:Scaled.scales", "-(-tall // each)", "1"),
-        ("model.shard:coarse", "slice(start // grain", "slice(0"),
-        ("model.matrices:_shards", "coarse(part, scales.grain)", "part"),
-        ("model.layers:RMSNorm.reduce_add_eight", "self._kept(part)", "None"),
-        ("model.shard:Shard.of", "stored.eight(index)", "stored[index]"),
-        ("model.matrices:Stack.shards", "self._of.tensor[number]", "self._of.tensor[0]"),
+        ("weights.eight_bits:Scaled.scales", "-(-tall // each)", "1"),
+        ("weights.shard:coarse", "slice(start // grain", "slice(0"),
+        ("weights.base:Matrix.shards", "coarse(part, grid.grain)", "part"),
+        ("weights.eight_bits:EightBitMatrix.add_norm", "eps, total)\n", "eps)\n"),
+        ("weights.eight_bits:EightBits.part", "stored.values", "stored"),
+        ("weights.base:Matrix.shards", "tensor[number]", "tensor[0]"),
         ("ops.experts.product:expert_products_ref", "down, scales[1]", "down, scales[0]"),
     ],
 )

@@ -1,7 +1,7 @@
 """A request that loses its decode worker gives the answer that would have come, at any token.
 
 A real router over real workers: it takes a request for lost once its choice has so many tokens, and
-sends it again to the other worker. That workers die is in tests/fault/test_kill_under_load.py.
+sends it again to the other worker. That workers die is in tests/fault/test_chaos.py.
 """
 
 import inspect
@@ -21,7 +21,7 @@ from tests.support.pairwise import halved, more, whole
 from tests.support.prompts import TINY
 from worker.api import TokenChunk
 from worker.draw.grammar import Grammars
-from worker.start import load
+from worker.weights import eight_bits
 
 NUM_TOKENS = 24
 STRIDE = 1 if whole else 5  # from one token at which a request is lost to the next
@@ -96,7 +96,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Se
         "spec": {} if drafter == "none" else {"drafter": drafter, "widths": [1, 4]},
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "multiplies_eight_bits", lambda _: True)  # on a CPU, too
+        patch.setattr(eight_bits, "multiplies_eight_bits", lambda _: True)  # on a CPU, too
         with running(sections, num_decode=2, decode_tp=tp) as cluster:
             with routed(TINY, cluster.members) as (router, url):
                 yield Served(None, url, router)  # type: ignore[arg-type]

@@ -96,7 +96,7 @@ MUTATED = "mutated\n"  # what a process of its own says before the law
 # Law -> where -> (what the line says, what it says in the mutant).
 MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
     rule: {
-        "recurrent.window:delta_window_ref": [
+        "attention.recurrent.window:delta_window_ref": [
             ("- folded) * active", "- folded + (folded > 0)) * active"),  # pending tokens
             ("(i < kept)", "(i < kept + width - 1)"),  # rejected drafts are folded
             ("state.ring[rows.live]\n", "state.ring[rows.live.roll(1)]\n"),  # another row's
@@ -110,27 +110,29 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
             ("rows.live > 0", "rows.live >= 0"),  # a row that is not there
             ("pending + (width == 1)", "pending"),  # a window of one lags
         ],
-        "recurrent.chunk:delta_chunk_ref": [
+        "attention.recurrent.chunk:delta_chunk_ref": [
             ("if lengths[i] == count:", "if False:"),  # read at position 0
             ("starts[i + 1])", "max(starts[i + 1], (i == len(starts) - 2) * len(packed)))"),
             ("raw[None, 1 - TAPS :]", "raw[None, -TAPS:-1]"),
         ],
-        "recurrent.delta_net:convolved": [("weight[:, tap]", "weight[:, tap - 1]")],
+        "attention.recurrent.delta_net:convolved": [("weight[:, tap]", "weight[:, tap - 1]")],
     },
     oracle: {
-        "recurrent.delta_net:inputs": [
+        "attention.recurrent.delta_net:inputs": [
             ("x.repeat_interleave(", "x.flip(-2).repeat_interleave("),  # h // ratio
             ("torch.sigmoid(b)", "torch.sigmoid(b).bfloat16().float()"),
             ("-weights.a_log.exp()", "weights.a_log.exp().mul(0.1)"),
             ("a + weights.dt_bias", "a"),
             ("q = q * shape.key_dim**-0.5\n", "\n"),
         ],
-        "recurrent.delta_net:gated_norm": [("o * weights.norm)", "o * (1 + weights.norm))")],
+        "attention.recurrent.delta_net:gated_norm": [
+            ("o * weights.norm)", "o * (1 + weights.norm))")
+        ],
         "model.layers:RMSNorm.shards": [("self._plus", "0.0")],
-        "model.shard:by_head": [
+        "weights.shard:by_head": [
             ("slice(start, start + size)", "slice(shape[1] - start - size, shape[1] - start)"),
         ],
-        "model.shape:read_layer_shape": [
+        "config.checkpoint.shape:read_layer_shape": [
             ("int(head_dim * factor) // 2 * 2", "head_dim"),
         ],
     },

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.dense_families import DENSE, RANKED, SHORT, VISION
 from tests.support.pairwise import halved
 from tests.support.processes import on_ranks
-from worker.attention.recurrent.chunk import block_table
 from worker.attention.recurrent.delta_net import delta_states
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
+from worker.config.checkpoint.delta_shape import block_table
 from worker.config.checkpoint.experts import Division
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported
@@ -28,6 +28,8 @@ from worker.model.layers import Placement
 from worker.model.load import load_model
 from worker.peers.base import SingleCollective
 from worker.start.load import attentions_of
+from worker.weights.formats import format_of
+from worker.weights.plain import PLAIN
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -227,8 +229,10 @@ def load(
 ) -> Decoder:
     """eight: matrices in eight bits stay so."""
     shape = read_model_shape(path).served(SHORT.get(path.name, "auto"))
-    group, held = collective or SingleCollective(), shape.eight if eight else None
-    placement = Placement(group, torch.float32, CPU, experts, held)
+    group, kept = collective or SingleCollective(), PLAIN
+    if eight:
+        kept = format_of(shape.quantization)
+    placement = Placement(group, torch.float32, CPU, experts, kept)
     return load_model(path, shape, placement, **options)
 
 

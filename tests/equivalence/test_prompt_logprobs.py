@@ -15,7 +15,7 @@ from tests.support.lockstep import Ask, Lockstep
 from tests.support.prompts import VOCAB
 from tests.support.shallow import shallow
 from worker.api import Sampling
-from worker.draw.sampler import SCORED_ROWS
+from worker.draw.scores import SCORED_ROWS
 from worker.model.layers import VocabParallelEmbedding
 
 NUM_TOP = 3

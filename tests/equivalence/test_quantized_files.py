@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.equivalence.test_models import assert_same, load, save_random
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import UserError
-from worker.weights.quantized import Scales
+from worker.weights.formats import Readings
 
 BLOCK = 128
 # Two blocks of rows and of columns in every matrix, of which the last one is a part.
@@ -91,12 +91,12 @@ def test_transformers_reads_the_same_weights(tmp_path: Path) -> None:
     )
     files = sorted(tmp_path.glob("*.safetensors"))
     held = {name: tensor for file in files for name, tensor in load_file(file).items()}
-    ours, theirs = Scales(files), Fp8Dequantize(None)
+    ours, theirs = Readings(files), Fp8Dequantize(None)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as reader:
         for name in [name for name in held if name.endswith("proj.weight")]:
             scale = held[f"{name}_scale_inv"]
             wanted = theirs._dequantize_one(held[name], scale, torch.float32)
-            found = ours.scaled(name, reader.get_slice(name))
+            found = ours.opened(name, reader.get_slice(name))
             assert torch.equal(found[:, :], wanted)
             assert torch.equal(found[100:150, 7:131], wanted[100:150, 7:131]), "a rank's part"
 

@@ -19,7 +19,7 @@ from tests.support.laws import sections
 from tests.support.prompts import EOS, chat_ids, ll_tokenizer, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
-from worker.draw import sampler
+from worker.draw import changes
 
 NUM_GENERATED = 480 if pairwise.whole else 160
 BATCH = 130
@@ -222,13 +222,13 @@ def shifted(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return UNPACK(mask, vocab_size).roll(1, 1)
 
 
-UNPACK = sampler.unpack
+UNPACK = changes.unpack
 
 
 @pytest.mark.parametrize("unpack", [free, shifted])
 def test_the_same_check_fails_without_the_right_masks(unpack: object) -> None:
     asked = accepted()[:40]
-    with mock.patch.object(sampler, "unpack", unpack):
+    with mock.patch.object(changes, "unpack", unpack):
         answers = answers_of(asked)
     failed = sum(answer.error is not None for answer in answers)
     assert failed > len(asked) // 2

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from router.dispatch.queue import Queue
+from router.http.api import Api
 from router.http.app import RouterServer
-from router.http.routes import Routes
 from tests.equivalence.test_failover import Losing, change
 from tests.fault.router_doubles import routed
 from tests.support.engines import Running, running, value
@@ -179,7 +179,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str]] = {
         Queue, "_send", "salt=req.salt", "salt=req.salt if req.dispatch == 1 else ''"
     ),
     "of the body alone": (
-        Routes, "_generate", "prepare(raw, exchange.own_salt)", "prepare(raw, '')"
+        Api, "generate", "prepare(raw, exchange.own_salt)", "prepare(raw, '')"
     ),
 }  # fmt: skip
 

@@ -61,7 +61,7 @@ class Counted(Lockstep):
         super().__init__(*arguments)
         self.most: Counter[str] = Counter()
         self.scheduler: Any = self.decode.scheduler
-        self.scheduler.on_preempt = lambda _: self.most.update(("preempted",))
+        self.scheduler.queues.on_preempt = lambda _: self.most.update(("preempted",))
         for engine in self.engines.values():
             book: Any = engine.book
             book.launched = self._launched(book.launched)
@@ -76,7 +76,7 @@ class Counted(Lockstep):
 
     def _count(self) -> None:
         found = {peer: in_use(engine.book) for peer, engine in self.engines.items()}
-        rows = self.scheduler.running.values()
+        rows = self.scheduler.queues.running.values()
         held = [len(req.hold.pages) - req.hold.pages.count(0) for req in rows if req.hold]
         for name, count in {**found, "of a row": max(held, default=0)}.items():
             self.most[name] = max(self.most[name], count)

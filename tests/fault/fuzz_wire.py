@@ -24,14 +24,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from cluster.diagnose.greet import connects
-from cluster.diagnose.sockets import listeners
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.fault.admission import let_in
 from tests.fault.rogues import Impostor, Ledger, Noise, Rogue, Stranger
 from tests.support.disturbed import Watched
 from tests.support.frames import Frames, seeds
 from tests.support.fuzzing import parser_of, tell_breaches, watched_cluster
+from tests.support.greet import connects, listening_ports
 
 CLUSTER = (
     "--prefill", "1", "--decode", "1",
@@ -62,7 +61,7 @@ class Crowd:
     def __init__(self, serve: Serve, rng: random.Random, stack: ExitStack) -> None:
         self.ledger = ledger = Ledger()
         roles = ("router", "decode", "prefill")
-        everywhere = sorted({each.port for each in listeners()})
+        everywhere = sorted(listening_ports())
         ports = [port for port in everywhere if speaks_zmtp(port)]
         self._rogues = [Rogue(f"{role}-9", role, rng, ledger) for role in roles]
         for rogue in self._rogues:

@@ -1,13 +1,13 @@
-"""A short form of benchmarks.chaos: workers and the controller are killed and stopped."""
+"""A short form of tests.fault.chaos: workers and the controller are killed and stopped."""
 
 import asyncio
 
-from benchmarks.chaos.__main__ import parse, soak
 from tests.e2e.harness import shared_memory
 from tests.e2e.shared import USUAL, Clusters
+from tests.fault.chaos.__main__ import parse, soak
 from tests.support import pairwise
 
-MINUTES = "3" if pairwise.whole else "0.35"
+MINUTES = "3" if pairwise.whole else "0.28"
 
 
 def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
@@ -18,7 +18,7 @@ def test_no_request_is_lost_and_no_text_is_wrong(clusters: Clusters) -> None:
     ])  # fmt: skip
     figures = asyncio.run(soak(options, serve.url))
     assert (figures["failed"], figures["wrong"], figures["left"]) == ([], [], {})
-    assert figures["num_faults"] > 3
+    assert figures["num_faults"] >= 3, "one of each role"
     assert "controller" in figures["faults_by_kind"]
     assert figures["counters"]["kvlane_retries_total"] > 0
     serve.wait_idle()

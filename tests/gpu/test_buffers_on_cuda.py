@@ -8,7 +8,7 @@ import torch
 
 from tests.gpu.sync import no_sync
 from worker.plan import Chunk, Plan, RowPages
-from worker.step.buffers import DEPTH, BatchBuffers, Staging
+from worker.step.buffers import DEPTH, BatchBuffers, BatchShape, Staging
 from worker.step.state import StateShape, StepState
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -23,7 +23,7 @@ def both() -> list[tuple[StepState, BatchBuffers]]:
         StepState(StateShape(ROWS, MAX_PAGES, (2,), 0, 97), torch.device(device))
         for device in ("cpu", "cuda")
     ]
-    return [(state, BatchBuffers(state, PAGE_SIZE, MAX_TOKENS)) for state in states]
+    return [(state, BatchBuffers(state, BatchShape(PAGE_SIZE, MAX_TOKENS))) for state in states]
 
 
 def plan_of(counts: list[int], step: int) -> Plan:

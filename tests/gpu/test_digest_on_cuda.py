@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from worker.start.digest import GPU_BLOCK, part_sums, tensor_sum, weights_digest
-from worker.weights.shard import Shard
+from worker.weights.shard import Key, Shard
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -25,8 +25,8 @@ def test_the_digest_is_the_cpu_s(dtype: torch.dtype, shape: tuple[int, ...]) -> 
 def test_the_weights_of_eight_billion_parameters_are_read_quickly(record_property) -> None:
     """Prints its rate; what is asserted is that one changed bit among them is found."""
     layer = [torch.randn(4096, 4096, device="cuda").bfloat16() for _ in range(14)]
-    shards = {f"{i}.{j}": whole(layer[j]) for i in range(32) for j in range(14)}
-    weights_digest(part_sums({"warm": whole(layer[0])}))
+    shards = {Key(f"{i}.{j}"): whole(layer[j]) for i in range(32) for j in range(14)}
+    weights_digest(part_sums({Key("warm"): whole(layer[0])}))
     began = time.perf_counter()
     before = weights_digest(part_sums(shards))
     took_s = time.perf_counter() - began

@@ -13,8 +13,9 @@ from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store, qk_rope_store_ref
 from worker.drafts.draft_draws import DraftDraws, draw_drafts
+from worker.draw.changes import keep_likely
 from worker.draw.logprobs import logprobs, logprobs_ref
-from worker.draw.sampler import SamplingRows, change, draw_ref, keep_likely
+from worker.draw.sampler import SamplingRows, change, draw_ref
 from worker.draw.sampler_triton import draw_triton
 from worker.forward.draws import Changes
 from worker.ops.best_pairs import VocabPart

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.http.exchange import PROBES
+from router.http.table import PROBES
 from tests.helm import metrics
 from tests.helm.charts import (
     NAMES,

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 import router.dispatch.claims
 from router.dispatch.members import MIN_AHEAD
-from router.dispatch.queue import INNOCENT_TOKENS, MAX_ABSENT
+from router.dispatch.suspect import INNOCENT_TOKENS, MAX_ABSENT
 from router.dispatch.turns import NUM_TIMED
 from router.http.app import RouterServer
 from tests.fault.router_doubles import (
@@ -315,7 +315,7 @@ def test_request_present_at_two_deaths_is_not_tried_a_third_time(
         victim, *left = holder_and_other(left)
         victim.chunk(*victim.take(), ids[at : at + num_tokens], at=at)
         (req,) = router.front.dispatcher._reqs.values()
-        wait_until(lambda at=at, req=req: req.has_row and came(router) == at + num_tokens)
+        wait_until(lambda at=at, req=req: req.suspect.has_row and came(router) == at + num_tokens)
         router.update_members([double.member for double in left])
     if num_tokens:
         assert ended(future) == ("abcd", None, "internal_error")

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from router.observe.metrics import RouterMetrics
 from router.text import encoder
-from router.text.encoder import Encoder
+from router.text.encoder import Encoder, cut_pattern
 from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from tests.support.tokenizer_kinds import END, MAKERS, START, encode_by, made, texts
@@ -95,7 +95,9 @@ def test_a_wrong_cut_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above is worth something: a cut before a token that takes spaces along breaks it."""
     tokenizer, _ = made("bytes")
     monkeypatch.setattr(encoder, "_looks_back", lambda token: False)
-    wrong = Encoder(encode_by(tokenizer), tokenizer, {}, {"<|left|>"}, 1 << 20)
+    wrong = Encoder(
+        encode_by(tokenizer), tokenizer, cut_pattern(tokenizer, {}, {"<|left|>"}), 1 << 20
+    )
     text = "the cat  <|left|> sat"
     wanted = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
     assert wrong.encode(text, add_special_tokens=False) != wanted
@@ -144,8 +146,8 @@ def test_a_chat_s_second_turn_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_bytes(max_bytes: int) -> tuple[Tokenizer, Encoder]:
     tokenizer, _ = made("bytes")
-    described = json.loads(tokenizer.to_str())
-    return tokenizer, Encoder(encode_by(tokenizer), tokenizer, described, {START}, max_bytes)
+    cuts = cut_pattern(tokenizer, json.loads(tokenizer.to_str()), {START})
+    return tokenizer, Encoder(encode_by(tokenizer), tokenizer, cuts, max_bytes)
 
 
 def test_it_keeps_what_was_asked_for_last_within_its_bytes() -> None:

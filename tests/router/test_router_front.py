@@ -12,8 +12,8 @@ from openai.types import Model
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.cli import main
+from router.http.api import is_slow
 from router.http.keys import read_keys
-from router.http.routes import is_slow
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak, wait_until
 from worker.errors import UserError

@@ -21,7 +21,8 @@ from starlette.types import Receive, Scope, Send
 from router.config import RouterConfig
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
-from router.dispatch.policy import policy
+from router.dispatch.policy import Fleet, policy
+from router.http.admission import Admission
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
 from router.openai.served import Served
@@ -43,7 +44,7 @@ from worker.api import (
     encode,
 )
 
-NUM_BODIES = 3_000  # a real cluster gets more: tests/e2e/test_fuzz.py
+NUM_BODIES = 3_000  # a real cluster gets more: tests/fault/fuzz_http.py
 NUM_AT_ONCE = 16
 MAX_BODY_BYTES = 100_000
 WORKER = Member("decode-0", "decode", "x", "tcp://127.0.0.1:1")
@@ -110,7 +111,7 @@ async def one(client: httpx.AsyncClient, path: str, raw: bytes, counts: Counter[
 def front_of(directory: Path, wire: LoopWire, max_body_bytes: int) -> Front:
     config, members = RouterConfig(max_body_bytes=max_body_bytes), Members()
     metrics = RouterMetrics("small", "router-0")
-    dispatcher = Dispatcher(config, wire, members, policy(config.policy), metrics)  # type: ignore[arg-type]
+    dispatcher = Dispatcher(config, Fleet(wire, members, policy(config.policy)), metrics)  # type: ignore[arg-type]
     wire.dispatcher = dispatcher
     dispatcher.update_members([WORKER])
     stats = WorkerStats(max_num_reqs=10_000, num_free_pages=100_000, num_pages=100_000)
@@ -125,7 +126,7 @@ async def rounds(
     """Ask everything; returns how often each status came."""
     wire = LoopWire()
     front = front_of(directory, wire, max_body_bytes)
-    app, counts = application(front), Counter[int]()
+    app, counts = application(front, Admission(front)), Counter[int]()
 
     async def connected(scope: Scope, receive: Receive, send: Send) -> None:
         await app({**scope, "outlet": NO_OUTLET}, receive, send)

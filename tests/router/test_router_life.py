@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 
+from router.http.admission import Admission
 from router.http.connection import LimitedProtocol
-from router.http.exchange import GENERATING
 from router.http.garbage import FEW, IDLE_LOOKS, MAX_YOUNG, MIN_YOUNG, USUAL, Collector, is_due
-from router.http.room import Room
+from router.http.table import GENERATING
 from router.http.turn import MAX_TURN_EVENTS
 from router.openai.body import Prepared
 from router.openai.prepare import Preparer
@@ -66,13 +66,13 @@ def test_refusals_by_the_head_are_those_of_the_routes(
     double, url, _ = serve(DecodeDouble(), max_inflight=1)
     first = ask(url)
     item = double.take()
-    calls, room = Counter[str](), Room.__call__
+    late_ones, check = list[str](), Admission.check
 
-    async def counted(layer: Room, scope: Any, *rest: Any) -> None:
-        calls[scope["method"]] += 1
-        await room(layer, scope, *rest)
+    def counted(admission: Admission, client: str) -> None:
+        late_ones.append(client)
+        check(admission, client)
 
-    monkeypatch.setattr(Room, "__call__", counted)
+    monkeypatch.setattr(Admission, "check", counted)
     for path in GENERATING:
         with httpx.Client(timeout=HANG_S, headers={"x-request-id": "me"}) as client:
             early = client.post(url + path, content=b"{no JSON")
@@ -86,7 +86,7 @@ def test_refusals_by_the_head_are_those_of_the_routes(
             one.headers.pop("date")
         beside = {name for name, _ in late.headers.items() - early.headers.items()}
         assert all(name.startswith("access-control-") or name == "vary" for name in beside), beside
-    assert calls == {"GET": len(GENERATING), "POST": len(GENERATING)}
+    assert late_ones == [""] * len(GENERATING)
     speak(ids)(double, *item)
     assert ended(first) == ("abcdefgh", "stop", None)
 

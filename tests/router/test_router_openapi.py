@@ -10,7 +10,7 @@ import httpx
 import jsonschema
 import pytest
 
-from router.http.access import ORDERS, PAGES
+from router.http.table import OPERATIONS, ROUTES, Guard, guard_of
 from tests.fault.router_doubles import HANG_S, TOLD_STAGES, Serve, Served, speak
 
 SCRIPT = speak([5, 6], stages=TOLD_STAGES)
@@ -131,10 +131,22 @@ def test_every_operation_is_in_a_group_of_its_kind(document: dict[str, Any]) -> 
 
 def test_every_path_for_operators_is_there_and_says_who_may(document: dict[str, Any]) -> None:
     said = {path: operation.get("description", "") for path, _, operation in operations(document)}
-    for path in (*PAGES, f"{ORDERS}drain", f"{ORDERS}role"):
-        if path != "/dashboard":  # a page
-            assert "admin=yes" in said[path]
-    assert "admin=yes" not in said["/v1/models"]
+    assert {path for path, text in said.items() if "admin=yes" in text} == {
+        route.path for route in OPERATIONS if route.guard in (Guard.OPERATOR, Guard.ADMIN)
+    }
+    assert {"/metrics", "/config", "/load", "/admin/drain", "/admin/role"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+    ("path", "guard"),
+    [("/", Guard.OPEN), ("/nothing", Guard.OPEN), ("/docs/static/a.css", Guard.OPEN),
+     ("/v1/nothing", Guard.KEYED), ("/v1/models/a/b", Guard.KEYED), ("/metrics/x", Guard.OPERATOR),
+     ("/dashboard/static/a.css", Guard.OPERATOR), ("/dashboard/responses/a", Guard.ROUTER),
+     ("/admin/nothing", Guard.ADMIN)],
+)  # fmt: skip
+def test_what_lies_below_a_path_has_its_guard(path: str, guard: Guard) -> None:
+    assert guard_of(path) is guard
+    assert all(guard_of(route.path) is route.guard for route in ROUTES if "{" not in route.path)
 
 
 def test_the_root_says_what_this_is(url: str) -> None:

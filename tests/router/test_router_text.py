@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from router.text.output import OutputText, StopMatcher, WindowDetokenizer
+from router.text.output import Ends, OutputText, StopMatcher, WindowDetokenizer
 from router.text.tokenizer import ChatTemplate, Text, text_of_parts
 from tests.fault.router_doubles import make_model
 from tests.support.prompts import TINY
@@ -77,8 +77,8 @@ def test_stop_strings_are_found_wherever_tokens_and_chunks_are_cut(
     text: Text, sample: str, stops: list[str], seed: int
 ) -> None:
     tokens = list(text.encode(sample, add_special_tokens=False))
-    found, num_tokens = through(text.output((), stop=stops), splits(tokens, seed))
-    one_by_one = through(text.output((), stop=stops), [[token] for token in tokens])
+    found, num_tokens = through(text.output((), Ends(stops)), splits(tokens, seed))
+    one_by_one = through(text.output((), Ends(stops)), [[token] for token in tokens])
     assert (found, num_tokens) == one_by_one
     expected = earliest(sample, stops)
     assert found == (sample if expected is None else expected)
@@ -98,7 +98,7 @@ def test_only_a_possible_beginning_of_a_stop_string_is_held_back() -> None:
 
 def test_min_tokens_puts_stop_strings_off(text: Text) -> None:
     tokens = [text.encode(char, add_special_tokens=False)[0] for char in "axbxc"]
-    assert through(text.output((), stop=["x"], min_tokens=2), [tokens]) == ("axb", 4)
+    assert through(text.output((), Ends(["x"], min_tokens=2)), [tokens]) == ("axb", 4)
 
 
 def test_window_detokenizer_agrees_with_a_sentencepiece_decoder() -> None:
@@ -175,7 +175,7 @@ def test_ids_that_only_the_model_knows_leave_no_text(tmp_path: Path) -> None:
     text = Text(tmp_path)
     known = text.encode("Tom has 3 apples", add_special_tokens=False)
     tokens = [known[0], 150_000, *known[1:], 1500, 151_935]
-    for output in (text.output([5, 140_000]), text.output([5], stop=["zz"])):
+    for output in (text.output([5, 140_000]), text.output([5], Ends(["zz"]))):
         assert output.feed(tokens).text + output.finish() == "Tom has 3 apples"
     assert text.decode(tokens) == "Tom has 3 apples"
     assert (text.piece(150_000), text.token_bytes(150_000)) == ("", b"")

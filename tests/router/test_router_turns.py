@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.turns import figures
 from router.dispatch.turns import LATELY_S, LIFT, MIN_TIMED, OUTPUT_WEIGHT, SLACK, Turns
+from tests.support.simulated_turns import figures
 
 
 @dataclass(eq=False)

@@ -24,6 +24,7 @@ from worker.run.chunks import padded_shape
 from worker.run.eager import EagerChunks
 from worker.run.piecewise import PiecewiseChunks
 from worker.schedule.decode import DecodeScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
 from worker.start.build import Place, build_engine
 from worker.start.engine import Engine
@@ -70,16 +71,15 @@ def serve(
 ) -> tuple[list[list[int]], set[int]]:
     """Decode all prompts to their ends; the answers, and all pages that were ever theirs."""
     eos_ids = frozenset(engine.shape.eos_token_ids)
-    scheduler = DecodeScheduler(
-        engine.book, engine.config.engine, eos_ids, grain=engine.shape.grain
-    )
+    queues = DecodeQueues(engine.book, engine.config.engine, grain=engine.shape.grain)
+    scheduler = DecodeScheduler(queues, eos_ids)
     scheduler.step = STEPS[0]
     scheduler.widths = AnyWidth(widths, random.Random(3))
     reqs, owned, pending = [], set(), None
     for number, (prompt, sampling) in enumerate(zip(prompts, wanted, strict=True)):
         req = Req(str(number), 1, "t", list(prompt), len(prompt), sampling, float("inf"))
-        assert scheduler.admit(req)
-        scheduler.prefill_locally(req)
+        assert queues.admit(req)
+        queues.prefill_locally(req)
         reqs.append(req)
     live = set(reqs)
     while live or pending is not None:
@@ -91,7 +91,7 @@ def serve(
                 pending.plan.step, engine.runner.settle(pending).drawn
             ):
                 if reason is not None:
-                    scheduler.finish(req)
+                    queues.finish(req)
                     live.discard(req)
         pending = step
     STEPS[0] = scheduler.step

@@ -1,5 +1,6 @@
 """Which files of worker/ run during one step of a decode worker; see tests.support.structure."""
 
+import math
 import sys
 import threading
 from pathlib import Path
@@ -31,6 +32,7 @@ def files_of_a_step() -> dict[str, int]:
     def counted(events: list) -> float:
         nonlocal number
         number += bool(loop.requests.reqs)
+        loop.requests.sweep_at = math.inf  # a sweep is no part of a step
         return turn(events)
 
     loop.turn = counted

@@ -22,6 +22,7 @@ from tests.support.prompts import problem_ids
 from tests.support.pulls import WrappedPeer, WrappedPull
 from tests.support.shallow import shallow
 from worker.api import FinishReason, PeerId, Sampling
+from worker.run.flight import Step
 from worker.transfer.base import Pull, PullState
 
 ROWS = 8
@@ -200,17 +201,23 @@ class Delays:
         """Before and after a layer group is said to be final, between launching a step and settling
         the one before, and around the wait itself.
         """
-        real = runner.launch
+        real, real_tail = runner.launch, runner.launch_tail
 
         def launch(plan: Any, groups: Any = None, shape: Any = None) -> Any:
             if groups is not None:
                 self._wrap(groups, "on_layer", delay)
             step = real(plan, groups, shape)
-            self._wrap(step, "wait", self._sleep)
+            if isinstance(step, Step):
+                self._wrap(step.outcome, "wait", self._sleep)
             self._sleep()
             return step
 
-        runner.launch = launch
+        def launch_tail(*args: Any) -> Step:
+            step = real_tail(*args)
+            self._wrap(step.outcome, "wait", self._sleep)
+            return step
+
+        runner.launch, runner.launch_tail = launch, launch_tail
 
     def _sleep(self) -> None:
         time.sleep(self._host.choice([0.0, 0.0, SHORT_S / 4, SHORT_S]))

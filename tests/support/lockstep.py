@@ -26,7 +26,7 @@ from worker.plan import Drawn
 from worker.prefill import PrefillLoop
 from worker.schedule.decode import DecodeScheduler, Settled
 from worker.start.build import Place, build_engine
-from worker.start.engine import Engine
+from worker.start.engine import Addresses, Engine
 
 ROUTER, DECODE, PREFILL = "router/1", "decode-0/i", "prefill-0/i"
 LINK_POLL_S = 1e-3
@@ -132,7 +132,7 @@ class Lockstep:
         if num_prefill:
             engine = self._engine(PREFILL, sections)
             self.loops[PREFILL] = PrefillLoop(engine, self._post(PREFILL), "i")
-            member = engine.member("prefill-0", "i", "", "", (engine.endpoint(),))
+            member = engine.member("prefill-0", "i", Addresses("", "", ""), (engine.endpoint(),))
             self._post(DECODE).post(MembersChanged((member,)))
         for loop in self.loops.values():
             loop.flight.waits = False

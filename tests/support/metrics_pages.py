@@ -22,8 +22,9 @@ from router.text.tokenizer import Text
 from tests.support.prompts import TINY
 from worker.api import Member, WorkerStats
 from worker.keyring import Refusals
-from worker.observe.meter import StepMeter, WindowCounts
+from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics, watch_wire
+from worker.observe.window_counts import WindowCounts
 
 DOCUMENT = Path(__file__).parents[2] / "router" / "METRICS.md"
 HEAD = "## Families\n"  # from here on the document is generated

@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 from cluster.config import ClusterConfig
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica
-from cluster.sites.process import Links, Membership, Process, Record, Report, Site, Stage
+from cluster.sites.process import (
+    Links,
+    Membership,
+    Process,
+    Record,
+    Report,
+    Site,
+    Stage,
+    Surroundings,
+)
 from worker.api import Member, PeerId, Role
 from worker.errors import PeerLost
 
@@ -143,8 +152,11 @@ class Monitored:
         if http:  # addresses that answer no pings
             self.site.addresses = dict.fromkeys(names, "http://127.0.0.1:8000")
         replicas = [Replica(name, role_of(name)) for name in names]
-        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, controller=controller(1))
+        self.monitor = Monitor(replicas, self._around(1))
         self.log = self.site.log
+
+    def _around(self, number: int) -> Surroundings:
+        return Surroundings(self.site, self.links, CONFIG, number, controller(number))
 
     @classmethod
     async def started(cls, *names: str, http: bool = False) -> "Monitored":
@@ -160,7 +172,7 @@ class Monitored:
         replicas = [Replica.of(record, living.get(record.name)) for record in records]
         self.links.peers.clear()
         self.log.clear()
-        self.monitor = Monitor(replicas, self.site, self.links, CONFIG, 2, controller(2))
+        self.monitor = Monitor(replicas, self._around(2))
         self.monitor.adopt()
 
     def _end_of(self, monitor: Monitor) -> None:

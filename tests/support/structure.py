@@ -50,7 +50,7 @@ class Tree:
     def imports(self) -> dict[str, frozenset[str]]:
         """Module -> every dotted name that it imports."""
         return {
-            module: frozenset(imported(module, path, tree_of(path), for_types=self._for_types))
+            module: frozenset(imported(module, path, nodes_of(path), for_types=self._for_types))
             for module, path in self.modules.items()
         }
 
@@ -83,7 +83,7 @@ class Tree:
 
 # Modules that are one room: what every process shares, and the page of decode with its requests.
 TOGETHER = dict.fromkeys(
-    ("api", "config", "errors", "keyring", "plan", "registry", "wire"), "contract"
+    ("api", "config", "errors", "keyring", "plan", "registry", "seldom", "wire"), "contract"
 ) | {"requests": "decode"}
 
 
@@ -97,32 +97,38 @@ def room_of(module: str) -> str | None:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+def nodes_of(path: Path) -> tuple[tuple[ast.AST, bool], ...]:
+    """What `walk` yields of a file, whose module is the first node."""
+    return tuple(walk(ast.parse(path.read_text(), str(path))))
 
 
-def under(root: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run, `if TYPE_CHECKING` bodies left out."""
-    left = [root]
+def walk(root: ast.Module) -> Iterator[tuple[ast.AST, bool]]:
+    """The nodes, and whether they run: those of `if TYPE_CHECKING` bodies do not."""
+    left: list[tuple[ast.AST, bool]] = [(root, True)]
     while left:
-        node = left.pop()
-        yield node
-        for child in ast.iter_child_nodes(node):
-            hidden = isinstance(child, ast.If) and _last_name(child.test) == "TYPE_CHECKING"
-            left += child.orelse if hidden else [child]
+        node, runs = left.pop()
+        yield node, runs
+        for_types = isinstance(node, ast.If) and _last_name(node.test) == "TYPE_CHECKING"
+        hidden = set(map(id, node.body)) if for_types else ()
+        children = ast.iter_child_nodes(node)
+        left += [(child, runs and id(child) not in hidden) for child in children]
 
 
 def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def imported(module: str, path: Path, tree: ast.Module, *, for_types: bool = False) -> set[str]:
+def imported(
+    module: str, path: Path, nodes: Iterable[tuple[ast.AST, bool]], *, for_types: bool = False
+) -> set[str]:
     """Every dotted name that the module imports, `from a import b` as a and a.b.
 
-    for_types: with what `if TYPE_CHECKING` imports.
+    nodes: see `walk`; for_types: with what `if TYPE_CHECKING` imports.
     """
     names: set[str] = set()
-    for node in ast.walk(tree) if for_types else under(tree):
+    for node, runs in nodes:
+        if not (runs or for_types):
+            continue
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -150,7 +156,7 @@ def wide_functions(tree: Tree, num: int = 6) -> list[tuple[str, int]]:
     """(where, number of parameters) of each function that has `num` and more."""
     wide = []
     for path in tree.modules.values():
-        for node in ast.walk(tree_of(path)):
+        for node, _ in nodes_of(path):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             args = node.args
@@ -199,29 +205,36 @@ def digraph(graph: Mapping[str, Iterable[str]]) -> networkx.DiGraph:
     return networkx.DiGraph({node: list(others) for node, others in graph.items()})
 
 
+def figures(tree: Tree) -> dict[str, float]:
+    """Name -> what of a checkout has a cap: lines by folder, and what makes reading slow."""
+    found: dict[str, float] = {package: sum(tree.lines(package)) for package in PACKAGES}
+    found["product"] = product = sum(found.values())
+    for folder in ("tests", "benchmarks"):
+        files = tracked(tree.root, f"{folder}/*.py")
+        found[folder] = sum(len(path.read_text().splitlines()) for path in files)
+    found["tests / product"] = found["tests"] / product
+    found["wide functions"] = len(wide_functions(tree))
+    texts = (path.read_text() for path in tree.modules.values())
+    found["each"] = sum(len(re.findall(r"\beach\b", text)) for text in texts)
+    rooms = tree.rooms()
+    found["rooms"], found["arrows"] = len(rooms), sum(map(len, rooms.values()))
+    return found
+
+
 def main(root: Path) -> None:
     tree = Tree(root)
     for package in PACKAGES:
         sizes = tree.lines(package)
-        print(
-            f"{package}: {len(sizes)} files, {sum(sizes)} lines, "
-            f"median {sizes[len(sizes) // 2]}, longest {sizes[-1]}"
-        )
-    print(f"product: {sum(sum(tree.lines(package)) for package in PACKAGES)} lines")
-    for folder in ("tests", "benchmarks"):
-        files = tracked(root, f"{folder}/*.py")
-        num_lines = sum(len(path.read_text().splitlines()) for path in files)
-        print(f"{folder}: {len(files)} files, {num_lines} lines")
+        median, longest = sizes[len(sizes) // 2], sizes[-1]
+        print(f"{package}: {len(sizes)} files, median {median} lines, longest {longest}")
+    for name, number in figures(tree).items():
+        print(f"{name}: {number:.5g}")
     groups = num_words(root)
     print(f"Markdown: {sum(sum(pages.values()) for pages in groups.values())} words")
     for group, pages in groups.items():
         print(f"  {group}: {len(pages)} files, {sum(pages.values())} words")
-    print(f"functions of six parameters or more, kernels apart: {len(wide_functions(tree))}")
-    rooms = tree.rooms()
-    num_arrows = sum(len(others) for others in rooms.values())
-    circles = knots(rooms)
-    floors = "a circle" if circles else f"{num_floors(rooms)} floors"
-    print(f"worker: {len(rooms)} rooms, {num_arrows} arrows, {floors}")
+    circles = knots(rooms := tree.rooms())
+    print("floors:", "a circle" if circles else num_floors(rooms))
     for circle in circles:
         print("circle:", *circle)
 

@@ -18,7 +18,7 @@ from tokenizers import (
 )
 
 from router.text.backend import Encode, TokenizerFile, encode_of
-from router.text.encoder import Encoder
+from router.text.encoder import Encoder, cut_pattern
 from tests.support.prompts import TINY
 
 START, END = "<|start|>", "<|end|>"
@@ -140,9 +140,8 @@ def made(kind: str) -> tuple[Tokenizer, Encoder]:
     if kind not in MADE:
         tokenizer = MAKERS[kind]()
         begins = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
-        described = json.loads(tokenizer.to_str())
-        encode = encode_by(tokenizer)
-        MADE[kind] = tokenizer, Encoder(encode, tokenizer, described, begins, 1 << 20)
+        cuts = cut_pattern(tokenizer, json.loads(tokenizer.to_str()), begins)
+        MADE[kind] = tokenizer, Encoder(encode_by(tokenizer), tokenizer, cuts, 1 << 20)
     return MADE[kind]
 
 

@@ -15,7 +15,7 @@ from worker.api import Sampling
 from worker.ops.jit import HAS_TRITON
 from worker.plan import Chunk, Plan, RowPages, RowStart
 from worker.step import chunk_rows, chunk_rows_triton
-from worker.step.buffers import BatchBuffers
+from worker.step.buffers import BatchBuffers, BatchShape
 from worker.step.state import StateShape, StepState
 
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ if not INTERPRETED:
 
     def test_pages_for_which_an_upload_has_no_room_are_applied_all_the_same() -> None:
         state = state_of(5)
-        buffers = BatchBuffers(state, PAGE_SIZE, 5)
+        buffers = BatchBuffers(state, BatchShape(PAGE_SIZE, 5))
         pages = tuple(RowPages(row, 0, tuple(range(8 * row, 8 * row + 8))) for row in range(1, 6))
         chunks = tuple(Chunk(row, 127, (row,)) for row in range(1, 6))
         batch = buffers.chunks(Plan(1, pages=pages, chunks=chunks, max_seq_len_ub=128))
@@ -87,7 +87,7 @@ if not INTERPRETED:
     def test_a_batch_is_read_in_place_and_its_lines_are_aligned() -> None:
         """Graphs read fixed addresses; kernels are compiled anew for pointers off 16 bytes."""
         state = state_of(9)
-        buffers = BatchBuffers(state, PAGE_SIZE, 9)
+        buffers = BatchBuffers(state, BatchShape(PAGE_SIZE, 9))
         at = buffers.blank_chunk(9).slot_mapping.data_ptr()
         for num_tokens in range(1, 9):
             for num_reqs in range(1, num_tokens + 1):
@@ -214,7 +214,7 @@ def test_any_plan_of_chunks_is_as_if_its_pages_had_come_first(order, monkeypatch
         state = state_of(rng.randint(1, 9), max_pages)
         table, num_rows = state.page_table, len(state.active) - 1
         table[1:] = torch.arange(1, 1 + num_rows * max_pages).view(num_rows, -1)
-        buffers = BatchBuffers(state, PAGE_SIZE, max_tokens)
+        buffers = BatchBuffers(state, BatchShape(PAGE_SIZE, max_tokens))
         for _ in range(3):
             plan = random_plan(rng, num_rows, max_pages, max_tokens)
             wanted = table.clone()

@@ -1,5 +1,6 @@
 """The configuration tree: sources, error messages, size."""
 
+from itertools import product
 from operator import attrgetter
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from cluster.resolve import (
     ROLES,
     bundle_of,
     counts,
+    num_cpus,
     reserved,
     with_collective,
     with_devices,
     with_transport,
 )
-from cluster.serve.launch import num_cpus
 from tests.support.commands import REPOSITORY
 from worker.errors import UserError
 
@@ -199,6 +200,22 @@ def test_shm_and_nvlink_are_chosen_only_where_they_reach_everybody(
     assert (chosen.name, chosen.kind) == transport
     told = [text for text in notes if "cannot read each other's memory" in text]
     assert len(told) == (peer_access is False and not sets)
+
+
+def test_mooncake_s_tcp_is_taken_by_its_name_only() -> None:
+    kinds = ("auto", "shm", "tcp", "rdma", "nvlink")
+    for kind, has_gpus, nodes, peer_access in product(
+        kinds, (True, False), ("a", "ab"), (True, False, None)
+    ):
+        config = with_devices(load(None, [f"transport.kind={kind}"]), has_gpus=has_gpus)
+        chosen = with_transport(config, nodes, peer_access=peer_access).transport
+        assert (chosen.name, chosen.kind) != ("mooncake", "tcp")
+        assert chosen.name != "mooncake" or chosen.kind in ("rdma", "nvlink")
+    for kind in ("auto", "tcp"):
+        sets = ["transport.name=mooncake", f"transport.kind={kind}"]
+        config = with_devices(load(None, sets), has_gpus=True)
+        chosen = with_transport(config, "ab").transport
+        assert (chosen.name, chosen.kind) == ("mooncake", "tcp")
 
 
 def test_every_rank_counts() -> None:

@@ -11,7 +11,7 @@ import pytest
 from cluster.control.monitor import Monitor
 from cluster.control.replicas import Replica, State
 from cluster.sites.handles import Identity, Rank, RayProcess
-from cluster.sites.process import Process, Report, Site
+from cluster.sites.process import Process, Report, Site, Surroundings
 from tests.support.asynchronous import asynchronous
 from tests.support.monitored import CONFIG, LinksDouble
 from worker.api import Member
@@ -208,7 +208,7 @@ class RankedSite(Site):
 
 
 def monitor_of(site: RankedSite) -> Monitor:
-    return Monitor([Replica("decode-0", "decode")], site, LinksDouble(), CONFIG)
+    return Monitor([Replica("decode-0", "decode")], Surroundings(site, LinksDouble(), CONFIG))
 
 
 @asynchronous

@@ -127,7 +127,10 @@ def test_ranks_sum_by_gloo_on_the_cpu_and_as_they_are_told_on_gpus() -> None:
 def test_resolved_depends_on_the_device() -> None:
     cpu, cuda = resolved(config(), CPU), resolved(config(), CUDA)
     assert (cpu.model.dtype, cpu.kv.page_size, cpu.transport.kind) == ("float32", 16, "shm")
-    assert (cuda.model.dtype, cuda.kv.page_size, cuda.transport.kind) == ("bfloat16", 64, "tcp")
+    assert (cuda.model.dtype, cuda.kv.page_size) == ("bfloat16", 64)
+    for kind, transport in (("auto", ("sockets", "tcp")), ("nvlink", ("mooncake", "nvlink"))):
+        chosen = resolved(config(transport={"kind": kind}), CUDA).transport
+        assert (chosen.name, chosen.kind) == transport
     assert (cpu.engine.threads, cuda.engine.threads) == (6, 32)
     assert cpu.engine.max_num_reqs == 64
     on_cpu = resolved(config(engine={"device": "cpu"}), CUDA)

@@ -159,8 +159,8 @@ else:
         for table in (((4 * KIB, ONE_SHOT), (32 * KIB, TWO_SHOT)), ((32 * KIB, ONE_SHOT),)):
             collective.table = table
             for bias in (False, True):
-                linear = RowParallelLinear("o", 64, 256, placement, bias=bias)
-                linear.weight.tensor.copy_(weight[:, half])
+                linear = RowParallelLinear("o", (256, 64), placement, bias=bias)
+                linear.weight.values.copy_(weight[:, half])
                 if linear.bias is not None:
                     linear.bias.copy_(weight[:, 0])
                 wanted = x @ weight.T + (weight[:, 0] if bias else 0.0)

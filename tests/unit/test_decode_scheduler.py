@@ -21,8 +21,9 @@ from worker.cache.book import Hold, PageBook
 from worker.config import EngineConfig
 from worker.errors import OutOfPages
 from worker.plan import Drawn, Plan, RowStart
-from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Phase, Req, finish_reason
+from worker.schedule.decode import DecodeScheduler, finish_reason
+from worker.schedule.queues import DecodeQueues
+from worker.schedule.req import Phase, Req
 
 VOCAB = 40
 EOS = frozenset({0, 1})
@@ -220,8 +221,9 @@ class Simulation:
             step_tokens=load.chunk,
         )
         widths = AnyWidth(load.widths, self.random)
-        self.scheduler = DecodeScheduler(self.book, engine, EOS, widths=widths)
-        self.scheduler.on_preempt = lambda _: self.counts.update(("preemptions",))
+        self.queues = DecodeQueues(self.book, engine)
+        self.scheduler = DecodeScheduler(self.queues, EOS, widths)
+        self.queues.on_preempt = lambda _: self.counts.update(("preemptions",))
         longest = load.max_prompt + load.max_output + max(load.widths)
         max_pages = -(-longest // load.page_size) + 1
         self.device = Device(load.rows, load.num_pages, load.page_size, max_pages, load.span)
@@ -271,10 +273,10 @@ class Simulation:
         """As worker.requests.admission.Admission.place."""
         if req.num_computed_tokens == len(req.tokens) - 1:
             self.counts["cached"] += 1
-            self.scheduler.make_ready(req)
+            self.queues.make_ready(req)
         elif not self.scripts[req].remote:
             self.counts["local"] += 1
-            self.scheduler.prefill_locally(req)
+            self.queues.prefill_locally(req)
         else:
             draws = self.random.random() < 0.5
             num_stored = len(req.tokens) - (not draws)
@@ -298,7 +300,7 @@ class Simulation:
         while self.backlog:
             req, script = self.backlog[0]
             before = self.book.num_reserved, self.book.num_holds, self.book.num_available
-            if not self.scheduler.admit(req):
+            if not self.queues.admit(req):
                 after = self.book.num_reserved, self.book.num_holds, self.book.num_available
                 assert (before, req.hold) == (after, None)
                 break
@@ -307,20 +309,20 @@ class Simulation:
             self.place(req)
         self.maybe_end_early()
         self.move_pulls()
-        for req in list(self.scheduler.preempted):
-            if not self.scheduler.admit(req):
+        for req in list(self.queues.preempted):
+            if not self.queues.admit(req):
                 break
             self.place(req)
         if self.in_flight and rnd.random() > self.load.overlap:
             self.settle()
-        decodable = [req for req in self.scheduler.running.values() if self.may_decode(req)]
-        had_work = self.scheduler.has_work
+        decodable = [req for req in self.queues.running.values() if self.may_decode(req)]
+        had_work = self.queues.has_work
         plan = self.scheduler.plan()
         moves = plan is not None or bool(self.in_flight)
         assert had_work or plan is None, "a step without work"
         self.num_stuck = 0 if moves or not had_work else self.num_stuck + 1
         assert self.num_stuck <= 1, "work, and no step: a healthy worker would be killed"
-        assert not any(req.num_in_flight for req in self.scheduler.preempted), "left too early"
+        assert not any(req.num_in_flight for req in self.queues.preempted), "left too early"
         alternates = plan is None or not plan.chunks or not decodable
         self.num_chunk_steps = 0 if alternates else self.num_chunk_steps + 1
         assert self.num_chunk_steps <= 1, "rows stand still for two chunk steps in a row"
@@ -332,7 +334,7 @@ class Simulation:
         self.check()
 
     def may_decode(self, req: Req) -> bool:
-        leaving = req in self.scheduler.leaving
+        leaving = req in self.queues.leaving
         return not leaving and len(req.tokens) + req.num_in_flight < req.max_len
 
     def maybe_end_early(self) -> None:
@@ -394,10 +396,10 @@ class Simulation:
             self.end(req)
         elif pull.num_landed >= num_wanted:
             self.counts["fetched"] += 1
-            self.scheduler.make_ready(req)
+            self.queues.make_ready(req)
         else:
             self.counts["fallback"] += 1
-            self.scheduler.prefill_locally(req)
+            self.queues.prefill_locally(req)
 
     def bind_pull(self, pull: Pull) -> None:
         hold = pull.req.hold
@@ -430,7 +432,7 @@ class Simulation:
     # The device.
 
     def launch(self, plan: Plan) -> None:
-        running = self.scheduler.running
+        running = self.queues.running
         rows = plan.decode or tuple(chunk.row for chunk in plan.chunks)
         assert len(set(rows)) == len(rows) > 0
         assert not (plan.decode and plan.chunks)
@@ -555,8 +557,8 @@ class Simulation:
 
     def end(self, req: Req) -> None:
         assert req.phase is not Phase.FINISHED
-        self.scheduler.finish(req)
-        self.scheduler.finish(req)  # a second call does nothing
+        self.queues.finish(req)
+        self.queues.finish(req)  # a second call does nothing
         assert req.phase is Phase.FINISHED
         assert req.hold is None
         assert req.row == 0
@@ -581,8 +583,8 @@ class Simulation:
             assert (req.hold is None) == (req.phase is Phase.PREEMPTED)
             if req.hold is not None and self.load.span:
                 self.check_window(req.hold)
-            assert req.phase is not Phase.RUNNING or scheduler.running[req.row] is req
-        arrivals = [req.arrival for req in scheduler.preempted]
+            assert req.phase is not Phase.RUNNING or scheduler.queues.running[req.row] is req
+        arrivals = [req.arrival for req in scheduler.queues.preempted]
         assert arrivals == sorted(arrivals)
 
     def check_window(self, hold: Hold) -> None:
@@ -612,7 +614,12 @@ class Simulation:
 
 
 def held_by(scheduler: DecodeScheduler) -> list[Req]:
-    return [*scheduler.local, *scheduler.ready, *scheduler.running.values(), *scheduler.preempted]
+    return [
+        *scheduler.queues.local,
+        *scheduler.queues.ready,
+        *scheduler.queues.running.values(),
+        *scheduler.queues.preempted,
+    ]
 
 
 NUM_STEPS = 4_000 if pairwise.whole else 1_600

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support import identity
 from worker.config import ModelConfig
+from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
 from worker.model.layers import Placement
 from worker.model.load import load_model
@@ -144,6 +145,8 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
                 other: object = value + "x"
             case tuple():
                 other = (7,)
+            case None if field.name == "quantization":
+                other = Quantization("e4m3", 128)
             case None:
                 other = "another"
             case _:
@@ -157,7 +160,7 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
 def test_noise_follows_from_seed_dtype_and_device() -> None:
     f32, bf16, cuda = torch.float32, torch.bfloat16, torch.device("cuda")
     kinds = (0, f32, CPU), (0, f32, CPU), (1, f32, CPU), (0, bf16, CPU), (0, f32, cuda)
-    assert len({dummy_digest(*each) for each in kinds}) == 4
+    assert len({dummy_digest(*each) for each in (*kinds, (0, f32, CPU, "e4m3"))}) == 5
 
 
 def test_a_drafter_joins_the_digest_by_its_name() -> None:

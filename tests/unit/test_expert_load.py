@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from worker.config.checkpoint.experts import ExpertShape, Held
-from worker.ops.experts.load import ExpertLoads, Load
+from worker.observe.fresh import Fresh
+from worker.ops.experts.load import Load, load_of
 from worker.ops.experts.route import new_load, route_ref
 
 
@@ -17,14 +18,14 @@ def test_readings_are_of_all_layers_and_steps_of_this_rank() -> None:
         for _ in range(3):
             route_ref(10 * gate[experts], gate, slots, 64, shape, held, load)
     # The first layer met experts 1 and 2, of which 1 had 2 of 3 tokens; 0 is another rank's.
-    read = ExpertLoads(loads).read()
+    read = load_of(loads)
     assert read[:2] == (6, 9)
     assert read.busiest_share == pytest.approx((2 / 3 + 1) / 2)
 
 
 def test_readings_of_nothing() -> None:
     loads = [new_load(Held(0, 2), torch.device("cpu"))]
-    readings = ExpertLoads(loads)
-    assert readings.read() == Load(0, 0, 0.0)
+    load = Fresh(lambda: load_of(loads))
+    assert load.get() == Load(0, 0, 0.0)
     loads[0] += 5
-    assert readings.read() == Load(0, 0, 0.0)  # of the same scrape
+    assert load.get() == Load(0, 0, 0.0)  # of the same scrape

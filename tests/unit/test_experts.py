@@ -24,7 +24,7 @@ from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.experts.route_triton import route_triton as route
 from worker.ops.scaled import BLOCK
-from worker.weights.matrices import quantized
+from worker.weights.eight_bits import quantized
 
 pytest.importorskip("triton", reason=WHY)
 pytestmark = [  # of numpy, in the interpreter

@@ -5,7 +5,6 @@ How soon decode looks again at pulls that run: soon after they began, then by th
 Decode's side of the pull protocol alone; the test is every prefill worker, and pulls end at once.
 """
 
-import logging
 import math
 import time
 from typing import Any
@@ -14,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.support.pulls import OK, PAGE_SIZE, RUNNING, VOCAB, DecodeSide, ScriptedSource
-from worker.api import Error, FinishReason, KVReady, Prefill, PrefillRefused, Release, Sampling
+from worker.api import Error, KVReady, Prefill, PrefillRefused, Sampling
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import LONGEST_POLL_S, YOUNG_S, poll_after_s
 from worker.transfer.seal import sealed
@@ -52,18 +51,6 @@ class Decode(DecodeSide):
         return fetch
 
 
-def test_a_token_ends_the_text_before_its_kv_is_here() -> None:
-    decode = Decode(40)
-    assert (decode.asked.sampling, decode.asked.num_prompt_tokens) == (PLAIN, 40)
-    assert not decode.tell(0, 2)
-    assert decode.tell(2, 1, last=True, token=TOKEN)
-    assert decode.req.tokens == [*range(40), TOKEN]
-    assert not decode.tell(0, 3, last=True, token=TOKEN), "a renewal says it again"
-    decode.landed()
-    assert decode.req.num_computed_tokens == 40
-    assert len(decode.req.tokens) == 41
-
-
 @pytest.mark.parametrize("landed", [0, 1])
 def test_pages_that_nobody_will_read_are_not_pulled(landed: int) -> None:
     """The first attempt fails after some pages; so does the second, or all are here."""
@@ -92,106 +79,6 @@ def test_pages_that_nobody_will_read_are_not_pulled(landed: int) -> None:
     book.bind(hold, 166)
 
 
-@pytest.mark.parametrize("num_tokens", [32, 33, 34, 47])
-def test_pages_told_before_the_token_are_pulled_before_it(num_tokens: int) -> None:
-    """At 33 tokens the last one has a page of its own, which decode without a token never needs."""
-    decode = Decode(num_tokens)
-    num_pages = -(-num_tokens // PAGE_SIZE)
-    for group in range(GROUPS):
-        decode.tell(0, num_pages, groups=range(group, group + 1))
-        assert not decode.poll(), "the token is not there"
-    pulled = [(local, group) for local, _, group in decode.source.pulled]
-    assert len(pulled) == len(set(pulled)) == num_pages * GROUPS
-    assert decode.tell(0, 0, groups=range(GROUPS, GROUPS), last=True, token=TOKEN)
-    decode.landed()
-    assert decode.req.num_computed_tokens == num_tokens
-
-
-def test_an_attempt_that_fails_later_leaves_the_token() -> None:
-    """The next worker makes its KV's beginning, and draws nothing: the hold has no more pages."""
-    decode = Decode(40)
-    first = decode.asked.xfer
-    assert decode.tell(0, 0, last=True, token=TOKEN)
-    decode.inbound.on_lost(PEERS[0])
-    assert not decode.poll()
-    again = decode.asked
-    assert (again.xfer.attempt, again.tokens) == (2, (*range(40), TOKEN))
-    assert again.sampling is None
-    assert (
-        decode.inbound.on_ready(decode.peer, KVReady(first, 0, (), 0, GROUPS, True, token=5))
-        is None
-    )
-    assert not decode.tell(0, 3, last=True, token=6)
-    assert decode.req.tokens == [*range(40), TOKEN]
-    decode.landed()
-
-
-def test_an_attempt_that_fails_before_its_token_leaves_it_to_the_next() -> None:
-    decode = Decode(40)
-    first = decode.asked.xfer
-    decode.tell(0, 1)
-    decode.inbound.on_lost(PEERS[0])
-    decode.poll()
-    assert decode.asked.sampling == PLAIN
-    late = KVReady(first, 1, (2, 3), 0, GROUPS, True, token=5)
-    assert decode.inbound.on_ready(decode.peer, late) is None
-    assert decode.tell(0, 3, last=True, token=TOKEN)
-    assert decode.req.tokens == [*range(40), TOKEN]
-
-
-def test_with_all_kv_and_no_token_nobody_else_is_asked() -> None:
-    """Decode then draws it itself, as it would without a prefill worker that draws."""
-    decode = Decode(40)
-    decode.tell(0, 3)
-    assert not decode.poll()
-    decode.inbound.on_lost(PEERS[0])
-    decode.landed()
-    assert decode.asked.xfer.attempt == 1
-    assert (decode.req.num_computed_tokens, len(decode.req.tokens)) == (39, 40)
-
-
-def test_a_worker_of_an_older_version_draws_nothing_and_nobody_waits_for_it() -> None:
-    for num_tokens in (33, 40):
-        decode = Decode(num_tokens)
-        decode.tell(0, -(-(num_tokens - 1) // PAGE_SIZE), last=True)
-        decode.landed()
-        assert decode.req.num_computed_tokens == num_tokens - 1
-
-
-@pytest.mark.parametrize(
-    ("sampling", "prefill_draws"),
-    [
-        (PLAIN, False),
-        (msgspec.structs.replace(PLAIN, logprobs=0), True),
-        (msgspec.structs.replace(PLAIN, grammar="start: /a/"), True),
-        (msgspec.structs.replace(PLAIN, presence_penalty=0.1), True),
-        (msgspec.structs.replace(PLAIN, logit_bias=((3, 1.0),)), True),
-    ],
-)
-def test_some_tokens_are_decode_s_to_draw(sampling: Sampling, prefill_draws: bool) -> None:
-    decode = Decode(33, sampling, prefill_draws=prefill_draws)
-    assert decode.asked.sampling is None
-    decode.tell(0, 2)
-    decode.landed()
-
-
-def test_the_kv_of_a_request_for_one_token_is_not_pulled_unless_it_is_needed() -> None:
-    decode = Decode(40, Sampling(1))
-    decode.tell(0, 2)
-    assert not decode.poll()
-    assert decode.tell(2, 1, last=True, token=TOKEN)
-    decode.inbound.cancel(decode.req, FinishReason.LENGTH)
-    (fetch,) = decode.poll()
-    assert fetch.ending is FinishReason.LENGTH
-    assert isinstance(decode.sent[-1], Release)
-    assert not decode.source.pulled
-
-    older = Decode(40, Sampling(1))
-    older.tell(0, 3, last=True)
-    older.landed()
-    assert older.source.pulled
-
-
 def test_messages_of_older_versions_are_read() -> None:
     decode = Decode(40)
     asked = msgspec.to_builtins(decode.asked)
@@ -202,39 +89,6 @@ def test_messages_of_older_versions_are_read() -> None:
     assert (ready.prefill_s, ready.token, ready.state_slot) == (0.5, None, 0)
     newer = msgspec.convert([*told, "more"], KVReady)
     assert newer.token == TOKEN
-
-
-def test_any_refusal_leads_to_the_next_candidate_and_then_to_no_kv() -> None:
-    """Even one that blames the request: this worker may still prefill it by itself."""
-    decode = DecodeSide()
-    req, now = decode.request(PAGE_SIZE + 1), time.monotonic()
-    decode.start(req, PEERS[:2], now)
-    ended: list[Fetch] = []
-    for code, prefill in (("invalid_value", "p"), ("busy", "q")):
-        assert not ended
-        assert decode.asked.xfer.prefill == prefill
-        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error(code, "")))
-        ended = decode.inbound.poll(now)
-    assert [(fetch.req, fetch.landed, fetch.ending) for fetch in ended] == [(req, False, None)]
-    assert not decode.inbound.fetches
-    assert not decode.source.pulls
-
-
-def test_the_log_does_not_grow_with_what_a_peer_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    """It has the first, the tenth, the hundredth."""
-    decode = DecodeSide()
-    for number in range(120):
-        req = decode.request(2, number=number)
-        decode.start(req, PEERS[:1])
-        error = Error("busy", f"for the {number}th time")
-        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, error))
-        decode.inbound.poll(time.monotonic())
-        assert req.hold is not None
-        decode.book.close(req.hold)
-    told = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
-    assert [text.rpartition(": ")[2] for text in told] == [
-        f"for the {number}th time" for number in (0, 9, 99)
-    ]
 
 
 def test_only_who_was_asked_may_answer() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cluster.diagnose import greet
 from tests.support.patience import HANG_S, until
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable
@@ -84,13 +83,6 @@ def test_a_stranger_gets_nothing(endpoint: Endpoint, memory: ctypes.Array) -> No
     with dialed(endpoint) as member:
         member.sendall(COUNT.pack(1) + PIECE.pack(0, 5, 64))
         assert received(member, 64) == bytes(memory[5:69])
-
-
-def test_a_doctor_knows_who_speaks_there(endpoint: Endpoint) -> None:
-    port = int(endpoint.name.rpartition(":")[2])
-    answer = greet.overheard((HOST, port))
-    assert answer is not None
-    assert answer.speech is greet.Speech.KV
 
 
 def test_an_endpoint_does_not_show_its_secret(endpoint: Endpoint) -> None:

@@ -1,131 +1,109 @@
-"""What listens, whose it is and what speaks there; and the page that says who may reach it."""
+"""Which ports `doctor --ports` lists, whose and of which kind; and the page that says who may
+reach them. Real clusters are in tests/e2e/test_ports.py."""
 
-import os
+import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import grpc
+import psutil
 import pytest
-import zmq
-from prometheus_client import CollectorRegistry
-from torch.distributed import TCPStore
 
-from cluster.diagnose import greet
+from cluster.config import load
 from cluster.diagnose.doors import DOORS, Asks
-from cluster.diagnose.greet import Answer, Speech
-from cluster.diagnose.ports import RayHere, Walk, has_unknown, shown
-from cluster.diagnose.sockets import families, host_of, listeners, owners
+from cluster.diagnose.ports import Member, RayHere, Walk, listening, report_of_ports
 from tests.support.patience import HANG_S
 from tests.support.security_page import PAGE, page
-from worker.keyring import Keyring
-from worker.observe.page import Page
+from worker.api import Role
+from worker.errors import UserError
 
 LOCAL = "127.0.0.1"
 SESSION = "session_of_test_ports"
 LISTENS = """
 import socket, sys
-listener = socket.create_server((sys.argv[1], 0))
-print(listener.getsockname()[1], flush=True)
+listeners = [socket.create_server((host, 0)) for host in sys.argv[1].split()]
+print(*(listener.getsockname()[1] for listener in listeners), flush=True)
 sys.stdin.read()
 """
 
 
 @contextmanager
-def listening(*words: str, host: str = LOCAL) -> Iterator[tuple[int, int]]:
-    """A process with these words in its command line; its pid and port."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", LISTENS, host, *words],
+def process(*words: str, hosts: str = LOCAL) -> Iterator[tuple[int, list[int]]]:
+    """One with these words in its command line that listens; its pid and ports."""
+    listener = subprocess.Popen(
+        [sys.executable, "-c", LISTENS, hosts, *words],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
-    with process:
-        assert process.stdout is not None
-        yield process.pid, int(process.stdout.readline())
-        process.communicate("", HANG_S)
+    with listener:
+        assert listener.stdout is not None
+        yield listener.pid, [int(port) for port in listener.stdout.readline().split()]
+        listener.communicate("", HANG_S)
 
 
-@pytest.mark.parametrize(
-    ("digits", "host"),
-    [
-        ("0100007F", LOCAL),
-        ("00000000", "0.0.0.0"),
-        ("0" * 32, "::"),
-        ("0" * 24 + "01000000", "::1"),
-        ("0" * 16 + "FFFF00000100007F", LOCAL),
-        ("B80D01200000000067452301EFCDAB89", "2001:db8::123:4567:89ab:cdef"),
-    ],
-)
-@pytest.mark.skipif(sys.byteorder != "little", reason="as such a machine's kernel writes them")
-def test_addresses_are_read_as_the_kernel_writes_them(digits: str, host: str) -> None:
-    assert host_of(digits) == host
+def ray(ports: Mapping[int, str] | None = None) -> RayHere:
+    return RayHere(SESSION, "", ports or {}, 0)
+
+
+def status(role: Role, pids: tuple[int, ...], address: int, metrics: int) -> Member:
+    at = [f"{LOCAL}:{port}" for port in (address, metrics)]
+    return Member(f"{role}-0", role, socket.gethostname(), pids, *at)
 
 
 @pytest.mark.parametrize("host", [LOCAL, "0.0.0.0"])
-def test_a_port_is_found_with_its_owner(host: str) -> None:
-    with listening("some-word", host=host) as (pid, port):
-        family = families(lambda _, line: "some-word" in line)
-        assert list(family) == [pid]
-        (found,) = [each for each in listeners() if each.port == port]
-        assert (found.host, owners(family)[found.inode]) == (host, pid)
-        assert found.address == f"{host}:{port}"
-        assert found.place == (LOCAL, port)
-        assert pid in families(lambda pid, _: pid == os.getpid()), "a child belongs, too"
-
-
-@pytest.mark.whole  # each greeting is given its time
-def test_a_port_that_nobody_knows_is_unknown() -> None:
-    with listening(f"--session-name={SESSION}") as (pid, port):
-        walk = Walk([], RayHere(SESSION, "", {}), set())
-        (found,) = walk.ports()
-    assert (found.pid, found.address, found.asks) == (pid, f"{LOCAL}:{port}", "unknown")
-    assert has_unknown([found])
-    assert "1 unknown" in shown([found], 0, as_json=False)
+def test_a_port_that_nobody_knows_is_unknown(host: str) -> None:
+    with process(f"--session-name={SESSION}", hosts=host) as (pid, (port,)):
+        (found,) = Walk([], load(None), ray(), set()).ports()
+        text, code = report_of_ports([], load(None), ray(), {}, as_json=False)
+        rows, _ = report_of_ports([], load(None), ray(), {}, as_json=True)
+    assert (found.pid, found.address, found.asks) == (pid, f"{host}:{port}", "unknown")
+    assert ("1 unknown" in text, code) == (True, 1)
+    assert json.loads(rows)[0]["kind"] == "unknown"
 
 
 def test_processes_of_other_clusters_are_not_listed() -> None:
-    with listening("--session-name=of_another"):
-        assert not Walk([], RayHere(SESSION, "", {}), set()).ports()
+    with process("--session-name=of_another"):
+        assert not Walk([], load(None), ray(), set()).ports()
 
 
-@pytest.mark.parametrize("speech", [Speech.CURVE, Speech.PLAIN])
-def test_a_wire_says_whether_it_asks_for_keys(speech: Speech) -> None:
-    with zmq.Context() as context:
-        listener = context.socket(zmq.ROUTER)
-        zap = Keyring().guard(context, listener) if speech is Speech.CURVE else None
-        port = listener.bind_to_random_port(f"tcp://{LOCAL}")
-        assert greet.overheard((LOCAL, port)) == Answer(speech)
-        for each in filter(None, (listener, zap)):
-            each.close(0)
+def test_another_user_s_process_is_not_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "net_connections", denied)
+    with process() as (pid, _), pytest.raises(UserError, match="another user's"):
+        listening(pid)
 
 
-def test_a_page_a_store_and_grpc_are_told_apart() -> None:
-    page = Page(LOCAL, 0, CollectorRegistry(), lambda: "")
-    store = TCPStore(LOCAL, 0, is_master=True, wait_for_workers=False)
-    server = grpc.server(None)
-    rpc = server.add_insecure_port(f"{LOCAL}:0")
-    server.start()
-    try:
-        assert greet.http((LOCAL, page.port), "/live") == Answer(Speech.HTTP, 200)
-        assert greet.store((LOCAL, store.port)) == Answer(Speech.STORE)
-        assert greet.overheard((LOCAL, rpc)) == Answer(Speech.GRPC)
-        assert greet.overheard((LOCAL, store.port)) is None
-    finally:
-        server.stop(None).wait()
-        page.close()
+@pytest.mark.parametrize(("sets", "kind"), [((), "unknown"), (("transport.name=sockets",), "kv")])
+def test_ports_of_a_worker_of_one_rank_are_known_one_by_one(
+    sets: tuple[str, ...], kind: str
+) -> None:
+    with process(hosts=" ".join([LOCAL] * 4)) as (pid, (rest, wire, metrics, core)):
+        member = status("decode", (pid,), wire, metrics)
+        found = Walk([member], load(None, sets), ray({core: "core worker"}), {pid}).ports()
+    assert {int(port.address.rpartition(":")[2]): port.kind for port in found} == {
+        rest: kind, wire: "wire", metrics: "metrics", core: "core worker",
+    }  # fmt: skip
 
 
-def test_who_says_nothing_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greet, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(greet, "SILENT_S", 0.1)
-    with socket.create_server((LOCAL, 0)) as silent:
-        place = (LOCAL, silent.getsockname()[1])
-        assert not any((greet.overheard(place), greet.mooncake(place), greet.store(place)))
-        assert greet.http(place, "/") is None
-        assert greet.connects(place)
-    assert greet.overheard(place) is None, "nobody listens any more"
-    assert not greet.connects(place)
+def test_a_rank_says_all_that_its_port_may_be() -> None:
+    with process(hosts=f"{LOCAL} 0.0.0.0") as (first, (wire, _)), process() as (second, _):
+        member = status("decode", (first, second), wire, 1)
+        found = Walk([member], load(None, ["transport.name=mixed"]), ray(), {first, second}).ports()
+    kinds = sorted((port.process, port.kind) for port in found)
+    assert kinds == [
+        ("decode-0", "store"), ("decode-0", "wire"), ("decode-0.1", "kv or ranks or wire"),
+    ]  # fmt: skip
+
+
+def test_a_router_asks_as_the_settings_say() -> None:
+    with process(hosts=f"{LOCAL} {LOCAL}") as (pid, (api, beside)):
+        member = status("router", (pid,), api, beside)
+        for sets, asks in ((), "nothing"), (("router.api_key_file=/keys",), "an API key"):
+            found = Walk([member], load(None, sets), ray(), {pid}).ports()
+            assert [(port.kind, port.asks) for port in found] == [("api", asks), ("beside", asks)]
 
 
 def test_the_page_has_the_table_of_the_doctor() -> None:

@@ -16,6 +16,7 @@ from worker.errors import UserError
 from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan, RowStart, tail_of
+from worker.schedule.asked import PromptLimits
 from worker.schedule.pace import Pace, StepTime
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
@@ -62,7 +63,7 @@ def scheduler_of(
     """A scheduler whose steps take up to `num_tokens`; by `times` where some are given."""
     pace = Pace(times, 4, 147_456, num_tokens, num_layers=36)
     config = EngineConfig(**{"max_prefill_tokens": num_tokens, "max_num_reqs": 64} | engine)
-    return PrefillScheduler(book, config, max_len, pace)
+    return PrefillScheduler(book, config, PromptLimits(max_len), pace)
 
 
 class Prompts:

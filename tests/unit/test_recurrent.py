@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, compiling
-from worker.attention.recurrent.chunk import block_table
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.config.checkpoint.delta_shape import VALUES, DeltaShape
+from worker.config.checkpoint.delta_shape import VALUES, DeltaShape, block_table
 from worker.forward.batch import StateChunks, StateWindows
 from worker.ops.jit import HAS_TRITON
 

@@ -11,13 +11,15 @@ from torch import Tensor
 
 from tests.support.stepped_rows import pick
 from worker.api import MAX_STOP_IDS, Sampling
-from worker.draw import sampler
+from worker.draw import changes, sampler
+from worker.draw.changes import penalize, unpack
 from worker.draw.logprobs import logprobs
-from worker.draw.sampler import SamplingRows, penalize, sample, unpack
+from worker.draw.sampler import SamplingRows, sample
 from worker.forward.draws import Changes, Masks
 from worker.ops.philox import gumbel_ref
 from worker.plan import TAILS, Plan, RowStart, Tail
-from worker.step.state import PenaltyTables, StateShape, StepState
+from worker.step.penalties import PenaltyTables
+from worker.step.state import StateShape, StepState
 
 VOCAB = 24
 DRAWS = 40_000
@@ -297,7 +299,8 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_same_check_fails_a_broken_sampler(name: str) -> None:
     case, attribute, replacement = BROKEN[name]
-    with mock.patch.object(sampler, attribute, replacement):
+    owner = changes if attribute == "unpack" else sampler
+    with mock.patch.object(owner, attribute, replacement):
         assert p_value(logits_of(1), CASES[case]) < REJECT
 
 

@@ -1,6 +1,5 @@
 """One rank's pulls from the ranks of a peer: every byte, every pair of sizes, and what may fail."""
 
-import itertools
 import queue
 import random
 import threading
@@ -79,26 +78,6 @@ def test_every_rank_gets_exactly_its_bytes(local_tp, remote_tp, num_kv_heads) ->
     decode.close()
 
 
-def test_all_groups_at_once() -> None:
-    layout = model_layout(4)
-    theirs = content(layout, THEIRS, 1)
-    prefill, decode = Ranks(layout, 4, theirs), Ranks(layout, 2, content(layout, OURS, 2))
-    sources = decode.local(1).connect(prefill.member)
-    pull = sources.pull([(2, 3)])
-    assert ended(pull) is OK
-    assert pull.num_bytes == decode.pools[1].layout.page_bytes
-    for held, right in zip(memory(decode.pools[1]), share(theirs, 2, 1), strict=True):
-        assert np.array_equal(held[:, 2], right[:, 3])
-    assert ended(sources.pull([], range(NUM_GROUPS))) is OK
-    assert ended(sources.pull([(1, 1)], range(2, 2))) is OK
-    sources.close()
-    sources.close()
-    with pytest.raises(AssertionError, match="closed peer"):
-        sources.pull([(2, 3)])
-    prefill.close()
-    decode.close()
-
-
 @pytest.mark.parametrize("remote", [-1, THEIRS, 2**40])
 def test_a_page_that_the_peer_does_not_have_fails_the_pull(remote: int) -> None:
     """Who announces it has gone bad: nothing is read, and nothing raised."""
@@ -110,21 +89,6 @@ def test_a_page_that_the_peer_does_not_have_fails_the_pull(remote: int) -> None:
     assert (pull.poll(), pull.error) == (FAILED, "the peer has no such page or slot")
     for held, old in zip(memory(decode.pools[0]), ours, strict=True):
         assert np.array_equal(held, old)
-    sources.close()
-    prefill.close()
-    decode.close()
-
-
-def test_sources_are_measured_on_page_0() -> None:
-    layout = model_layout(4)
-    theirs, ours = content(layout, THEIRS, 1), content(layout, OURS, 2)
-    prefill, decode = Ranks(layout, 4, theirs), Ranks(layout, 1, ours)
-    sources = decode.local(0).connect(prefill.member)
-    assert sources.page_s() > 0
-    assert all(figure > 0 for figure in sources.measure())
-    for held, old, new in zip(memory(decode.pools[0]), ours, theirs, strict=True):
-        assert np.array_equal(held[:, 1:], old[:, 1:])
-        assert np.array_equal(held[:, 0], new[:, 0])
     sources.close()
     prefill.close()
     decode.close()
@@ -239,35 +203,6 @@ def test_a_worker_that_ends_cancels_reads_whose_bytes_come_to_its_memory(
     assert not transport.open
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_what_was_dialled_while_a_worker_ended_is_closed(leads: bool, prefill: Ranks) -> None:
-    transport, answer = Scripted(), queue.SimpleQueue[Any]()
-    rank = local(transport, prefill)
-    rank.dial(prefill.member, answer.put)
-    assert isinstance(answer.get(timeout=HANG_S), Link)  # which no loop takes
-    assert transport.open
-    closing(rank, leads=leads).join(HANG_S)
-    assert not transport.open
-    rank.dial(prefill.member, answer.put)
-    assert "this worker ends" in str(answer.get(timeout=HANG_S).error)
-    assert not transport.open
-
-
-def test_a_joined_pull_is_over_when_all_its_parts_are() -> None:
-    for order in itertools.permutations(range(3)):
-        parts = [ScriptedPull(1), ScriptedPull(10), ScriptedPull(100)]
-        pull = JoinedPull(parts)
-        assert pull.num_bytes == 111
-        for number in order:
-            assert pull.poll() is RUNNING
-            parts[number].state = OK
-        assert pull.poll() is OK
-        assert pull.error is None
-        pull.cancel()
-        assert pull.poll() is OK
-        assert not sum(part.num_cancels for part in parts)
-
-
 def test_a_joined_pull_that_fails_runs_until_no_part_does() -> None:
     parts = [ScriptedPull(1), ScriptedPull(1), ScriptedPull(1)]
     pull = JoinedPull(parts)
@@ -280,18 +215,6 @@ def test_a_joined_pull_that_fails_runs_until_no_part_does() -> None:
     parts[2].fail("cancelled")
     assert pull.poll() is FAILED
     assert pull.error == "it broke"
-
-
-def test_a_joined_pull_that_is_cancelled_cancels_what_runs() -> None:
-    parts = [ScriptedPull(1), ScriptedPull(1)]
-    pull = JoinedPull(parts)
-    parts[0].state = OK
-    assert pull.poll() is RUNNING
-    pull.cancel()
-    assert [part.num_cancels for part in parts] == [0, 1]
-    assert pull.poll() is RUNNING
-    parts[1].fail("cancelled")
-    assert (pull.poll(), pull.error) == (FAILED, "cancelled")
 
 
 WHOLE = ModelLayout(
@@ -335,10 +258,3 @@ def test_a_link_is_measured_between_the_sinks_of_both_sides() -> None:
     event.source.pull([(2, 3), (3, 4)], range(1, 3))
     places = [(OURS * g + 2, THEIRS * g + 3) for g in (1, 2)]
     assert transport.runs == [Run(0, size * a, size * b, 2 * size) for a, b in places]
-
-
-def test_a_peer_with_another_layout_is_not_contacted() -> None:
-    transport = Scripted()
-    event = dialled(transport, "another")
-    assert isinstance(event.error, Incompatible)
-    assert not transport.open

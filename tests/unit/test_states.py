@@ -13,6 +13,7 @@ from worker.cache.pool import KVPool
 from worker.config import EngineConfig, LeaseConfig
 from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
+from worker.schedule.asked import PromptLimits
 from worker.schedule.pace import Pace
 from worker.schedule.prefill import PrefillScheduler
 from worker.transfer.fetch import Fetch
@@ -22,6 +23,7 @@ from worker.transfer.outbound import Outbound
 TARGET = KVRegion("target", 2, 2, 16, 2, PAGE_SIZE, "float32")
 STATE = StateRegion(3, 4, 2, 16, 32, "float32")
 LAYOUT = ModelLayout((TARGET,), STATE)
+LIMITS = PromptLimits(512, grain=64)
 
 
 def test_a_slot_is_not_handed_out_before_steps_that_may_write_it_have_settled() -> None:
@@ -142,7 +144,7 @@ def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
     sent: list[KVReady] = []
     book = PageBook(64, PAGE_SIZE, num_slots=4)
     pace = Pace([], 2, 1, 128, 2, 0.5)
-    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=4), 512, pace, grain=64)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=4), LIMITS, pace)
     metrics = WorkerMetrics(model="m", role="prefill", worker="w")
     outbound = Outbound(
         "p", scheduler, 2, lambda _, message: sent.append(message),  # type: ignore[arg-type]
@@ -164,7 +166,7 @@ def test_a_state_is_announced_once_its_last_step_has_settled() -> None:
 def test_chunks_end_on_the_grid_of_blocks_or_with_their_prompt() -> None:
     book = PageBook(640, PAGE_SIZE, num_slots=9)
     pace = Pace([], 1, 1, 150, 2, 0.5)
-    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=8), 512, pace, grain=64)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=8), LIMITS, pace)
     lengths, done = (200, 64, 65, 10, 300), dict[int, int]()
     for i, length in enumerate(lengths):
         tokens = tuple(range(length))
@@ -184,7 +186,7 @@ def test_a_slot_outlives_the_row_that_filled_it() -> None:
     """The row is another request's from the next step on; the state is pulled later."""
     book = PageBook(64, PAGE_SIZE, num_slots=2)
     pace = Pace([], 1, 1, 128, 2, 0.5)
-    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=1), 512, pace, grain=64)
+    scheduler = PrefillScheduler(book, EngineConfig(max_num_reqs=1), LIMITS, pace)
     asked = Prefill(Xfer("x", 1, "d", "p"), tuple(range(70)), 0, 0.0, None, 70)
     req = scheduler.admit(asked)
     assert req is not None

@@ -17,10 +17,11 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import FinishReason
 from worker.errors import UserError
-from worker.observe.meter import StepMeter, WindowCounts
+from worker.observe.meter import StepMeter
 from worker.observe.metrics import OUTCOMES, WorkerMetrics
 from worker.observe.page import MAX_CONNECTIONS
 from worker.observe.step_log import StepLine, StepLog
+from worker.observe.window_counts import WindowCounts
 from worker.plan import Chunk, Plan
 
 BOUND = {"model": "tiny", "role": "decode", "worker": "decode-0"}

@@ -163,7 +163,9 @@ def plan_items(
     shape: AttentionShape,
     page_size: int,
 ) -> PagedPlan:
-    """Cut the batch into items on the device; query_start and seq_lens are i32 as in Batch.
+    """Cut the batch into items on the device.
+
+    query_start: [num_reqs + 1], seq_lens: [num_reqs], page_table: [num_reqs, max_pages]; all i32.
 
     Everything that a pass needs is allocated here; during a capture, from the graph's own pool.
     """

@@ -38,7 +38,7 @@ BY_DEVICE: dict[str, tuple[Choice, Choice]] = {  # leaf -> on the CPU, on CUDA
     "engine.attention.spec": (("reference", "CPU"), ("triton", "CUDA")),
     "engine.graph.prefill": (NO_GRAPHS, ("piecewise", "CUDA")),
     "engine.graph.decode": (NO_GRAPHS, ("full", "CUDA")),
-    "transport.name": (("shm", "CPU, one host"), ("mooncake", "CUDA")),
+    "transport.name": (("shm", "CPU, one host"), ("sockets", "CUDA")),
 }
 
 
@@ -115,7 +115,7 @@ class TransportConfig(Section):
     """auto: on CPUs shm on one node and mixed on several; mooncake, for NVLink, between GPUs of one
     node that read each other's memory; else sockets, our own over TCP, which asks for a secret.
     mixed: the memory that both ends share within a host, sockets beyond; with GPUs it has to be
-    asked for."""
+    asked for, as mooncake over TCP always has."""
     kind: Auto | Literal["shm", "tcp", "rdma", "nvlink"] = "auto"
     """auto: shm for shm, tcp for sockets; for mooncake nvlink between GPUs of a node that read
     each other's memory, else tcp; for mixed, within a host, nvlink between GPUs, else shm."""
@@ -244,6 +244,8 @@ class WorkerConfig(Section):
             "spec.widths": _widths(self.spec),
             **{path: on_cpu if cpu else on_cuda for path, (on_cpu, on_cuda) in BY_DEVICE.items()},
         }
+        if self.transport.kind in ("rdma", "nvlink"):
+            choices["transport.name"] = "mooncake", f"transport.kind is {self.transport.kind}"
         if cpu:
             choices["engine.max_num_reqs"] = MIN_AUTO_REQS, "CPU"
         elif self.role == "decode":

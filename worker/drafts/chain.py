@@ -25,7 +25,7 @@ from worker.forward.batch import Batch
 from worker.forward.context import forward_context
 from worker.model.attention import SelfAttention
 from worker.model.decoder import MTP_PREFIXES, Decoder, FeedForward
-from worker.model.layers import ReplicatedLinear, RMSNorm
+from worker.model.layers import NormOptions, ReplicatedLinear, RMSNorm
 from worker.ops.norms import pair_norm
 from worker.step.rows import SampledRows
 from worker.step.state import StepState
@@ -39,10 +39,11 @@ class ChainDrafter(DrafterModel):
     def __init__(self, shape: ChainShape, target: Decoder, max_positions: int) -> None:
         super().__init__(shape, target, max_positions)
         size, eps, placement = shape.hidden_size, shape.rms_norm_eps, self.placement
+        options = NormOptions(shape.centred)
 
         def norm(part: str, width: int = size) -> RMSNorm | None:
             own = part in shape.names
-            return RMSNorm(width, eps, placement, centred=shape.centred) if own else None
+            return RMSNorm(width, eps, placement, options) if own else None
 
         def linear(part: str, width: int, *, bias: bool) -> ReplicatedLinear | None:
             own = part in shape.names
@@ -62,7 +63,7 @@ class ChainDrafter(DrafterModel):
         self.layer_norm = norm("layer_norm")
         in_features = 2 * size if self.projection is None else size
         self.attention = SelfAttention(shape, 0, self.rotary, placement, in_features)
-        self.post_norm = RMSNorm(size, eps, placement, centred=shape.centred)
+        self.post_norm = RMSNorm(size, eps, placement, options)
         self.feed_forward = FeedForward(shape, placement)
         self.final_norm = norm("final_norm")
 

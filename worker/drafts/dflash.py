@@ -55,7 +55,7 @@ class Stacked:
         biases = [layer.qkv.bias[start:] for layer in layers if layer.qkv.bias is not None]
         norms = [layer.k_norm.weight.detach() for layer in layers if layer.k_norm is not None]
         return cls(
-            torch.cat([layer.qkv.weight.tensor[start:] for layer in layers]).detach(),
+            torch.cat([layer.qkv.weight.values[start:] for layer in layers]).detach(),
             torch.cat(biases).detach() if biases else None,
             torch.stack(norms) if norms else None,
         )

@@ -15,15 +15,15 @@ from worker.model.decoder import Decoder, Taps
 from worker.model.layers import VocabParallelEmbedding
 from worker.step.state import StepState
 from worker.weights.loader import LoadFormat, fill_with_noise, read_weights
-from worker.weights.shard import Shard, split_heads, whole
+from worker.weights.shard import Key, Shard, split_heads, whole
 
 
 class Stack(nn.ModuleList):
     """Modules that a checkpoint numbers."""
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         """All modules' tensors, by checkpoint name."""
-        shards: dict[str, Shard] = {}
+        shards: dict[Key, Shard] = {}
         for number, module in enumerate(self):
             held: Any = module
             shards |= held.shards(f"{prefix}.{number}")
@@ -67,11 +67,11 @@ class DrafterModel(nn.Module):
         """Fuse [n, num_features · target_hidden_size] into [n, hidden_size]."""
         raise NotImplementedError
 
-    def shards(self) -> dict[str, Shard]:
-        shards: dict[str, Shard] = {}
+    def shards(self) -> dict[Key, Shard]:
+        shards: dict[Key, Shard] = {}
         for part, name in self.shape.names.items():
             if part in self.tables:
-                shards[name] = whole(self.tables[part])
+                shards[Key(name)] = whole(self.tables[part])
             else:
                 shards |= getattr(self, part).shards(name)
         return shards
@@ -86,8 +86,12 @@ class DrafterModel(nn.Module):
         """
         if load_format == "dummy":
             # Names of its own: a part that is called as one of the target's is not to equal it.
-            shards = {f"draft.{name}": shard for name, shard in self.shards().items()}
-            fill_with_noise({n: s for n, s in shards.items() if s.dest.is_floating_point()}, seed)
+            shards = {
+                key._replace(tensor=f"draft.{key.tensor}"): shard
+                for key, shard in self.shards().items()
+                if shard.dest.is_floating_point()
+            }
+            fill_with_noise(shards, seed)
             self._spread_ids()
         else:
             read_weights(self, path)

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from worker.api import TokenLogprob
+from worker.draw.changes import apply_masks, keep_likely, penalize
 from worker.draw.logprobs import logprobs
+from worker.draw.scores import Head, pinned_copy, read_logprobs
 from worker.forward.draws import Changes, DrawParams, Masks
-from worker.model.layers import VocabParallelEmbedding
 from worker.ops.best_pairs import VocabPart, best_ids_ref, best_pairs_ref
 from worker.ops.op import op
 from worker.ops.philox import gumbel_ref
 from worker.plan import Drawn, Tail
 from worker.step.rows import NUM_COUNTS, SampledRows, gather_rows
 from worker.step.state import FloatColumns, StepState
-
-SCORED_ROWS = 256  # of prompts, whose logits are there at a time: 78 MB of 152k tokens in bf16
 
 
 @dataclass(slots=True, frozen=True)
@@ -121,71 +120,6 @@ def ban_early_stops(logits: Tensor, rows: SamplingRows, first: int = 0) -> Tenso
     return logits.masked_fill(banned[:, :columns], float("-inf"))
 
 
-def penalize(logits: Tensor, rows: SamplingRows, changes: Changes) -> Tensor:
-    """Apply bias, then repetition, frequency and presence penalty; neutral rows keep their bits.
-
-    Repetition: Keskar et al., "CTRL", 2019 (divide positive logits, multiply negative ones), over
-    prompt and output; frequency and presence: OpenAI's definition, over the output.
-    """
-    slot = rows.penalty_slot
-    counts = changes.counts[slot]
-    if changes.drafts is not None:
-        counts = counts + drafted(changes.drafts, logits.shape[1])
-    logits = logits + changes.bias[slot]
-    repeated = changes.in_prompt[slot] | (counts > 0)
-    factor = torch.where(repeated, rows.repetition_penalty[:, None], 1.0)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    logits = logits - rows.frequency_penalty[:, None] * counts
-    return logits - rows.presence_penalty[:, None] * (counts > 0)
-
-
-def drafted(drafts: Tensor, vocab_size: int) -> Tensor:
-    """How often each token is among the drafts before each row of a window.
-
-    drafts: [m, width - 1] i64, -1 = none. Returns [m * width, vocab_size] i64: row j of a window
-    counts its first j drafts.
-    """
-    once = torch.nn.functional.one_hot(drafts + 1, vocab_size + 1)[..., 1:]
-    none = once.new_zeros(len(drafts), 1, vocab_size)
-    return torch.cat((none, once), 1).cumsum(1).flatten(0, 1)
-
-
-def apply_masks(masks: Masks, banned: Tensor, logits: Tensor) -> Tensor:
-    """Set tokens that grammars forbid to -inf in `banned`, which is `logits` without early stops.
-
-    A grammar that allows only stop tokens wins over min_len: its row is made from `logits`.
-    """
-    forbidden = ~unpack(masks.words[masks.line], logits.shape[1])
-    left = banned.masked_fill(forbidden, float("-inf"))
-    stuck = (left.amax(-1) == float("-inf")) & (masks.line > 0)
-    return torch.where(stuck[:, None], logits.masked_fill(forbidden, float("-inf")), left)
-
-
-def unpack(mask: Tensor, vocab_size: int) -> Tensor:
-    """Unpack [n, words] i32 of 32 bits, lowest first, into [n, vocab_size] bool."""
-    bits = (mask[:, :, None] >> torch.arange(32, device=mask.device, dtype=torch.int32)) & 1
-    return bits.flatten(1)[:, :vocab_size].bool()
-
-
-def keep_likely(scaled: Tensor, rows: SamplingRows) -> Tensor:
-    """Set every token outside min_p, then top_k, then top_p to -inf; the likeliest always stays.
-
-    top_p keeps the smallest set of likeliest tokens whose probability, renormalised over the tokens
-    that top_k left, reaches top_p. A filter that is off for a row does not change the row's bits.
-    """
-    best = scaled.amax(-1, keepdim=True)
-    scaled = scaled.masked_fill(scaled < best + rows.min_p.log()[:, None], float("-inf"))
-    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(scaled.shape[1], device=scaled.device)
-    top_k = torch.where(rows.top_k > 0, rows.top_k, scaled.shape[1])[:, None]
-    drop = rank >= top_k
-    probs = ordered.masked_fill(drop, float("-inf")).softmax(-1)
-    before = probs.cumsum(-1) - probs
-    top_p = rows.top_p[:, None]
-    drop |= (before >= top_p) & (top_p < 1) & (rank > 0)
-    return scaled.masked_fill(torch.zeros_like(drop).scatter(1, index, drop), float("-inf"))
-
-
 class Draws(NamedTuple):
     """How the tokens of a step are drawn."""
 
@@ -193,21 +127,6 @@ class Draws(NamedTuple):
     penalized: bool = False  # some row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
     masks: Masks | None = None  # what grammars allow in each of n * width draws, on the device
-
-
-class Scores(NamedTuple):
-    """Logprobs of `n` tokens that were not drawn, on their way to the host."""
-
-    values: Tensor  # [n, 1 + num_logprobs] f32: of the token, then of the likeliest
-    ids: Tensor  # [n, 1 + num_logprobs] i64
-
-    def to_host(self) -> Scores:
-        """Enqueue copies to pinned memory on the current stream."""
-        return Scores(pinned_copy(self.values), pinned_copy(self.ids))
-
-    def read(self) -> list[TokenLogprob]:
-        """Call it only once the device has finished."""
-        return read_logprobs(self.values, self.ids)
 
 
 @dataclass(slots=True)
@@ -256,36 +175,8 @@ class Result:
         ]
 
 
-def pinned_copy(tensor: Tensor) -> Tensor:
-    """A copy of a tensor of any shape in pinned memory; enqueued on the current stream."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
-
-
-def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:
-    """What stands in both: of the token, then of the likeliest; [n, 1 + num_logprobs]."""
-    return [
-        TokenLogprob(of_each[0], tuple(zip(each[1:], of_each[1:], strict=True)))
-        for of_each, each in zip(values.tolist(), ids.tolist(), strict=True)
-    ]
-
-
-def score(
-    head: VocabParallelEmbedding, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int
-) -> Scores:
-    """Logprobs of tokens [n] i64, each behind hidden[at[i]]; device work only.
-
-    hidden: [num_tokens, hidden]; at: [n] i64. A few rows at a time: the logits of a whole chunk
-    would be gigabytes.
-    """
-    blocks = zip(at.split(SCORED_ROWS), token.split(SCORED_ROWS), strict=True)
-    found = [logprobs(head.logits(hidden[i], whole=True), t, num_logprobs) for i, t in blocks]
-    values, ids = zip(*found, strict=True)
-    return Scores(torch.cat(values), torch.cat(ids))
-
-
 def draw(
-    head: VocabParallelEmbedding,
+    head: Head,
     state: StepState,
     sampled: SampledRows,
     hidden: Tensor,

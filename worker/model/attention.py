@@ -1,5 +1,6 @@
 """A layer's attention over heads: projections, norms of q and k, rope."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from worker.config.checkpoint.shape import LayerShape
 from worker.forward.context import current
 from worker.model.layers import (
     ColumnParallelLinear,
+    NormOptions,
     Placement,
     RMSNorm,
     RowParallelLinear,
@@ -19,19 +21,27 @@ from worker.model.layers import (
 )
 from worker.ops.norms import sigmoid_gate
 from worker.ops.rope import rope_inv_freq, rope_table
-from worker.weights.matrices import Operand
+from worker.weights.base import Matrix, Operand, Parts
 from worker.weights.shard import (
     HeadSplit,
+    Key,
     Part,
     Shard,
+    all_of,
     by_head,
     joined,
     moved,
-    piece,
+    moved_rows,
     rearranged,
     split_heads,
     stacked,
 )
+
+
+def moved_rows_of(shape: LayerShape) -> tuple[tuple[slice, slice], ...]:
+    """See weights.shard.moved_rows."""
+    interleaved = shape.features.interleaved
+    return moved_rows(shape.head_dim, shape.rotary_dim, interleaved=interleaved)
 
 
 class RotaryEmbedding(nn.Module):
@@ -48,7 +58,7 @@ class RotaryEmbedding(nn.Module):
         if rope is not None:
             inv_freq = rope_inv_freq(shape.rotary_dim, rope.theta, rope.scaling)
             factor = 1.0 if rope.scaling is None else rope.scaling.attention_factor
-            pairs = shape.head_dim // 2 if shape.moved_rows else None
+            pairs = shape.head_dim // 2 if moved_rows_of(shape) else None
         table = rope_table(inv_freq, max_positions, device, factor, pairs)
         self.register_buffer("table", table, persistent=False)
 
@@ -75,9 +85,9 @@ class WideNorms(nn.Module):
         for i, (x, weight) in enumerate(((q, self.q), (k, self.k))):
             x.copy_((x.float() * scales[:, i : i + 1]).to(x.dtype) * weight)
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         return {
-            f"{prefix}.{name}_norm.weight": Shard(weight.detach(), (part.size,), (part.held,))
+            Key(f"{prefix}.{name}_norm.weight"): Shard(weight.detach(), (part.size,), (part.held,))
             for name, weight, part in zip("qk", (self.q, self.k), self._parts, strict=True)
         }
 
@@ -101,8 +111,8 @@ class HeadLayerNorms(nn.Module):
             x.copy_(normed * weight.float())
             start = stop
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        found, split, whole = dict[str, Shard](), self._heads, slice(0, self._shape.head_dim)
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        found, split, whole = dict[Key, Shard](), self._heads, slice(0, self._shape.head_dim)
         held = slice(split.first_head, split.first_head + split.num_heads)
         held_kv = slice(split.first_kv_head, split.first_kv_head + split.num_kv_heads)
         for name, weight, part in (
@@ -110,9 +120,9 @@ class HeadLayerNorms(nn.Module):
             ("k", self.k, Part(self._shape.num_kv_heads, held_kv)),
         ):
             tensor, shape = f"{prefix}.{name}_norm.weight", (part.size, self._shape.head_dim)
-            for i, (there, here) in enumerate(self._shape.moved_rows or ((whole, whole),)):
+            for i, (there, here) in enumerate(moved_rows_of(self._shape) or ((whole, whole),)):
                 dest = weight.detach()[:, here]
-                found[piece(tensor, str(i))] = Shard(dest, shape, (part.held, there))
+                found[Key(tensor, str(i))] = Shard(dest, shape, (part.held, there))
         return found
 
 
@@ -141,20 +151,22 @@ class SelfAttention(nn.Module):
         if features.output_gate:  # q_proj has both, head by head: see shards
             rows = {"gate": q, **rows}
         in_features = in_features or size
-        self._moved, self._fused = shape.moved_rows, features.fused_qkv
-        self.qkv = ColumnParallelLinear(
-            in_features,
+        self._moved, self._fused = moved_rows_of(shape), features.fused_qkv
+        parts = Parts(
             rows,
-            placement,
-            bias=features.qkv_bias,
+            all_of(in_features),
             moved=bool(self._moved) or self._fused or features.output_gate,
             modules=["qkv_proj"] if self._fused else ["q_proj", "k_proj", "v_proj"],
         )
-        self.output = RowParallelLinear("o_proj", width, size, placement, bias=features.output_bias)
+        self.qkv = ColumnParallelLinear(parts, placement, bias=features.qkv_bias)
+        output = size, width
+        self.output = RowParallelLinear("o_proj", output, placement, bias=features.output_bias)
         self.q_norm = self.k_norm = self._norms = None
         if features.qk_norm:
-            self.q_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
-            self.k_norm = RMSNorm(head_dim, eps, placement, centred=features.centred)
+            options = NormOptions(features.centred)
+            self.q_norm, self.k_norm = (
+                RMSNorm(head_dim, eps, placement, options) for _ in range(2)
+            )
             self._norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
         self.wide_norms: WideNorms | HeadLayerNorms | None = None
         if features.wide_qk_norm:
@@ -167,6 +179,11 @@ class SelfAttention(nn.Module):
         self._heads, self._head_dim = heads, head_dim
         self._all_heads = num_heads
         self._gate_width = heads.num_heads * head_dim if features.output_gate else 0
+
+    @property
+    def reader(self) -> Matrix | None:
+        """The one matrix that multiplies what forward() takes."""
+        return self.qkv.weight
 
     def forward(self, hidden: Operand, positions: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [num_tokens, in_features] -> this rank's part of the sum, [.., hidden_size].
@@ -186,12 +203,15 @@ class SelfAttention(nn.Module):
         return self.output(out)
 
     def store(self, hidden: Tensor, positions: Tensor) -> None:
-        """Only the keys and values of forward(), into the tokens' slots."""
+        """Only the keys and values of forward(), into the tokens' slots.
+
+        hidden: [num_tokens, hidden]; positions: [num_tokens] i64.
+        """
         context, kv = current(), self.qkv.last(hidden, 2)
         caches, slots = context.attention.kv(self.layer_id), context.batch.slot_mapping
         qk_rope_store(kv, Rotation(self.rotary.table, positions), caches, slots, self._norms)
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = self.qkv.shards(prefix)
         if self._gate_width:
             shards = rearranged(shards, partial(self._with_gate, prefix))
@@ -209,9 +229,9 @@ class SelfAttention(nn.Module):
             shards |= stacked(self.sinks, {f"{prefix}.sinks": part})
         return shards
 
-    def _by_head(self, prefix: str, shards: dict[str, Shard]) -> dict[str, Shard]:
+    def _by_head(self, prefix: str, shards: dict[str, Shard]) -> dict[Key, Shard]:
         """q, k and v head by head: their rows lie elsewhere, or they are one tensor."""
-        found, whole = dict[str, Shard](), slice(0, self._head_dim)
+        found, whole = dict[Key, Shard](), slice(0, self._head_dim)
         values = ((whole, whole),)
         rows = {"q_proj": self._moved or values, "k_proj": self._moved or values, "v_proj": values}
         for kind in ("weight", "bias"):
@@ -225,14 +245,14 @@ class SelfAttention(nn.Module):
                 continue
             for name, held in parts.items():
                 tensor = f"{prefix}.{name}.{kind}"
-                found |= {piece(tensor, str(i)): each for i, each in enumerate(held)}
+                found |= {Key(tensor, str(i)): each for i, each in enumerate(held)}
         return found
 
-    def _with_gate(self, prefix: str, shards: dict[str, Shard]) -> dict[str, Shard]:
+    def _with_gate(self, prefix: str, shards: dict[str, Shard]) -> dict[Key, Shard]:
         """q_proj holds, head by head, the rows of the query and then those of the gate."""
         first, heads = self._heads.first_head, self._heads.num_heads
         part = Part(self._all_heads, slice(first, first + heads))
-        sizes = {"q": self._head_dim, "gate": self._head_dim}
+        sizes, found = {"q": self._head_dim, "gate": self._head_dim}, dict[Key, Shard]()
         for kind in ("weight", "bias"):
             gate = shards.pop(f"{prefix}.gate.{kind}", None)
             if gate is None:
@@ -240,8 +260,9 @@ class SelfAttention(nn.Module):
             q = shards.pop(f"{prefix}.q_proj.{kind}")
             inner = map(Part, q.full_shape[1:], q.index[1:])
             rows = {"gate": gate.dest, "q": q.dest}
-            shards |= by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
-        return shards
+            both = by_head(f"{prefix}.q_proj.{kind}", rows, sizes, part, *inner)
+            found |= {key: replace(each, codec=q.codec) for key, each in both.items()}
+        return found | {Key(name): each for name, each in shards.items()}
 
 
 def attend(

@@ -17,6 +17,7 @@ from worker.model.experts import Experts
 from worker.model.layers import (
     ColumnParallelLinear,
     LayerNorm,
+    NormOptions,
     Placement,
     RMSNorm,
     RowParallelLinear,
@@ -25,8 +26,17 @@ from worker.model.layers import (
     selected,
 )
 from worker.ops.norms import geglu, squared_relu, swiglu
-from worker.weights.matrices import Operand
-from worker.weights.shard import Part, Shard, joined, rearranged, split_even, split_heads
+from worker.weights.base import Matrix, Operand, Parts
+from worker.weights.shard import (
+    Key,
+    Part,
+    Shard,
+    all_of,
+    joined,
+    rearranged,
+    split_even,
+    split_heads,
+)
 
 
 def activation_of(name: str) -> Callable[[Tensor], Tensor] | None:
@@ -51,11 +61,17 @@ class FeedForward(nn.Module):
         self._activation = activation_of(shape.features.activation)
         self._fused = shape.features.fused_gate_up
         modules = ["gate_up_proj"] if self._fused else ()
-        self.gate_up = ColumnParallelLinear(size, rows, placement, bias=bias, modules=modules)
-        self.down = RowParallelLinear("down_proj", width, size, placement, bias=bias)
-        if self.gate_up.in_eight_bits and not self.down.in_eight_bits:
-            self._activation = self._activation or swiglu  # `gated` would leave eight bits
+        parts = Parts(rows, all_of(size), modules=modules)
+        self.gate_up = ColumnParallelLinear(parts, placement, bias=bias)
+        self.down = RowParallelLinear("down_proj", (size, width), placement, bias=bias)
+        if not self.gate_up.weight.gates_for(self.down.weight):
+            self._activation = self._activation or swiglu
         assert not (self._fused and bias)
+
+    @property
+    def reader(self) -> Matrix | None:
+        """The one matrix that multiplies what forward() takes."""
+        return self.gate_up.weight
 
     def forward(self, hidden: Operand, rows: Tensor | None = None) -> Tensor:
         """rows: those of the step's tokens that these are; experts want to know."""
@@ -63,7 +79,7 @@ class FeedForward(nn.Module):
             return self.down(self._activation(self.gate_up(hidden)))
         return self.down(self.gate_up.gated(hidden))
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = self.gate_up.shards(prefix)
         if self._fused:
             tensor = f"{prefix}.gate_up_proj.weight"
@@ -83,11 +99,9 @@ def norm_of(
     features: Features, size: int, eps: float, placement: Placement, *, reduces: bool
 ) -> RMSNorm:
     """A norm of a layer, or the last one; see RMSNorm."""
-    options = {"centred": features.centred, "reduces": reduces}
-    if features.layer_norm:
-        options["bias"] = features.layer_norm == "biased"
-        return LayerNorm(size, eps, placement, **options)
-    return RMSNorm(size, eps, placement, **options)
+    kind = LayerNorm if features.layer_norm else RMSNorm
+    options = NormOptions(features.centred, reduces, features.layer_norm == "biased")
+    return kind(size, eps, placement, options)
 
 
 class DecoderLayer(nn.Module):
@@ -136,10 +150,9 @@ class DecoderLayer(nn.Module):
         else:
             self.feed_forward = FeedForward(shape, placement.below(self._block))
         self.feed_forward_norm = norm(self._names.feed_forward_out, before=False)
-        # Whether what is normed before them is multiplied in eight bits, and nothing else.
-        attention, block = self.attention, self.feed_forward
-        self._attends_eight = isinstance(attention, SelfAttention) and attention.qkv.in_eight_bits
-        self._feeds_eight = isinstance(block, FeedForward) and block.gate_up.in_eight_bits
+        if not self._parallel:  # where both take what one norm leaves
+            self.input_norm.leave_for(self.attention.reader)
+            self.post_norm.leave_for(self.feed_forward.reader)
 
     def forward(
         self, part: Tensor, residual: Tensor | None, positions: Tensor, rows: Tensor | None = None
@@ -154,10 +167,10 @@ class DecoderLayer(nn.Module):
             hidden, residual = self.input_norm.reduce_add(part, residual)
             part = self.feed_forward(selected(hidden, rows), rows)
             return part.add_(self.attention(hidden, positions, rows)), selected(residual, rows)
-        hidden, residual = _normed(self.input_norm, part, residual, self._attends_eight)
+        hidden, residual = self.input_norm.reduce_add(part, residual)
         part = self._leaving(self.attention(hidden, positions, rows), self.attention_norm)
         residual = selected(residual, rows)
-        hidden, residual = _normed(self.post_norm, part, residual, self._feeds_eight)
+        hidden, residual = self.post_norm.reduce_add(part, residual)
         return self._leaving(self.feed_forward(hidden, rows), self.feed_forward_norm), residual
 
     def _leaving(self, part: Tensor, norm: RMSNorm | None) -> Tensor:
@@ -166,19 +179,13 @@ class DecoderLayer(nn.Module):
             part = part.mul_(self._scale)
         return part if norm is None else norm(self._collective.all_reduce(part))
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         shards = self.attention.shards(f"{prefix}.{self._mixer}")
         shards |= self.feed_forward.shards(f"{prefix}.{self._block}")
         norms = self.input_norm, self.attention_norm, self.post_norm, self.feed_forward_norm
         for name, norm in zip(self._names, norms, strict=True):
             shards |= {} if norm is None else norm.shards(f"{prefix}.{name}")
         return shards
-
-
-def _normed(
-    norm: RMSNorm | Sum, part: Tensor, residual: Tensor | None, eight: bool
-) -> tuple[Operand, Tensor]:
-    return (norm.reduce_add_eight if eight else norm.reduce_add)(part, residual)
 
 
 def _experts(shape: ModelShape, placement: Placement) -> Experts:
@@ -230,7 +237,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         # What else is built for it, as drafters are, is in the model's dtype.
-        self.placement, self.collective = replace(placement, eight=None), placement.collective
+        self.placement, self.collective = placement.plain, placement.collective
         self.heads = split_heads(
             shape.num_heads, shape.num_kv_heads, self.collective.rank, self.collective.size
         )
@@ -324,7 +331,7 @@ class Decoder(nn.Module):
         """See VocabParallelEmbedding.logits; hidden: after the final norm."""
         return self.head.logits(hidden, whole=whole)
 
-    def shards(self) -> dict[str, Shard]:
+    def shards(self) -> dict[Key, Shard]:
         prefix = FAMILIES[self.shape.architecture].prefix
         shards = self.embedding.shards(f"{prefix}.embed_tokens")
         shards |= self.norm.shards(f"{prefix}.norm")

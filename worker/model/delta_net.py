@@ -1,7 +1,6 @@
 """A gated delta net as a layer's attention; worker.attention.recurrent has its rule."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -20,7 +19,8 @@ from worker.model.layers import (
     RowParallelLinear,
     selected,
 )
-from worker.weights.shard import Part, Shard, all_of, by_head, piece, split_even, stacked, whole
+from worker.weights.base import Parts
+from worker.weights.shard import Key, Part, Shard, all_of, by_head, split_even, stacked, whole
 
 PARTS = ("q", "k", "v", "z", "b", "a")  # of a token's packed projection
 
@@ -34,6 +34,7 @@ def rank_delta(shape: DeltaShape, rank: int, size: int) -> DeltaShape:
 class DeltaNet(nn.Module):
     """Projections, the recurrence over the layer's slots of state, and its normed, gated output."""
 
+    reader = None  # of what forward() takes: it is in the model's dtype
     state: DeltaState  # this layer's; set by Decoder.keep
 
     def __init__(self, shape: ModelShape, placement: Placement) -> None:
@@ -52,9 +53,11 @@ class DeltaNet(nn.Module):
             "b": delta.value_heads, "a": delta.value_heads,
         }  # fmt: skip
         self._parts = {name: self._part(width) for name, width in widths.items()}
-        whole = replace(placement, eight=None)  # some of these rows never are in eight bits
-        self.inputs = ColumnParallelLinear(size, self._parts, whole, bias=False)
-        self.output = RowParallelLinear("out_proj", delta.value_width, size, placement, bias=False)
+        parts = Parts(self._parts, all_of(size))
+        # Some of these rows are in the model's dtype in all files.
+        self.inputs = ColumnParallelLinear(parts, placement.plain, bias=False)
+        output = size, delta.value_width
+        self.output = RowParallelLinear("out_proj", output, placement, bias=False)
         self.conv = placement.empty(own.channels, TAPS)
         self.a_log = placement.empty(own.value_heads, dtype=torch.float32)
         self.dt_bias = placement.empty(own.value_heads, dtype=torch.float32)
@@ -88,11 +91,11 @@ class DeltaNet(nn.Module):
         assert isinstance(states, StateChunks)
         delta_chunk(packed, self._weights, self.state, states, out)
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        parts, shape, size = self._parts, self._whole, all_of(self.inputs.columns.size)
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        parts, shape, size = self._parts, self._whole, self.inputs.parts.columns
         bounds = list(accumulate(self.inputs.part_sizes, initial=0))
         held = {
-            name: self.inputs.weight.tensor[first:last]
+            name: self.inputs.weight.values[first:last]
             for name, first, last in zip(PARTS, bounds, bounds[1:], strict=False)
         }
         heads = Part(shape.key_heads, self._keys)
@@ -115,19 +118,20 @@ class DeltaNet(nn.Module):
         shards |= _rows(f"{prefix}.conv1d.weight", conv, parts, all_of(1), all_of(TAPS))
         for name, weight in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
             shards |= stacked(weight, {f"{prefix}.{name}": parts["b"]})
-        shards[f"{prefix}.norm.weight"] = whole(self.norm)
+        shards[Key(f"{prefix}.norm.weight")] = whole(self.norm)
         return shards | self.output.shards(prefix)
 
 
 def _rows(
     tensor: str, held: Mapping[str, Tensor], parts: Mapping[str, Part], *inner: Part
-) -> dict[str, Shard]:
+) -> dict[Key, Shard]:
     """Shards of a tensor whose rows are q of all heads, then k, then v."""
     total = sum(parts[name].size for name in "qkv")
-    shards, start = {}, 0
+    shards, start = dict[Key, Shard](), 0
     for name in "qkv":
         rows = parts[name].held
         part = Part(total, slice(start + rows.start, start + rows.stop))
-        shards |= stacked(held[name], {piece(tensor, name): part}, *inner)
+        for key, shard in stacked(held[name], {tensor: part}, *inner).items():
+            shards[key._replace(piece=name)] = shard
         start += parts[name].size
     return shards

@@ -1,7 +1,6 @@
 """A layer's experts in the place of its feed-forward; worker.ops.experts has their kernels."""
 
 import re
-from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -9,9 +8,9 @@ from worker.config.checkpoint.experts import rank_experts
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
 from worker.model.layers import Placement, ReplicatedLinear, selected
-from worker.ops.experts.product import expert_products
-from worker.ops.experts.route import Routes, new_load, route
-from worker.weights.shard import Part, Shard, all_of, whole
+from worker.ops.experts.route import new_load, route
+from worker.weights.base import Parts
+from worker.weights.shard import Key, Part, Shard, all_of, whole
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")  # in a tensor's name
 
@@ -22,6 +21,7 @@ class Experts(nn.Module):
     shared: the expert that every token has, None if there is none.
     """
 
+    reader = None  # of what forward() takes: more than one
     sink = 1  # tokens whose KV goes to slots below it are padding; set by Decoder.pad_below
 
     def __init__(
@@ -31,28 +31,29 @@ class Experts(nn.Module):
         assert shape.experts is not None
         self.shape, size = shape.experts, shape.hidden_size
         self._collective = group = placement.collective
-        blocks = shape.eight is not None and shape.eight.by_block
         self.held, columns = rank_experts(
-            self.shape, placement.experts, group.rank, group.size, in_blocks=blocks
+            self.shape, placement.experts, group.rank, group.size, group=shape.scale_group
         )
         names = shape.features.experts
         assert names is not None
-        self._names, self._part = names, Part(self.shape.width, columns)
+        part = Part(self.shape.width, columns)
         self.gate = placement.empty(self.shape.num_experts, size)
-        kept = placement.where_kept(
+        modules = [
             f"experts.{i}.{name}"
             for i in range(self.held.first, self.held.first + self.held.count)
             for name in (names.gate, names.up, names.down)
+        ]
+        gate_up = {names.gate: part, names.up: part}
+        stacks = [(gate_up, all_of(size)), ({names.down: all_of(size)}, part)]
+        self.gate_up, self.down = (
+            placement.matrix(Parts(rows, columns, modules=modules, held=self.held))
+            for rows, columns in stacks
         )
-        rows = {names.gate: self._part, names.up: self._part}
-        self.gate_up = kept.stack(self.held.count, rows, all_of(size))
-        self.down = kept.stack(self.held.count, {names.down: all_of(size)}, self._part)
         self.load = new_load(self.held, placement.device)
         self.shared = shared
         self.shared_gate = None
         if shared is not None:
-            whole = replace(placement, eight=None)
-            self.shared_gate = ReplicatedLinear(size, 1, whole, bias=False)
+            self.shared_gate = ReplicatedLinear(size, 1, placement.plain, bias=False)
 
     def forward(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """hidden: [n, hidden_size], of the step's tokens with these numbers; None: of all."""
@@ -64,24 +65,14 @@ class Experts(nn.Module):
         if self.shared is not None and self.shared_gate is not None:
             # Before the products: the shared expert's part may lie in the same buffer.
             shared = self.shared(hidden) * self.shared_gate(hidden).sigmoid()
-            return self._products(hidden, routes, out).add_(shared)
-        return self._products(hidden, routes, out)
+            return self.gate_up.experts(self.down, hidden, routes, out).add_(shared)
+        return self.gate_up.experts(self.down, hidden, routes, out)
 
-    def _products(self, hidden: Tensor, routes: Routes, out: Tensor | None) -> Tensor:
-        up, down = self.gate_up, self.down
-        scales = None
-        if up.scales is not None and down.scales is not None:
-            scales = up.scales, down.scales
-        return expert_products(hidden, routes, up.tensor, down.tensor, self.held, out, scales)
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        names, size = self._names, all_of(self.gate.shape[1])
-        shards = {f"{prefix}.gate.weight": whole(self.gate)}
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        shards = {Key(f"{prefix}.gate.weight"): whole(self.gate)}
         for i in range(self.held.count):
             expert = f"{prefix}.experts.{self.held.first + i}"
-            rows = {f"{expert}.{name}": self._part for name in (names.gate, names.up)}
-            shards |= self.gate_up.shards(i, rows, size)
-            shards |= self.down.shards(i, {f"{expert}.{names.down}": size}, self._part)
+            shards |= self.gate_up.shards(expert, i) | self.down.shards(expert, i)
         if self.shared is not None and self.shared_gate is not None:
             shards |= self.shared.shards(f"{prefix}.shared_expert")  # pyright: ignore
             shards |= self.shared_gate.shards(f"{prefix}.shared_expert_gate")

@@ -1,29 +1,20 @@
 """The blocks of a layer, divided among ranks: linear layers, norms, embedding and head."""
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from worker.config.checkpoint.experts import Division
-from worker.config.checkpoint.quantization import EightBits
 from worker.ops.best_pairs import ALIGNMENT, VocabPart
 from worker.ops.norms import add_rms_norm, rms_norm, swiglu
 from worker.ops.product import product
-from worker.ops.scaled import BLOCK, E4M3, EightBitRows, add_rms_norm_eight
 from worker.peers.base import Collective
-from worker.weights.matrices import (
-    GRAIN,
-    EightBitMatrix,
-    Matrix,
-    Operand,
-    Plain,
-    ScaleGrid,
-    Stack,
-)
-from worker.weights.shard import Part, Shard, all_of, coarse, split_even, stacked, whole
+from worker.weights.base import AddNorm, Format, Matrix, Operand, Parts
+from worker.weights.plain import PLAIN
+from worker.weights.shard import Key, Part, Shard, all_of, split_even, stacked, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +25,7 @@ class Placement:
     dtype: torch.dtype
     device: torch.device
     experts: Division = "auto"  # how layers of experts are divided
-    eight: EightBits | None = None  # which matrices are in eight bits; None: none
+    format: Format = PLAIN  # of matrices
     path: str = ""  # of the module that is built, in the checkpoint
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -46,108 +37,47 @@ class Placement:
         """The same for the module `name` of this one."""
         return replace(self, path=f"{self.path}.{name}" if self.path else name)
 
-    def where_kept(self, modules: Iterable[str]) -> "Placement":
-        """The same if the files have all these modules in eight bits; else in the model's dtype."""
-        eight = self.eight
-        if eight is None or all(eight.takes(f"{self.path}.{name}") for name in modules):
-            return self
-        return replace(self, eight=None)
+    @property
+    def plain(self) -> "Placement":
+        """The same for what is in the model's dtype, whatever format the files have."""
+        return replace(self, format=PLAIN)
 
-    def matrix(self, rows: Mapping[str, Part], columns: Part, *, moved: bool) -> Matrix:
-        """An uninitialised matrix of these rows, one below the other.
+    def matrix(self, parts: Parts) -> Matrix:
+        """An uninitialised matrix, or a stack: in the format if the files have all modules in it.
 
-        moved: the rows of one head may lie apart from one another in the checkpoint.
+        Raises Unsupported if ranks cannot divide it.
         """
-        tensor, scales = self._stores((), rows, columns, moved)
-        return Plain(tensor) if scales is None else EightBitMatrix(tensor, scales)
-
-    def stack(self, count: int, rows: Mapping[str, Part], columns: Part) -> Stack:
-        """As many uninitialised matrices, of these rows each."""
-        return Stack(*self._stores((count,), rows, columns, moved=False))
-
-    def _stores(
-        self, lead: tuple[int, ...], rows: Mapping[str, Part], columns: Part, moved: bool
-    ) -> tuple[nn.Parameter, ScaleGrid | None]:
-        """Values, and scales if they are in eight bits."""
-        num_rows, eight = sum(map(len, rows.values())), self.eight
-        if eight is None:
-            return self.empty(*lead, num_rows, len(columns)), None
-        grain, whole_blocks = 1, False
-        if eight.by_block and not moved and not any(part.size % GRAIN for part in rows.values()):
-            grain, parts = GRAIN, rows.values()
-            ends = [end for part in parts for end in (part.size, part.held.start, part.held.stop)]
-            whole_blocks = not any(end % BLOCK for end in ends)
-        part = coarse(columns, BLOCK) if eight.by_block else all_of(1)
-        scales = self.empty(*lead, num_rows // grain, len(part), dtype=torch.float32)
-        grid = ScaleGrid(scales, grain, whole_blocks, part)
-        return self.empty(*lead, num_rows, len(columns), dtype=E4M3), grid
+        modules = (f"{self.path}.{name}" for name in parts.modules or parts.rows)
+        kept = self.format if all(map(self.format.takes, modules)) else PLAIN
+        return kept.matrix(kept, parts, self.empty)
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b. W stacks several of the checkpoint's matrices, so one product serves them all.
+    """y = x Wᵀ + b. W is several of the checkpoint's matrices, so that one product serves all."""
 
-    rows: this rank's rows of the matrices, by name below the layer's prefix; columns: of all.
-    """
-
-    def __init__(
-        self,
-        rows: Mapping[str, Part],
-        columns: Part,
-        placement: Placement,
-        *,
-        bias: bool,
-        moved: bool = False,
-        modules: Iterable[str] = (),
-    ) -> None:
-        """moved: see Placement.matrix.
-
-        modules: that have the rows in the checkpoint; (): `rows` names them.
-        """
+    def __init__(self, parts: Parts, placement: Placement, *, bias: bool) -> None:
         super().__init__()
-        self._rows, self.columns = dict(rows), columns
-        self.part_sizes = [len(part) for part in rows.values()]
-        num_rows = sum(self.part_sizes)
-        placement = placement.where_kept(modules or rows)
-        self.weight = placement.matrix(rows, columns, moved=moved)
-        self.bias = placement.empty(num_rows) if bias else None
-
-    @property
-    def in_eight_bits(self) -> bool:
-        """Whether it takes x in eight bits, too."""
-        return isinstance(self.weight, EightBitMatrix)
+        self.parts = parts
+        self.part_sizes = [len(part) for part in parts.rows.values()]
+        self.weight = placement.matrix(parts)
+        self.bias = placement.empty(parts.num_rows) if bias else None
 
     def forward(self, x: Operand) -> Tensor:
         """x: [num_tokens, in_features] -> [num_tokens, sum(part_sizes)], parts in order.
 
-        x may be EightBitRows where the matrix is `in_eight_bits`, here and below.
+        x may be rows as `Matrix.add_norm` leaves them for this matrix, here and below.
         """
         return self.weight.product(x, self.bias)
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        parts = {f"{prefix}.{name}".rstrip("."): part for name, part in self._rows.items()}
-        shards = self.weight.shards(parts, self.columns)
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        shards = self.weight.shards(prefix)
         if self.bias is not None:
-            biases = {f"{name}.bias": part for name, part in parts.items()}
-            shards |= stacked(self.bias, biases)
+            shards |= stacked(self.bias, self.parts.named(prefix, ".bias"))
         return shards
 
 
 class ColumnParallelLinear(Linear):
     """Each rank computes some columns of y, and nothing is exchanged."""
-
-    def __init__(
-        self,
-        in_features: int,
-        rows: Mapping[str, Part],
-        placement: Placement,
-        *,
-        bias: bool,
-        moved: bool = False,
-        modules: Iterable[str] = (),
-    ) -> None:
-        """moved, modules: as of Linear."""
-        columns = all_of(in_features)
-        super().__init__(rows, columns, placement, bias=bias, moved=moved, modules=modules)
 
     def last(self, x: Tensor, num_parts: int) -> Tensor:
         """The last `num_parts` of forward()'s parts alone: [num_tokens, sum of their sizes]."""
@@ -168,13 +98,13 @@ class RowParallelLinear(Linear):
     """
 
     def __init__(
-        self, name: str, in_features: int, out_features: int, placement: Placement, *, bias: bool
+        self, name: str, shape: tuple[int, int], placement: Placement, *, bias: bool
     ) -> None:
-        collective = placement.collective
-        held = split_even(f"{name} columns", in_features, collective.rank, collective.size)
-        super().__init__(
-            {name: all_of(out_features)}, Part(in_features, held), placement, bias=bias
-        )
+        """shape: (out_features, in_features), as the checkpoint's tensor has it."""
+        collective, (num_rows, num_columns) = placement.collective, shape
+        held = split_even(f"{name} columns", num_columns, collective.rank, collective.size)
+        parts = Parts({name: all_of(num_rows)}, Part(num_columns, held))
+        super().__init__(parts, placement, bias=bias)
         self._local_bias = self.bias if collective.rank == 0 else None  # it enters the sum once
         self._collective = collective
 
@@ -195,85 +125,81 @@ class ReplicatedLinear(Linear):
     def __init__(
         self, in_features: int, out_features: int, placement: Placement, *, bias: bool
     ) -> None:
-        super().__init__({"": all_of(out_features)}, all_of(in_features), placement, bias=bias)
+        parts = Parts({"": all_of(out_features)}, all_of(in_features))
+        super().__init__(parts, placement, bias=bias)
 
 
 def selected(x: Tensor, rows: Tensor | None) -> Tensor:
-    """The rows of `x` with these numbers; None: all."""
+    """The rows of `x` [num_tokens, size] with these numbers, [n] i64; None: all."""
     return x if rows is None else x.index_select(0, rows)
+
+
+class NormOptions(NamedTuple):
+    """How a norm differs from others."""
+
+    centred: bool = False  # the checkpoint has the weight minus 1
+    reduces: bool = True  # parts are to be summed over the ranks; False: they are whole
+    bias: bool = False
+
+
+USUAL = NormOptions()
 
 
 class RMSNorm(nn.Module):
     """Every rank holds the whole weight; x: [..., size]."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        placement: Placement,
-        *,
-        centred: bool = False,
-        reduces: bool = True,
+        self, size: int, eps: float, placement: Placement, options: NormOptions = USUAL
     ) -> None:
-        """centred: the checkpoint has the weight minus 1; here it is f32, and rounded once.
-
-        reduces: parts are to be summed over the ranks; False: they are whole.
-        """
+        """A centred norm's weight is f32 here, and rounded once."""
         super().__init__()
-        self.eps, self._plus = eps, float(centred)
-        self.weight = placement.empty(size, dtype=torch.float32 if centred else None)
+        self.eps, self._plus = eps, float(options.centred)
+        self.weight = placement.empty(size, dtype=torch.float32 if options.centred else None)
         self.tap: Tensor | None = None  # [max_tokens, size], where sums are kept; see Decoder.tap
         self._collective = placement.collective
-        self._reduces = reduces and placement.collective.size > 1
+        self._reduces = options.reduces and placement.collective.size > 1
+        self._add_norm: AddNorm = add_rms_norm
+
+    def leave_for(self, reader: Matrix | None) -> None:
+        """Let reduce_add leave what suits products with `reader`, which alone reads it.
+
+        None: others do, too. Where one kernel adds and norms, it may make the rows of a format.
+        """
+        if reader is not None:
+            self._add_norm = reader.add_norm or self._add_norm
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def reduce_add(self, part: Tensor, residual: Tensor | None) -> tuple[Any, Tensor]:
         """(normed, new residual), which is residual + the sum of all ranks' `part`.
 
-        Both are [num_tokens, size]. With a residual, the content of `part` is lost. Without one,
-        `part` is whole, as the embedded tokens are, and becomes the residual.
+        Both are [num_tokens, size]; normed is a Tensor, or what `leave_for` says. With a residual,
+        the content of `part` is lost. Without one, `part` is whole, as the embedded tokens are, and
+        becomes the residual.
         """
         if residual is None:
             return self(part), part
-        operands = part, residual, self.weight, self.eps, self._kept(part)
+        kept = None if self.tap is None else self.tap[: len(part)]
         if self._reduces:
-            return self._collective.all_reduce_rms_norm(*operands)
-        return add_rms_norm(*operands)
+            weight, eps = self.weight, self.eps
+            return self._collective.all_reduce_rms_norm(part, residual, weight, eps, kept)
+        return self._add_norm(part, residual, self.weight, self.eps, kept)
 
-    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
-        """The same for products in eight bits alone: where one kernel norms, it quantises, too."""
-        if residual is None or self._reduces:
-            return self.reduce_add(part, residual)
-        operands = part, residual, self.weight, self.eps, self._kept(part)
-        values, of_rows, total = add_rms_norm_eight(*operands)
-        return EightBitRows(values, of_rows, part.dtype), total
-
-    def _kept(self, part: Tensor) -> Tensor | None:
-        """Where the sum goes, if somebody reads it."""
-        return None if self.tap is None else self.tap[: len(part)]
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        return {f"{prefix}.weight": whole(self.weight, self._plus)}
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        return {Key(f"{prefix}.weight"): whole(self.weight, self._plus)}
 
 
 class LayerNorm(RMSNorm):
     """Ba et al., "Layer Normalization" (arXiv:1607.06450), in plain torch; see RMSNorm."""
 
     def __init__(
-        self,
-        size: int,
-        eps: float,
-        placement: Placement,
-        *,
-        centred: bool = False,
-        reduces: bool = True,
-        bias: bool = False,
+        self, size: int, eps: float, placement: Placement, options: NormOptions = USUAL
     ) -> None:
-        super().__init__(size, eps, placement, reduces=reduces)
-        self._plus = float(centred)  # rounded to the weight's dtype, as transformers does
-        self.bias = placement.empty(size) if bias else None
+        """A centred norm's weight is rounded to the model's dtype, as transformers does."""
+        super().__init__(size, eps, placement, options._replace(centred=False))
+        self._plus = float(options.centred)
+        self.bias = placement.empty(size) if options.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
@@ -285,16 +211,13 @@ class LayerNorm(RMSNorm):
         total = added(part, residual, self.tap)
         return self(total), total
 
-    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
-        return self.reduce_add(part, residual)
-
-    def shards(self, prefix: str) -> dict[str, Shard]:
-        bias = {} if self.bias is None else {f"{prefix}.bias": whole(self.bias)}
+    def shards(self, prefix: str) -> dict[Key, Shard]:
+        bias = {} if self.bias is None else {Key(f"{prefix}.bias"): whole(self.bias)}
         return super().shards(prefix) | bias
 
 
 def added(part: Tensor, residual: Tensor, tap: Tensor | None) -> Tensor:
-    """Their sum, in plain torch, kept in `tap` if there is one."""
+    """Their sum [num_tokens, hidden], in plain torch; kept in `tap` of as many rows or more."""
     total = torch.add(part, residual)
     if tap is not None:
         tap[: len(part)] = total
@@ -318,11 +241,10 @@ class Sum(nn.Module):
         total = added(part, residual, self.tap)
         return total, total
 
-    def reduce_add_eight(self, part: Tensor, residual: Tensor | None) -> tuple[Operand, Tensor]:
-        """See RMSNorm."""
-        return self.reduce_add(part, residual)
+    def leave_for(self, reader: Matrix | None) -> None:
+        """Do nothing: what is here taken is the residual."""
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         return {}
 
 
@@ -381,6 +303,6 @@ class VocabParallelEmbedding(nn.Module):
             return part[:, : self.stop - self.start]
         return self._collective.all_gather(part, dim=-1)[:, : self.vocab_size]
 
-    def shards(self, prefix: str) -> dict[str, Shard]:
+    def shards(self, prefix: str) -> dict[Key, Shard]:
         rows = Part(self.vocab_size, slice(self.start, self.stop))
         return stacked(self.weight, {f"{prefix}.weight": rows}, all_of(self.weight.shape[1]))

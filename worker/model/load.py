@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from worker.config.checkpoint.shape import ModelShape
+from worker.config.progress import Progress, no_progress
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
-from worker.observe.metrics import Progress, no_progress
 from worker.weights.loader import LoadFormat, fill_with_noise, read_weights
 
 

@@ -37,14 +37,7 @@ RETRY_CAUSES = tuple(
     error.code for error in (Busy, PeerLost, Revoked, TransferError, TransferTimeout)
 )
 
-# Called while a worker starts, with the stage, `load` or `capture`, how much of it is done, and of
-# how much.
-Progress = Callable[[str, int, int], None]
 Kind = Literal["counter", "reading", "gauge", "histogram"]
-
-
-def no_progress(stage: str, done: int, total: int) -> None:
-    """The Progress of a start that nobody watches."""
 
 
 class Family(NamedTuple):

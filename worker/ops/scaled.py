@@ -6,7 +6,7 @@ sum over 128 columns is scaled in f32 before it enters the sum over all: as the 
 demand it, and because the tensor cores add e4m3 products with fewer bits.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,8 @@ def eight_bits_ref(x: Tensor) -> tuple[Tensor, Tensor]:
 eight_bits = op(eight_bits_ref)
 
 
-def eight_bit_rows(x: Tensor | EightBitRows) -> EightBitRows:
-    """x in eight bits, unless it is so already."""
+def eight_bit_rows(x: Any) -> EightBitRows:
+    """x, a Tensor, in eight bits, unless it is so already."""
     return x if isinstance(x, EightBitRows) else EightBitRows(*eight_bits(x), x.dtype)
 
 

@@ -19,7 +19,10 @@ TOLERANCE = 2**-6  # of the start-up comparison, of the result's norm
 
 
 def suits(w: Tensor, scales: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the library takes such operands: scales need columns of 16 bytes."""
+    """Whether the library takes `w` [n, k] with `scales` [n / grain, blocks of k], for a `dtype`.
+
+    Scales need columns of 16 bytes.
+    """
     n, k = w.shape
     fits = n % BLOCK == 0 and k % (4 * BLOCK) == 0 and scales.shape[1] == k // BLOCK
     return fits and dtype == torch.bfloat16

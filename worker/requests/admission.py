@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from worker.api import MAX_LOGPROBS, MAX_STOP_IDS, Candidate, Generate, PeerId
 from worker.config import DisaggregationConfig
 from worker.draw.grammar import Grammars
 from worker.errors import Busy, KvlaneError, UserError
+from worker.loop import EngineThread
 from worker.observe.timeline import Timeline
 from worker.schedule.asked import fits, known
-from worker.schedule.decode import DecodeScheduler
+from worker.schedule.queues import DecodeQueues
 from worker.schedule.req import Req
+from worker.seldom import Seldom
 from worker.start.engine import Engine
 from worker.transfer.inbound import Inbound
 
@@ -32,22 +34,21 @@ class Admission:
 
     def __init__(
         self,
-        me: PeerId,
         engine: Engine,
-        scheduler: DecodeScheduler,
+        thread: EngineThread,
+        queues: DecodeQueues,
         inbound: Inbound,
-        wake: Callable[[], None],
     ) -> None:
         self.draining = False
-        self._me = me
+        self._me = thread.me
         self._engine = engine
-        self._scheduler, self.shares = scheduler, scheduler.shares
+        self._queues, self.shares = queues, queues.shares
         config = engine.config.engine
         self.max_reqs = int(config.max_num_reqs) + config.max_waiting
         shape = engine.shape
         path = engine.config.model.directory
-        self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, wake)
-        self._inbound = inbound
+        self.grammars = Grammars(path, shape.vocab_size, shape.eos_token_ids, thread.wake)
+        self._inbound, self._log = inbound, Seldom()
 
     def admit(self, router: PeerId, message: Generate, reqs: Collection[Req], now: float) -> Req:
         """Admit a request beside `reqs`, and reserve its pages.
@@ -78,14 +79,14 @@ class Admission:
             claim_key=message.key,
             salt=message.salt,
         )
-        if not self._scheduler.admit(req):
+        if not self._queues.admit(req):
             raise Busy("no KV pages or slots of state left", BUSY_RETRY_S)
         if message.sampling.grammar:  # it is compiled
             output = message.tokens[message.num_prompt_tokens :]
             try:
                 req.matcher = self.grammars.matcher(message.sampling.grammar, output)
             except KvlaneError:
-                self._scheduler.finish(req)
+                self._queues.finish(req)
                 raise
         self._engine.metrics.queried_tokens.inc(len(req.tokens))
         self._engine.metrics.cached_tokens.inc(req.num_computed_tokens)
@@ -110,9 +111,9 @@ class Admission:
         candidates = peers.eligible(req.candidates)
         inputs = PlacementInputs(
             num_uncached_tokens=num_uncached,
-            num_running=len(self._scheduler.running),
+            num_running=len(self._queues.running),
             num_queued_tokens=sum(
-                len(other.tokens) - 1 - other.num_planned_tokens for other in self._scheduler.local
+                len(other.tokens) - 1 - other.num_planned_tokens for other in self._queues.local
             ),
             s_per_token=self._engine.meter.prefill_s_per_token,
             kv_bytes_per_token=self._engine.model_layout.page_bytes // self._engine.book.page_size,
@@ -137,7 +138,7 @@ class Admission:
         self._engine.metrics.placed(why).inc()
         cached = req.num_computed_tokens
         req.timeline.prefilled_here(time.monotonic(), self._me, why, cached)
-        self._scheduler.prefill_locally(req)
+        self._queues.prefill_locally(req)
 
     def _tell_of_slow_roads(self, inputs: PlacementInputs, candidates: list[Candidate]) -> None:
         """Warn where a prefill worker computes KV faster than the road from it moves KV."""
@@ -147,7 +148,7 @@ class Admission:
             if (
                 computed
                 and moved * computed < 1
-                and self._inbound.context.refusals.news(each.peer, "is reached by a slow road")
+                and self._log.news(each.peer, "is reached by a slow road")
             ):
                 log.warning(
                     "the road from %s moves %.3g GB/s, %s tokens/s of this model, and a prefill "
@@ -158,12 +159,12 @@ class Admission:
     def queue_for_row(self, req: Req) -> None:
         """All KV but the last token's is here."""
         req.timeline.landed(time.monotonic())
-        self._scheduler.make_ready(req)
+        self._queues.make_ready(req)
 
     def resume_preempted(self) -> None:
         """Admit preempted requests again, oldest first, until one does not fit."""
-        for req in list(self._scheduler.preempted):
-            if not self._scheduler.admit(req):
+        for req in list(self._queues.preempted):
+            if not self._queues.admit(req):
                 return
             self.place(req)
 

@@ -24,8 +24,8 @@ from worker.requests.admission import BUSY_RETRY_S, DEADLINE_GRACE_S, Admission
 from worker.requests.deferred import Deferred
 from worker.requests.kept import KeptAnswers
 from worker.requests.replies import Last, Replies
-from worker.schedule.decode import DecodeScheduler
-from worker.schedule.req import Phase, Req, finish_reason
+from worker.schedule.decode import DecodeScheduler, finish_reason
+from worker.schedule.req import Phase, Req
 from worker.start.engine import Engine
 from worker.transfer.fetch import Fetch
 from worker.transfer.inbound import Inbound
@@ -47,7 +47,7 @@ class Requests:
     ) -> None:
         config = engine.config
         self.reqs: dict[tuple[str, int], Req] = {}
-        self.admission = Admission(thread.me, engine, scheduler, inbound, thread.wake)
+        self.admission = Admission(engine, thread, scheduler.queues, inbound)
         self.deferred = Deferred(self.admission, self.reqs)
         self.replies = Replies(thread.send, config.lease.final_resend_s)
         self.kept = KeptAnswers()
@@ -173,7 +173,7 @@ class Requests:
         """Give back all that `req` holds; no pull into its pages may run."""
         _end_timeline(req, error)
         self.kept.end(req, reason, time.monotonic())
-        self._scheduler.finish(req)
+        self._scheduler.queues.finish(req)
         self.reqs.pop(req.key, None)
         log.debug("req_id=%s ended: %s, %d tokens", req.req_id, reason, len(req.tokens))
         self._engine.metrics.requests(reason.value).inc()

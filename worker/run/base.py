@@ -10,14 +10,15 @@ from torch import Tensor
 from worker.attention.base import Attentions
 from worker.cache.pool import KVPool
 from worker.config import EngineConfig
+from worker.config.progress import Progress, no_progress
 from worker.drafts.base import Drafter
 from worker.drafts.drafter import DrafterModel
-from worker.draw.sampler import Result, Scores
+from worker.draw.sampler import Result
+from worker.draw.scores import Scores
 from worker.forward.batch import Batch
 from worker.forward.context import LayerHook
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
-from worker.observe.metrics import Progress, no_progress
 from worker.plan import PaddedShape as PaddedShape
 from worker.plan import Plan, Tail
 from worker.step.buffers import BatchBuffers

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from worker.api import MAX_LOGPROBS
+from worker.config.progress import Progress, no_progress
 from worker.draw.sampler import Draws
 from worker.errors import Unsupported
 from worker.forward.batch import HostLengths, WindowShape
 from worker.forward.draws import Masks
-from worker.observe.metrics import Progress, no_progress
 from worker.ops.compile_ahead import compile_ahead
 from worker.plan import TAILS, Plan, max_rows
 from worker.registry import resolve

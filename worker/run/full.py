@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from worker.api import MAX_LOGPROBS
+from worker.config.progress import Progress, no_progress
 from worker.draw.sampler import Draws, Result
 from worker.errors import Unsupported
 from worker.forward.batch import WindowShape
 from worker.forward.draws import Masks
-from worker.observe.metrics import Progress, no_progress
 from worker.plan import TAILS, Plan, Tail, max_rows
 from worker.run.base import BucketCheck, Decoded, DecodeGraphs, LoadedModel
 from worker.run.check import Launches, check_bucket

@@ -21,9 +21,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from worker.config.progress import Progress, no_progress
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerHook, forward_context
-from worker.observe.metrics import Progress, no_progress
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan

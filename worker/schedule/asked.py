@@ -6,6 +6,7 @@ does not fit raises in the engine's thread, which ends the process with everybod
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -13,6 +14,15 @@ from worker.api import MAX_STOP_IDS, Prefill, Sampling
 from worker.errors import UserError
 
 MAX_COUNT = 2**30  # so that a prompt's length can be added
+
+
+class PromptLimits(NamedTuple):
+    """Which prompts a prefill worker can compute, and in which chunks."""
+
+    max_len: int  # tokens of a prompt that a row's page table can hold
+    vocab_size: int = 2**31
+    num_eos_ids: int = 0  # of the model, beside which a request has stop ids
+    grain: int = 1  # chunks that are not a prompt's last end at multiples of it
 
 
 def fits(sampling: Sampling) -> bool:
@@ -32,10 +42,12 @@ def known(ids: Sequence[int], vocab_size: int) -> bool:
     return not ids or (min(ids) >= 0 and max(ids) < vocab_size)
 
 
-def check_prefill(asked: Prefill, vocab_size: int, num_eos_ids: int) -> None:
+def check_prefill(asked: Prefill, limits: PromptLimits) -> None:
     """Raise a UserError if a prompt, or the draw of what follows it, cannot be computed."""
-    if not known(asked.tokens, vocab_size):
-        raise UserError(f"token ids must be below {vocab_size}")
+    if not known(asked.tokens, limits.vocab_size):
+        raise UserError(f"token ids must be below {limits.vocab_size}")
+    if len(asked.tokens) > limits.max_len:
+        raise UserError(f"{len(asked.tokens)} tokens of prompt; the limit here is {limits.max_len}")
     if not (math.isfinite(asked.link_bytes_per_s) and asked.link_bytes_per_s >= 0):
         raise UserError("a rate that is none")
     sampling = asked.sampling
@@ -46,5 +58,5 @@ def check_prefill(asked: Prefill, vocab_size: int, num_eos_ids: int) -> None:
     if not (sampling.is_plain and fits(sampling)):
         raise UserError("a draw that is not plain, or out of range")
     stops = sampling.stop_ids
-    if len(stops) > MAX_STOP_IDS - num_eos_ids or not known(stops, vocab_size):
+    if len(stops) > MAX_STOP_IDS - limits.num_eos_ids or not known(stops, limits.vocab_size):
         raise UserError("stop ids that are none, or too many")

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from worker.api import Prefill
 from worker.cache.book import PageBook
 from worker.config import EngineConfig
-from worker.errors import UserError
 from worker.plan import Chunk, Drawn, Plan, RowStart, tail_of
-from worker.schedule.asked import check_prefill
+from worker.schedule.asked import PromptLimits, check_prefill
 from worker.schedule.pace import Pace
 from worker.schedule.req import PrefillReq
 from worker.schedule.rows import RowTable
@@ -27,23 +26,12 @@ class PrefillScheduler:
     """
 
     def __init__(
-        self,
-        book: PageBook,
-        engine: EngineConfig,
-        max_len: int,
-        pace: Pace,
-        *,
-        grain: int = 1,
-        vocab_size: int = 2**31,
-        num_eos_ids: int = 0,
+        self, book: PageBook, engine: EngineConfig, limits: PromptLimits, pace: Pace
     ) -> None:
-        """grain: chunks that are not a prompt's last end at multiples of it."""
-        self.book, self._grain = book, grain
-        self._vocab_size, self._num_eos_ids = vocab_size, num_eos_ids
+        self.book, self._limits = book, limits
         self.waiting: deque[PrefillReq] = deque()  # with tokens not yet in a step; oldest first
         self._pace = pace
         self.max_reqs = int(engine.max_num_reqs) + engine.max_waiting  # that wait
-        self._max_len = max_len  # tokens of a prompt that a row's page table can hold
         self.rows = RowTable(int(engine.max_num_reqs))
         self._step = 0
         # By step number, until it settles.
@@ -57,12 +45,10 @@ class PrefillScheduler:
     def admit(self, asked: Prefill) -> PrefillReq | None:
         """Admit a prompt of at least two tokens; None if there is no room for it now.
 
-        Raises UserError if it is longer than max_len, or cannot be computed.
+        Raises UserError if it is longer than the limit, or cannot be computed.
         """
-        check_prefill(asked, self._vocab_size, self._num_eos_ids)
+        check_prefill(asked, self._limits)
         tokens = asked.tokens
-        if len(tokens) > self._max_len:
-            raise UserError(f"{len(tokens)} tokens of prompt; the limit here is {self._max_len}")
         if len(self.waiting) >= self.max_reqs:
             return None
         num_stored = len(tokens) - (asked.sampling is None)
@@ -90,13 +76,13 @@ class PrefillScheduler:
             return None
         link_bytes_per_s = self.waiting[0].link_bytes_per_s
         budget = self._pace.step_tokens(self.num_queued_tokens, link_bytes_per_s)
-        budget = max(budget, self._grain)
+        budget = max(budget, self._limits.grain)
         launched: list[tuple[PrefillReq, Chunk]] = []
         for req in list(self.waiting):
             if budget == 0 or (not req.row and not self.rows.num_free):
                 break
             start = req.num_planned_tokens
-            end = chunk_end(start, budget, req.num_target_tokens, self._grain)
+            end = chunk_end(start, budget, req.num_target_tokens, self._limits.grain)
             if end == start:
                 break  # less is left of the step than a chunk needs
             if not req.row:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, NamedTuple
 
-from worker.api import Candidate, FinishReason, PeerId, Sampling, TokenChunk
+from worker.api import Candidate, PeerId, Sampling, TokenChunk
 from worker.cache.book import Hold
 from worker.observe.timeline import Timeline
-from worker.plan import Drawn, tail_index
+from worker.plan import tail_index
 
 if TYPE_CHECKING:
     from worker.draw.grammar import Matcher
@@ -36,9 +36,6 @@ class Phase(Enum):
     RUNNING = auto()  # decodes, or its last chunk is in flight
     PREEMPTED = auto()  # waits for pages
     FINISHED = auto()
-
-
-DISAGREE = "device and host disagree"
 
 
 class Draw(NamedTuple):
@@ -108,40 +105,6 @@ class Req:
     def key(self) -> tuple[str, int]:
         """Its identity on this worker."""
         return self.req_id, self.dispatch
-
-
-def finish_reason(req: Req, eos_ids: frozenset[int]) -> FinishReason | None:
-    """Say why `req` ends with its last token, if it does, by the same rules as on the device."""
-    token, sampling = req.tokens[-1], req.sampling
-    num_output = len(req.tokens) - req.num_prompt_tokens
-    is_stop = token in sampling.stop_ids or (not sampling.ignore_eos and token in eos_ids)
-    if is_stop and num_output > sampling.min_tokens:
-        return FinishReason.STOP
-    return FinishReason.LENGTH if len(req.tokens) >= req.max_len else None
-
-
-def append(req: Req, result: Drawn, eos_ids: frozenset[int]) -> tuple[int, FinishReason | None]:
-    """Append the tokens of a step; returns how many, and why the request ends, if it does.
-
-    Tokens behind the end of a grammar are left out, because the device does not know of that end.
-    """
-    tokens, matcher = req.tokens, req.matcher
-    num_before, reason = len(tokens), None
-    for token in result.tokens:
-        assert reason is None, f"{req.key}: {DISAGREE}"
-        tokens.append(token)
-        reason = finish_reason(req, eos_ids)
-        if matcher is not None:
-            matcher.consume(token)
-            if matcher.stopped or matcher.error is not None:
-                # The grammar is complete: STOP wins over LENGTH.
-                reason = FinishReason.STOP if matcher.stopped else reason
-                break
-    else:
-        assert (reason is not None) == result.finished, f"{req.key}: {DISAGREE}"
-    num_after = len(tokens)
-    req.num_computed_tokens = num_after - 1
-    return num_after - num_before, reason
 
 
 @dataclass(slots=True, eq=False)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,14 +16,16 @@ from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
 from worker.config.checkpoint.delta_shape import BLOCK
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
+from worker.config.progress import Progress, no_progress
 from worker.drafts.build import read_drafter, regions, within_block
 from worker.drafts.drafter_shape import DrafterShape
 from worker.errors import Unsupported, UserError
+from worker.observe.fresh import Fresh
 from worker.observe.meter import StepMeter
-from worker.observe.metrics import Progress, WorkerMetrics, no_progress
+from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
-from worker.ops.experts.load import ExpertLoads
+from worker.ops.experts.load import load_of
 from worker.peers.rank_group import RankGroup
 from worker.registry import resolve
 from worker.run.base import BucketCheck
@@ -83,10 +86,10 @@ def build_engine(
     book = _book(config, start.shape, pool)
     metrics = _metrics(config, name, book, loaded.checks)
     if experts := loaded.weights.model.experts:
-        loads = ExpertLoads([layer.load for layer in experts])
-        metrics.moe_layer_steps.set_function(lambda: loads.read().layer_steps)
-        metrics.moe_distinct_experts.set_function(lambda: loads.read().distinct)
-        metrics.moe_busiest_share.set_function(lambda: loads.read().busiest_share)
+        counts = Fresh(partial(load_of, [layer.load for layer in experts]))
+        metrics.moe_layer_steps.set_function(lambda: counts.get().layer_steps)
+        metrics.moe_distinct_experts.set_function(lambda: counts.get().distinct)
+        metrics.moe_busiest_share.set_function(lambda: counts.get().busiest_share)
     metrics.transport(f"{transport.name}/{transport.kind}").set(1)
     meter = StepMeter(metrics)
     sums = metrics if rank_group.size > 1 else None

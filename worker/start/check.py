@@ -14,7 +14,6 @@ from worker.config import (
     check_length,
 )
 from worker.config.checkpoint.experts import Division, rank_experts
-from worker.config.checkpoint.quantization import BLOCK
 from worker.config.checkpoint.refusals import check_path
 from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape
 from worker.drafts.drafter_config import READERS, check_block
@@ -142,15 +141,14 @@ def _check_ranks(shape: LayerShape, ranks: Ranks) -> None:
             if not isinstance(shape, ModelShape) or not all(shape.is_sparse or (False,)):
                 split_even("intermediate_size", shape.intermediate_size, 0, size)
             if isinstance(shape, ModelShape) and shape.experts is not None:
-                blocks = shape.eight is not None and shape.eight.by_block
-                _, columns = rank_experts(shape.experts, division, 0, size, in_blocks=blocks)
-                coarse(Part(shape.experts.width, columns), BLOCK if blocks else 1)
+                _, columns = rank_experts(shape.experts, division, 0, size, group=shape.scale_group)
+                coarse(Part(shape.experts.width, columns), shape.scale_group)
             split_even("vocab_size", shape.vocab_size, 0, size)
             if isinstance(shape, ModelShape) and shape.delta is not None:
                 split_even("linear_num_key_heads", shape.delta.key_heads, 0, size)
-            if isinstance(shape, ModelShape) and shape.eight is not None and shape.eight.by_block:
+            if isinstance(shape, ModelShape):
                 for width in _divided_widths(shape):
-                    coarse(Part(width, slice(0, width // size)), BLOCK)
+                    coarse(Part(width, slice(0, width // size)), shape.scale_group)
         except UserError as error:
             raise type(error)(f"{path}: {error}", path) from error
 

@@ -16,10 +16,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from worker.config.checkpoint.shape import LayerShape
+from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.peers.rank_group import RankGroup
 from worker.weights.loader import Loadable
-from worker.weights.shard import Shard
+from worker.weights.shard import Key, Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
@@ -38,13 +38,13 @@ class PartSum(NamedTuple):
     number: int
 
 
-def part_sums(shards: Mapping[str, Shard]) -> list[PartSum]:
+def part_sums(shards: Mapping[Key, Shard]) -> list[PartSum]:
     """Sum up a rank's tensors as they were loaded (after the cast to the served dtype)."""
     numbers = torch.stack([tensor_sum(shard) for shard in shards.values()]).tolist()  # one wait
     sums = []
-    for (name, shard), number in zip(shards.items(), numbers, strict=True):
+    for (key, shard), number in zip(shards.items(), numbers, strict=True):
         part = tuple((span.start, span.stop) for span in shard.index)
-        sums.append(PartSum(name, str(shard.dest.dtype), shard.full_shape, part, number))
+        sums.append(PartSum(str(key), str(shard.dest.dtype), shard.full_shape, part, number))
     return sums
 
 
@@ -63,16 +63,22 @@ def weights_digest(sums: Iterable[PartSum]) -> str:
     return _sha256(totals)
 
 
-def dummy_digest(
-    seed: int, dtype: torch.dtype, device: torch.device, *, in_eight: bool = False
-) -> str:
-    """Replaces weights_digest for noise (`load_format: dummy`), which follows from these alone."""
-    return _sha256(["noise 1", seed, str(dtype), device.type, *["e4m3 by 128"] * in_eight])
+def dummy_digest(seed: int, dtype: torch.dtype, device: torch.device, noise: str = "") -> str:
+    """Replaces weights_digest for noise (`load_format: dummy`), which follows from these alone.
+
+    noise: names it in the format of the matrices; see weights.base.Format.
+    """
+    return _sha256(["noise 1", seed, str(dtype), device.type, *filter(None, [noise])])
 
 
 def model_digest(shape: LayerShape, weights: str) -> str:
     """Digest a model or a drafter: its configuration of KV, and its weights' digest."""
     fields = {name: value for name, value in asdict(shape).items() if name not in NOT_OF_KV}
+    if isinstance(shape, ModelShape):
+        # Under its first name; dtypes and shapes of the weights tell what the format is.
+        held = shape.quantization
+        del fields["quantization"]
+        fields["eight"] = None if held is None else (held.group > 0, held.ignored)
     return _sha256([fields, weights])
 
 

@@ -38,6 +38,14 @@ class Kept(NamedTuple):
     read_until: float  # monotonic; peers may read its pages before
 
 
+class Addresses(NamedTuple):
+    """Where a worker listens."""
+
+    wire: str
+    wire_key: str
+    metrics: str
+
+
 @dataclass(slots=True)
 class Engine:
     """The parts of one worker. Filled by `build_engine`."""
@@ -90,20 +98,16 @@ class Engine:
         return msgspec.msgpack.encode(self.transport.endpoint())
 
     def member(
-        self,
-        name: str,
-        incarnation: str,
-        address: str,
-        metrics_address: str,
-        endpoints: tuple[bytes, ...],
+        self, name: str, incarnation: str, at: Addresses, endpoints: tuple[bytes, ...]
     ) -> Member:
         """Build the record by which other processes know this worker; endpoints: of its ranks."""
         return Member(
             name=name,
             role=self.config.role,
             incarnation=incarnation,
-            address=address,
-            metrics_address=metrics_address,
+            address=at.wire,
+            metrics_address=at.metrics,
+            wire_key=at.wire_key,
             model=self.identity.model,
             max_model_len=int(self.config.model.max_model_len),
             layout_hash=self.identity.layout_hash,

@@ -15,6 +15,7 @@ from worker.cache.layout import KVLayout, ModelLayout
 from worker.cache.pool import KVPool
 from worker.config import WorkerConfig
 from worker.config.checkpoint.shape import ModelShape
+from worker.config.progress import Progress
 from worker.drafts.build import build_drafter, load_drafter, poison
 from worker.drafts.drafter import DrafterModel
 from worker.drafts.drafter_shape import ChainShape, DrafterShape
@@ -23,8 +24,6 @@ from worker.errors import Unsupported
 from worker.model.decoder import Decoder
 from worker.model.layers import Placement
 from worker.model.load import load_model
-from worker.observe.metrics import Progress
-from worker.ops.scaled import multiplies_eight_bits
 from worker.peers.base import COLLECTIVES, Collective
 from worker.peers.rank_group import RankGroup
 from worker.peers.rendezvous import free_rendezvous
@@ -43,9 +42,11 @@ from worker.start.memory import (
     with_max_num_reqs,
     with_penalty_rows,
 )
-from worker.step.buffers import BatchBuffers
+from worker.step.buffers import BatchBuffers, BatchShape
 from worker.step.state import StateShape, StepState, Windows
+from worker.weights.formats import format_of
 from worker.weights.loader import Loadable
+from worker.weights.plain import PLAIN
 
 log = logging.getLogger("kvlane.start")
 
@@ -142,14 +143,14 @@ def _load_weights(start: Start) -> Weights:
     config, device = start.config, torch.device(start.config.engine.device)
     dtype: torch.dtype = getattr(torch, config.model.dtype)
     load_format, seed = config.model.load_format, config.model.seed
-    eight = start.shape.eight
-    if eight is not None and not multiplies_eight_bits(device):
-        log.info("%s multiplies no eight bits: weights become %s", device, config.model.dtype)
-        eight = None
+    kept = format_of(start.shape.quantization)
+    if not kept.multiplies(device):
+        log.info("%s multiplies no %s: weights become %s", device, kept.name, config.model.dtype)
+        kept = PLAIN
     model = load_model(
         config.model.directory,
         start.shape,
-        Placement(_collective(start), dtype, device, config.engine.experts, eight),
+        Placement(_collective(start), dtype, device, config.engine.experts, kept),
         load_format=load_format,
         seed=seed,
         progress=start.progress,
@@ -157,11 +158,7 @@ def _load_weights(start: Start) -> Weights:
     drafter, models = None, dict[str, Loadable](target=model)
     if start.drafter_shape is not None:
         drafter = models["draft"] = load_drafter(config, start.drafter_shape, model)
-    noise = (
-        dummy_digest(seed, dtype, device, in_eight=eight is not None)
-        if load_format == "dummy"
-        else ""
-    )
+    noise = dummy_digest(seed, dtype, device, kept.noise) if load_format == "dummy" else ""
     return Weights(model, drafter, models_digest(models, start.rank_group, noise))
 
 
@@ -209,8 +206,7 @@ def _assemble(
     state = StepState(rows, pool.device)
     if decodes and (kept := config.spec.simulate_accept_share or config.spec.simulate_accept_len):
         state.accept = SimulatedAcceptance(state.ints.seed, kept)
-    buffers = BatchBuffers(
-        state,
+    batches = BatchShape(
         page_size,
         int(engine.max_prefill_tokens),
         drafts=drafter is not None and isinstance(drafter.shape, ChainShape),
@@ -218,6 +214,7 @@ def _assemble(
         all_hidden=drafter is not None and max(drafter.shape.taps) >= shape.num_layers - 1,
         recurrent=model.delta is not None,
     )
+    buffers = BatchBuffers(state, batches)
     model.pad_below(page_size)
     if model.delta is not None:
         num_rows = int(engine.max_num_reqs)

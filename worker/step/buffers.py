@@ -3,13 +3,12 @@
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, cycle
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from worker.attention.recurrent.chunk import block_table
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import BLOCK, block_table
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
@@ -63,28 +62,32 @@ class Staging:
         copied.record()
 
 
+class _Lengths(NamedTuple):
+    """Of the requests of a batch, i32."""
+
+    query_start: Tensor  # [num_reqs + 1]
+    seq_lens: Tensor  # [num_reqs]
+    state_slots: Tensor  # [num_reqs]
+
+
+class BatchShape(NamedTuple):
+    """What the batches of one runner have."""
+
+    page_size: int
+    max_chunk_tokens: int
+    drafts: bool = False  # they have `DraftRows`
+    # A drafter reads the last layer's output of all tokens of a prompt. Otherwise long steps
+    # compute it for last tokens alone, unless a prompt's logprobs are wanted.
+    all_hidden: bool = False
+    recurrent: bool = False  # they have `states`
+
+
 class BatchBuffers:
-    """Builds batches of chunks for one runner from its step state.
+    """Builds batches of chunks for one runner from its step state."""
 
-    drafts: batches have `DraftRows`. all_hidden: the last layer's output is wanted for all tokens
-    of a prompt, as a drafter reads it; otherwise long steps compute it for last tokens alone,
-    unless a prompt's logprobs are wanted.
-    recurrent: batches have `states`.
-    """
-
-    def __init__(
-        self,
-        state: StepState,
-        page_size: int,
-        max_chunk_tokens: int,
-        *,
-        drafts: bool = False,
-        all_hidden: bool = False,
-        recurrent: bool = False,
-    ) -> None:
-        self._state, self._recurrent = state, recurrent
-        self._page_size = page_size
-        self._all_hidden = all_hidden
+    def __init__(self, state: StepState, shape: BatchShape) -> None:
+        page_size, max_chunk_tokens, drafts, self._all_hidden, self._recurrent = shape
+        self._state, self._page_size = state, page_size
         capacity = max_chunk_tokens + max_chunk_tokens % 2  # even: its lines are 16-byte aligned
         # Token ids, positions and slots of the latest batch of chunks, then its draft rows. Graphs
         # read them here.
@@ -128,7 +131,7 @@ class BatchBuffers:
                 return batch
             batch = self._fixed_batches[num_tokens] = self._of_chunks(
                 num_tokens,
-                *self._lengths(num_lines, sent.width),
+                self._lengths(num_lines, sent.width),
                 blocks,
                 page_table=self._tables,
                 max_query_len=num_tokens,
@@ -143,7 +146,7 @@ class BatchBuffers:
         ends = [chunk.start + len(chunk.tokens) for chunk in plan.chunks]
         return self._of_chunks(
             num_tokens,
-            *self._lengths(num_reqs, sent.width),
+            self._lengths(num_reqs, sent.width),
             blocks,
             page_table=tables,
             max_query_len=longest,
@@ -162,13 +165,13 @@ class BatchBuffers:
     def blank_chunk(self, num_tokens: int) -> Batch:
         """Build a batch of one prompt, all padding (KV goes to page 0), for warm-up and capture."""
         self._chunk[:, :num_tokens].zero_()
+        host = [0, num_tokens], [num_tokens], [0]
+        lengths = _Lengths(*(self._state.upload(values, torch.int32) for values in host))
         num_pages = -(-num_tokens // self._page_size)
         return self._of_chunks(
             num_tokens,
-            query_start=self._state.upload([0, num_tokens], torch.int32),
-            seq_lens=self._state.upload([num_tokens], torch.int32),
-            state_slots=self._state.upload([0], torch.int32),
-            blocks=self._block_table([0, num_tokens], num_tokens),
+            lengths,
+            self._block_table([0, num_tokens], num_tokens),
             page_table=torch.zeros(1, num_pages, dtype=torch.int32, device=self._state.device),
             max_query_len=num_tokens,
             max_seq_len_ub=num_tokens,
@@ -178,17 +181,14 @@ class BatchBuffers:
     def _of_chunks(
         self,
         num_tokens: int,
-        query_start: Tensor,
-        seq_lens: Tensor,
-        state_slots: Tensor,
+        lengths: _Lengths,
         blocks: Tensor | None,
         *,
         all_hidden: bool = False,
         **rest: Any,
     ) -> Batch:
-        states = None
-        if blocks is not None:
-            states = StateChunks(query_start, seq_lens, state_slots, blocks)
+        query_start, seq_lens, _ = lengths
+        states = None if blocks is None else StateChunks(*lengths, blocks)
         ids, positions, slots, *draft = self._chunk[:, :num_tokens]
         return Batch(
             input_ids=ids,
@@ -221,10 +221,10 @@ class BatchBuffers:
         torch.sub(query_start[1:], 1, out=self._last_token_rows[:num_reqs])
         return self._last_token_rows
 
-    def _lengths(self, num_reqs: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Views of query_start, seq_lens and slots in the uploaded words; layout: SentChunks."""
+    def _lengths(self, num_reqs: int, width: int) -> _Lengths:
+        """Views of the uploaded words; layout: SentChunks."""
         lines = self._staging.words[: NUM_LINES * width].view(NUM_LINES, width)
-        return lines[1, : num_reqs + 1], lines[2, :num_reqs], lines[6, :num_reqs]
+        return _Lengths(lines[1, : num_reqs + 1], lines[2, :num_reqs], lines[6, :num_reqs])
 
     def _new_pages(self, plan: Plan) -> dict[int, RowPages]:
         """Choose the new pages that go with the upload, by row; apply the rest at once.

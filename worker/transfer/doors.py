@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from worker.cache.layout import MemoryRegion
-from worker.keyring import Refusals
+from worker.seldom import Seldom
 from worker.transfer.memory import PORTION_BYTES, Lane, Piece, lanes_of
 
 log = logging.getLogger("kvlane.transfer")
@@ -95,7 +95,7 @@ class KVDoor:
         self._listener = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._lock = threading.Lock()
-        self._refusals = Refusals()
+        self._log = Seldom()
         self._strangers = deque[socket.socket]()
         self._threads = dict[socket.socket, threading.Thread]()
         self._held = Counter[str]()  # connections by address
@@ -189,7 +189,7 @@ class KVDoor:
 
     def _warn(self, connection: socket.socket, act: str) -> None:
         address = connection.getpeername()[0]
-        if num := self._refusals.news(address, act):
+        if num := self._log.news(address, act):
             log.warning("%s %s (%d times)", address, act, num)
 
     def _holds(self, pieces: Sequence[Piece]) -> bool:

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from worker.api import AnyMessage, Candidate, FinishReason, KVReady, PeerId, Prefill, Release, Xfer
@@ -31,6 +31,7 @@ from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.schedule.asked import known
 from worker.schedule.req import Req
+from worker.seldom import Seldom
 from worker.transfer.base import Pull, PullState
 from worker.transfer.lease import Lease
 from worker.transfer.seal import KEY_BYTES, is_sealed
@@ -52,6 +53,7 @@ class FetchContext:
     refusals: Refusals
     vocab_size: int
     prefill_draws: bool  # disaggregation.first_token
+    log: Seldom = field(default_factory=Seldom)
 
     def landed(self, link: Link, num_bytes: int, took_s: float, now: float) -> None:
         """Record a pull that has landed."""
@@ -240,7 +242,7 @@ class Fetch:
 
         The log has the first, the tenth, the hundredth of a peer in ten minutes, others at DEBUG.
         """
-        is_news = self._context.refusals.news(self.peer, f"fails fetches: {cause}")
+        is_news = self._context.log.news(self.peer, f"fails fetches: {cause}")
         text, level = (
             "req_id=%s attempt %d at %s: %s",
             logging.WARNING if is_news else logging.DEBUG,

@@ -38,6 +38,7 @@ from worker.plan import Chunk
 from worker.schedule.prefill import PrefillScheduler
 from worker.schedule.req import PrefillReq
 from worker.schedule.shares import Shares, num_pages
+from worker.seldom import Seldom
 from worker.transfer.lease import Lease
 from worker.transfer.seal import sealed
 
@@ -72,6 +73,7 @@ class Outbound:
     draining: bool = False
     shares: Shares = field(default_factory=lambda: Shares("decode"))
     _outgoing: dict[Xfer, _Outgoing] = field(default_factory=dict)
+    _log: Seldom = field(default_factory=Seldom)
     _by_req: dict[PrefillReq, _Outgoing] = field(default_factory=dict)
 
     @property
@@ -186,7 +188,7 @@ class Outbound:
         """Drop transfers whose lease has expired."""
         for outgoing in list(self._outgoing.values()):
             if outgoing.lease.expired(now):
-                is_news = self.refusals.news(outgoing.peer, "lets leases end")
+                is_news = self._log.news(outgoing.peer, "lets leases end")
                 text = "xfer_id=%s: its lease ended without a release of %s"
                 level = logging.WARNING if is_news else logging.DEBUG
                 log.log(level, text, outgoing.xfer.xfer_id, outgoing.peer)

@@ -4,20 +4,19 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker.config.checkpoint.quantization import BLOCK
 from worker.config.checkpoint.shape import LayerShape
+from worker.config.progress import Progress, no_progress
 from worker.errors import UserError
-from worker.observe.metrics import Progress, no_progress
 from worker.weights.files import listed, weight_files
-from worker.weights.matrices import quantized
-from worker.weights.quantized import Scaled, Scales
-from worker.weights.shard import Shard, scales_of, tensor_of
+from worker.weights.formats import Readings
+from worker.weights.plain import PLAIN
+from worker.weights.shard import VALUES, Key, Shard
 
 LoadFormat = Literal["safetensors", "dummy"]
 
@@ -30,8 +29,8 @@ class Loadable(Protocol):
         """Of the whole model."""
         ...
 
-    def shards(self) -> dict[str, Shard]:
-        """Checkpoint name -> Shard, for every tensor that this rank needs; see also `piece`."""
+    def shards(self) -> dict[Key, Shard]:
+        """Of every tensor that this rank needs, and of every piece of it."""
         ...
 
     def ignores(self, name: str) -> bool:
@@ -46,89 +45,86 @@ def read_weights(model: Loadable, path: Path, progress: Progress = no_progress) 
     another shape (all of them are named, up to eight).
     """
     shards, files = model.shards(), weight_files(path)
-    scales, others = Scales(files), list[str]()
+    readings, others = Readings(files), list[str]()
     missing = set(shards)
     for file in files:
-        for name, tensor in _tensors(file, shards, scales):
-            if tensor is not None:
-                shards[name].fill(tensor)
-                missing.discard(name)
+        for key, part in _tensors(file, shards, readings):
+            if part is not None:
+                shards[key].fill(part)
+                missing.discard(key)
                 progress("load", len(shards) - len(missing), len(shards))
             else:
-                others.append(name)
+                others.append(key.tensor)
     unexpected = [
         name
         for name in others
-        if not (scales.is_one(name) or model.ignores(name) or model.ignores(scales.weight_of(name)))
+        if not readings.is_spent(name)
+        and not model.ignores(name)
+        and not model.ignores(readings.owner_of(name))
     ]
-    kinds = ("missing", sorted(set(map(tensor_of, missing)))), ("unexpected", unexpected)
+    absent = sorted({key.tensor for key in missing})
+    kinds = ("missing", absent), ("unexpected", unexpected)
     if problems := [f"{kind} tensors: {listed(names)}" for kind, names in kinds if names]:
         architecture = model.shape.architecture
         raise UserError(f"{path}: not the weights of {architecture}: {'; '.join(problems)}")
 
 
 def _tensors(
-    file: Path, shards: dict[str, Shard], scales: Scales
-) -> Iterator[tuple[str, Tensor | None]]:
-    """(shard's key, its part) of each tensor in `file`; (name, None) if no shard asks for it."""
-    keys = defaultdict[str, list[str]](list)
+    file: Path, shards: dict[Key, Shard], readings: Readings
+) -> Iterator[tuple[Key, Tensor | None]]:
+    """The parts of each tensor in `file`, by key; None if no shard asks for it."""
+    keys = defaultdict[str, list[Key]](list)
     for key in shards:
-        keys[tensor_of(key)].append(key)
+        keys[key.tensor].append(key)
     try:
         with safe_open(file, framework="pt", device="cpu") as reader:
             for name in reader.keys():  # noqa: SIM118 - not a mapping
-                if name not in keys:
-                    yield name, None
+                if (tensor := readings.tensor_of(name)) not in keys:
+                    yield Key(name), None
                     continue
-                stored = scales.scaled(name, reader.get_slice(name))
-                shape = tuple(stored.get_shape())
-                for key in keys[name]:
-                    shard, wanted = shards[key], shards[key].stored_shape
-                    if shard.what and not isinstance(stored, Scaled):
-                        text = f"{file}: {name} is {stored.get_dtype()}, config.json says F8_E4M3"
-                        raise UserError(text)
-                    if shard.what == "scales":
-                        yield key, shard.of(stored.scales(wanted))
-                        continue
-                    if shape != wanted:
-                        text = f"{file}: {name} has shape {shape}, config.json asks for {wanted}"
-                        raise UserError(text)
-                    yield key, shard.of(stored)
+                stored = readings.opened(name, reader.get_slice(name))
+                for key in keys[tensor]:
+                    yield key, _part(f"{file}: {name}", stored, key.role, shards[key])
     except SafetensorError as e:
         raise UserError(f"{file}: not a readable safetensors file: {e}") from e
 
 
+def _part(place: str, stored: Any, role: str, shard: Shard) -> Tensor:
+    try:
+        return (shard.codec or PLAIN).part(stored, role, shard)
+    except UserError as e:
+        raise UserError(f"{place} {e}") from None
+
+
 def fill_with_noise(
-    shards: Mapping[str, Shard], seed: int, progress: Progress = no_progress
+    shards: Mapping[Key, Shard], seed: int, progress: Progress = no_progress
 ) -> None:
     """Noise that keeps activations near unit scale; each tensor is drawn whole, then cut."""
-    for i, (name, shard) in enumerate(shards.items()):
-        progress("load", i, len(shards))
-        if shard.what == "scales":  # follow from the values
-            continue
-        digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-        generator = torch.Generator(shard.dest.device)
-        generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        whole = torch.randn(shard.full_shape, generator=generator, device=shard.dest.device)
-        if name.endswith(".A_log"):  # as these are initialised for training, so states stay finite
-            whole = torch.rand(shard.full_shape, generator=generator, device=shard.dest.device)
-            whole = (0.01 + 15.99 * whole).log()
-        elif name.endswith(".dt_bias"):
-            whole = torch.ones_like(whole)
-        elif whole.dim() == 1 and "norm" in name:
-            whole = 1 - shard.plus + 0.1 * whole
-        elif whole.dim() == 1:
-            whole *= 0.02
-        else:
-            whole *= shard.full_shape[-1] ** -0.5
-        if shard.what == "values":
-            of_it = shards[scales_of(name)]
-            height, *width = of_it.full_shape
-            # In blocks as published, however finely their scales are kept; so for any number of
-            # ranks, and for what multiplies whole blocks.
-            blocks = height
-            if height < len(whole) and len(whole) % BLOCK == 0:
-                blocks = len(whole) // BLOCK
-            whole, scales = quantized(whole, (blocks, *width))
-            of_it.fill(scales.repeat_interleave(height // blocks, 0)[of_it.index])
-        shard.fill(whole[shard.index])
+    roles = defaultdict[Key, dict[str, Shard]](dict)
+    for key, shard in shards.items():
+        roles[key._replace(role=VALUES)][key.role] = shard
+    num_filled = 0
+    for key, of_roles in roles.items():
+        progress("load", num_filled, len(shards))
+        shapes = {role: shard.full_shape for role, shard in of_roles.items()}
+        values = of_roles[VALUES]
+        drawn = (values.codec or PLAIN).drawn(_noise(key, values, seed), shapes)
+        for role, shard in of_roles.items():
+            shard.fill(drawn[role][shard.index])
+        num_filled += len(of_roles)
+
+
+def _noise(key: Key, shard: Shard, seed: int) -> Tensor:
+    """The whole tensor [*shard.full_shape] f32, by the shard's name."""
+    digest = hashlib.sha256(f"{seed}:{key}".encode()).digest()
+    generator = torch.Generator(shard.dest.device)
+    generator.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    shape, device, tensor = shard.full_shape, shard.dest.device, key.tensor
+    whole = torch.randn(shape, generator=generator, device=device)
+    if tensor.endswith(".A_log"):  # as these are initialised for training, so states stay finite
+        return (0.01 + 15.99 * torch.rand(shape, generator=generator, device=device)).log()
+    if tensor.endswith(".dt_bias"):
+        return torch.ones_like(whole)
+    if whole.dim() == 1 and "norm" in tensor:
+        return 1 - shard.plus + 0.1 * whole
+    return whole.mul_(0.02 if whole.dim() == 1 else shape[-1] ** -0.5)

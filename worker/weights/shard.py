@@ -5,12 +5,43 @@ Free of torch: what cannot be divided is refused before anything starts.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from worker.errors import Unsupported
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+VALUES = "values"  # a role: a tensor's own numbers
+
+
+class Key(NamedTuple):
+    """Names a shard of one model."""
+
+    tensor: str  # of the checkpoint
+    piece: str = ""  # which of the tensor's parts that lie apart here; "": they do not
+    role: str = VALUES  # which of the tensors that its format stores it as
+
+    def __str__(self) -> str:
+        """As digests and noise name it: digests of all releases agree on that."""
+        inner = " ".join(filter(None, (self.piece, "" if self.role == VALUES else self.role)))
+        return f"{self.tensor}[{inner}]" if inner else self.tensor
+
+
+class Codec(Protocol):
+    """What reads and draws tensors that are stored otherwise than as plain numbers; see
+    weights.base.Format."""
+
+    def part(self, stored: Any, role: str, shard: "Shard") -> "Tensor":
+        """This rank's part of a tensor, for `shard`, which is of this role."""
+        ...
+
+    def drawn(
+        self, whole: "Tensor", shapes: Mapping[str, tuple[int, ...]]
+    ) -> "Mapping[str, Tensor]":
+        """A drawn tensor by roles; shapes: of the whole tensor of each role."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +53,7 @@ class Shard:
     index: tuple[slice, ...]  # the part, one slice per dimension
     plus: float = 0.0  # is added to what the checkpoint has: zero-centred norms are about 1 here
     heads_merged: bool = False  # the first two dimensions of full_shape are one in the checkpoint
-    # Of a tensor in eight bits: "values" as they are, its "scales"; "": what it is worth.
-    what: str = ""
+    codec: Codec | None = None  # None: the tensor's numbers are taken by their worth
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -32,14 +62,13 @@ class Shard:
         return (shape[0] * shape[1], *shape[2:]) if self.heads_merged else shape
 
     def of(self, stored: Any) -> "Tensor":
-        """The part; stored: a tensor of the checkpoint, or what slices one, as `what` wants it."""
-        index = self.index
-        if self.heads_merged:
-            heads, _, *inner = self.index
-            each = self.full_shape[1]
-            index = slice(heads.start * each, heads.stop * each), *inner
-        held = stored.eight(index) if self.what == "values" else stored[index]
-        return held.unflatten(0, (-1, each))[:, self.index[1]] if self.heads_merged else held
+        """The part; stored: of `stored_shape`, a tensor or what slices one."""
+        if not self.heads_merged:
+            return stored[self.index]
+        heads, rows, *inner = self.index
+        each = self.full_shape[1]
+        held = stored[slice(heads.start * each, heads.stop * each), *inner]
+        return held.unflatten(0, (-1, each))[:, rows]
 
     def fill(self, part: "Tensor") -> None:
         """Store the part, in whatever dtype the checkpoint has it."""
@@ -62,15 +91,15 @@ def all_of(size: int) -> Part:
     return Part(size, slice(0, size))
 
 
-def stacked(dest: "Tensor", parts: Mapping[str, Part], *inner: Part) -> dict[str, Shard]:
-    """Shards of the tensors that lie one below the other in `dest`, by name.
+def stacked(dest: "Tensor", parts: Mapping[str, Part], *inner: Part) -> dict[Key, Shard]:
+    """Shards of the tensors that lie one below the other in `dest`.
 
-    parts: their first dimensions; inner: the dimensions behind it, which they share.
+    parts: by tensor, their first dimensions; inner: the dimensions behind it, which they share.
     """
-    shards, start = {}, 0
+    shards, start = dict[Key, Shard](), 0
     for name, part in parts.items():
         sizes, index = zip(*((each.size, each.held) for each in (part, *inner)), strict=True)
-        shards[name] = Shard(dest[start : start + len(part)].detach(), sizes, index)
+        shards[Key(name)] = Shard(dest[start : start + len(part)].detach(), sizes, index)
         start += len(part)
     return shards
 
@@ -87,19 +116,42 @@ def by_head(
     sizes: Mapping[str, int],
     heads: Part,
     *inner: Part,
-) -> dict[str, Shard]:
+) -> dict[Key, Shard]:
     """Shards of a tensor whose rows are, head by head, those of several parts.
 
     dests: where the rows of each part go, by its name; sizes: rows a head, in the tensor's order.
     """
-    shards, start = {}, 0
+    shards, start = dict[Key, Shard](), 0
     shape = heads.size, sum(sizes.values()), *(part.size for part in inner)
     for name, size in sizes.items():
         index = heads.held, slice(start, start + size), *(part.held for part in inner)
         dest = dests[name].detach().unflatten(0, (len(heads), size))
-        shards[piece(tensor, name)] = Shard(dest, shape, index, heads_merged=True)
+        shards[Key(tensor, name)] = Shard(dest, shape, index, heads_merged=True)
         start += size
     return shards
+
+
+def moved_rows(
+    head_dim: int, rotary_dim: int, *, interleaved: bool
+) -> tuple[tuple[slice, slice], ...]:
+    """(rows of each head of q and of k in the checkpoint, where they lie here); (): all stay.
+
+    Kernels turn numbers i and i + rotary_dim/2 of a head where all or at most half of it is
+    rotated. Where a model turns others, the rows lie here so that i and i + head_dim/2 are
+    turned, the pairs that it leaves alone by nothing: no product of q and k changes by that.
+    """
+    if not interleaved and (rotary_dim == head_dim or rotary_dim <= head_dim // 2):
+        return ()
+    half, pairs = head_dim // 2, rotary_dim // 2
+    first, second = slice(0, pairs), slice(pairs, rotary_dim)
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    turned = (first, slice(0, pairs)), (second, slice(half, half + pairs))
+    if rotary_dim == head_dim:
+        return turned
+    middle = rotary_dim + half - pairs  # of what is not turned
+    still = slice(rotary_dim, middle), slice(pairs, half)
+    return (*turned, still, (slice(middle, head_dim), slice(half + pairs, head_dim)))
 
 
 def moved(shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]]) -> list[Shard]:
@@ -111,26 +163,26 @@ def moved(shard: Shard, head_dim: int, rows: Sequence[tuple[slice, slice]]) -> l
     shape = shard.full_shape[0] // head_dim, head_dim, *shard.full_shape[1:]
     heads = slice(held.start // head_dim, held.stop // head_dim)
     dest = shard.dest.unflatten(0, (-1, head_dim))
+    whole = replace(shard, full_shape=shape, heads_merged=True)
     return [
-        Shard(dest[:, here], shape, (heads, there, *inner), heads_merged=True)
-        for there, here in rows
+        replace(whole, dest=dest[:, here], index=(heads, there, *inner)) for there, here in rows
     ]
 
 
-def joined(tensor: str, parts: Mapping[str, Sequence[Shard]]) -> dict[str, Shard]:
+def joined(tensor: str, parts: Mapping[str, Sequence[Shard]]) -> dict[Key, Shard]:
     """Shards of a tensor in which those of several others lie one below the other.
 
     parts: by name, in the tensor's order; all in rows, or all in heads of one size; there may be
         none.
     """
-    shards, start = {}, 0
+    shards, start = dict[Key, Shard](), 0
     total = sum(part[0].full_shape[0] for part in parts.values())
     for name, part in parts.items():
         for i, shard in enumerate(part):
             rows, *inner = shard.index
             index = slice(start + rows.start, start + rows.stop), *inner
             shape = total, *shard.full_shape[1:]
-            shards[piece(tensor, f"{name}.{i}")] = replace(shard, full_shape=shape, index=index)
+            shards[Key(tensor, f"{name}.{i}")] = replace(shard, full_shape=shape, index=index)
         start += part[0].full_shape[0]
     return shards
 
@@ -144,37 +196,15 @@ def coarse(part: Part, grain: int) -> Part:
     return Part(-(-part.size // grain), slice(start // grain, -(-stop // grain)))
 
 
-def with_scales(values: Mapping[str, Shard], scales: Mapping[str, Shard]) -> dict[str, Shard]:
-    """Shards of values in eight bits, and of their scales; scales: by the keys of their values."""
-    shards = {
-        key: replace(shard, what="values") if key in scales else shard
-        for key, shard in values.items()
-    }
-    return shards | {scales_of(key): replace(shard, what="scales") for key, shard in scales.items()}
-
-
 def rearranged(
-    shards: Mapping[str, Shard], change: Callable[[dict[str, Shard]], dict[str, Shard]]
-) -> dict[str, Shard]:
-    """What `change` makes of shards, and of scales', which it sees by the keys of their values."""
-    values = {key: shard for key, shard in shards.items() if shard.what != "scales"}
-    scales = {key: shards[scales_of(key)] for key in values if scales_of(key) in shards}
-    return with_scales(change(values), change(scales))
-
-
-def scales_of(key: str) -> str:
-    """The key of the scales of the shard of this key."""
-    return piece(tensor_of(key), f"{key.partition('[')[2].removesuffix(']')} scales".lstrip())
-
-
-def piece(tensor: str, name: str) -> str:
-    """The key of one shard of several that are parts of one tensor of the checkpoint."""
-    return f"{tensor}[{name}]"
-
-
-def tensor_of(key: str) -> str:
-    """The checkpoint's tensor that the shard of this key is of."""
-    return key.partition("[")[0]
+    shards: Mapping[Key, Shard], change: Callable[[dict[str, Shard]], dict[Key, Shard]]
+) -> dict[Key, Shard]:
+    """What `change` makes of the shards of each role, which it sees by their tensors."""
+    found = dict[Key, Shard]()
+    for role in dict.fromkeys(key.role for key in shards):
+        of_role = {key.tensor: shard for key, shard in shards.items() if key.role == role}
+        found |= {key._replace(role=role): shard for key, shard in change(of_role).items()}
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,6 @@ with decay arXiv:2412.06464, section 3.3). Blocks begin at multiples of 64 of th
 chunks that are not a prompt's last end there, so it does not matter how a prompt was cut.
 """
 
-from collections.abc import Sequence
-from itertools import chain, pairwise
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,15 +25,6 @@ from worker.attention.recurrent.delta_net import (
 from worker.config.checkpoint.delta_shape import BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.op import op
-
-
-def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:
-    """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included."""
-    n = len(query_start) - 1
-    firsts = [range(begin, end, BLOCK) for begin, end in pairwise(query_start)]
-    requests = [request for request, begins in enumerate(firsts) for _ in begins]
-    unused = num_tokens // BLOCK + n - len(requests)
-    return requests + [n] * unused, [*chain(*firsts)] + [0] * unused
 
 
 def delta_chunk_ref(

@@ -69,7 +69,7 @@ def read_states(state: DeltaState, slots: Tensor) -> Tensor:
 
 
 def write_states(state: DeltaState, slots: Tensor, s: Tensor) -> None:
-    """The inverse."""
+    """The inverse; s: [n, value_heads, key_dim, value_dim] f32, slots: [n] i64."""
     _, key_heads, ratio, blocks, _, values = state.s.shape
     s = s.unflatten(3, (blocks, values)).transpose(2, 3)
     state.s[slots] = s.unflatten(1, (key_heads, ratio))

@@ -1,5 +1,7 @@
 """What the state of gated delta nets follows from. Free of torch."""
 
+from collections.abc import Sequence
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
@@ -45,3 +47,12 @@ class DeltaShape(NamedTuple):
     def raw_width(self) -> int:
         """Numbers of a token that a window keeps: channels, b and a."""
         return self.channels + 2 * self.value_heads
+
+
+def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:
+    """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included."""
+    n = len(query_start) - 1
+    firsts = [range(begin, end, BLOCK) for begin, end in pairwise(query_start)]
+    requests = [request for request, each in enumerate(firsts) for _ in each]
+    unused = num_tokens // BLOCK + n - len(requests)
+    return requests + [n] * unused, [*chain(*firsts)] + [0] * unused

@@ -1,5 +1,6 @@
 """What layers of experts follow from. Free of torch."""
 
+import math
 from typing import Literal, NamedTuple
 
 from worker.errors import Unsupported
@@ -26,16 +27,16 @@ class Held(NamedTuple):
 
 
 def rank_experts(
-    shape: ExpertShape, division: Division, rank: int, size: int, *, in_blocks: bool = False
+    shape: ExpertShape, division: Division, rank: int, size: int, *, group: int = 1
 ) -> tuple[Held, slice]:
     """(experts of one rank, its part of their hidden layers).
 
     tensor: a part of each expert; expert: some experts whole; auto: the former unless parts would
-    be small or uneven, or divide blocks in eight bits, if weights are in_blocks. Raises Unsupported
+    be small or uneven, or divide what shares a scale: groups of so many numbers. Raises Unsupported
     if they cannot be divided evenly.
     """
     if division == "auto":
-        grain = 2 * GRAIN if in_blocks else GRAIN
+        grain = math.lcm(GRAIN, group)
         division = "expert" if shape.width % (size * grain) and size > 1 else "tensor"
     divided = shape.width if division == "tensor" else shape.num_experts
     if divided % size:

@@ -9,7 +9,7 @@ from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
-from worker.config.checkpoint.quantization import EightBits, read_quantization
+from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
 from worker.config.checkpoint.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
 from worker.config.checkpoint.scaling import RopeScaling
@@ -63,28 +63,6 @@ class LayerShape:
         """Of the scores."""
         return self.scales.attention or self.head_dim**-0.5
 
-    @property
-    def moved_rows(self) -> tuple[tuple[slice, slice], ...]:
-        """(rows of each head of q and of k in the checkpoint, where they lie here); (): all stay.
-
-        Kernels turn numbers i and i + rotary_dim/2 of a head where all or at most half of it is
-        rotated. Where a model turns others, the rows lie here so that i and i + head_dim/2 are
-        turned, the pairs that it leaves alone by nothing: no product of q and k changes by that.
-        """
-        size, turned, interleaved = self.head_dim, self.rotary_dim, self.features.interleaved
-        if not interleaved and (turned == size or turned <= size // 2):
-            return ()
-        half, pairs = size // 2, turned // 2
-        first, second = slice(0, pairs), slice(pairs, turned)
-        if interleaved:
-            first, second = slice(0, turned, 2), slice(1, turned, 2)
-        moved = (first, slice(0, pairs)), (second, slice(half, half + pairs))
-        if turned == size:
-            return moved
-        middle = turned + half - pairs  # of what is not turned
-        still = slice(turned, middle), slice(pairs, half)
-        return (*moved, still, (slice(middle, size), slice(half + pairs, size)))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape(LayerShape):
@@ -105,7 +83,8 @@ class ModelShape(LayerShape):
     # Which layers have experts in the place of a feed-forward; (): none.
     is_sparse: tuple[bool, ...] = ()
     experts: ExpertShape | None = None
-    eight: EightBits | None = None  # which matrices the files have in eight bits; None: none
+    # In which other format the files have matrices; None: all are in the model's dtype.
+    quantization: Quantization | None = None
 
     def served(self, max_len: int | str) -> "ModelShape":
         """For requests of up to `max_len` tokens; another text than a number: of any length.
@@ -119,6 +98,11 @@ class ModelShape(LayerShape):
             return self
         is_long = max_len > scaling.original_max_position_embeddings
         return replace(self, rope_scaling=replace(scaling, is_long=is_long))
+
+    @property
+    def scale_group(self) -> int:
+        """Columns of a matrix that share a scale, so that no rank's part ends within; else 1."""
+        return (self.quantization.group if self.quantization else 0) or 1
 
     @property
     def masks(self) -> tuple[KeyMask, ...]:
@@ -197,7 +181,7 @@ def read_model_shape(path: Path) -> ModelShape:
         ),
         max_position_embeddings=_longest(fields, family),
         eos_token_ids=_eos_token_ids(fields, *[outer] * family.nested, generates),
-        eight=read_quantization(outer) or read_quantization(fields),
+        quantization=read_quantization(outer) or read_quantization(fields),
         penalizes=(generates.get("repetition_penalty") or 1) != 1,  # routers check the value
     )
 

@@ -1,26 +1,44 @@
 """A fresh cluster, alone with its client in a network namespace with a loopback interface only.
 
-Needs root and iproute2, see `benchmarks.namespace`.
+Ray binds the machine's real address; in such a namespace there is none. Needs root, `unshare` and
+iproute2.
 """
 
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from benchmarks.namespace import can_enter, start_over
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+UNSHARE = ("unshare", "-n", "-p", "-f", "--mount-proc", "--kill-child")
+LOOPBACK_UP = ("ip", "link", "set", "lo", "up")
+REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = REPOSITORY / "worker" / "assets" / "tiny"
 INSIDE = "KVLANE_JUDGES_NAMESPACE"
 READY = "Ctrl-C stops it."
 READY_TIMEOUT_S = 600.0
+
+
+def can_enter() -> bool:
+    """Whether one can be made here, and its loopback brought up."""
+    try:
+        return subprocess.call([*UNSHARE, *LOOPBACK_UP], stderr=subprocess.DEVNULL) == 0
+    except FileNotFoundError:
+        return False
+
+
+def start_over(command: Sequence[str], *first: Sequence[str]) -> NoReturn:
+    """Become `command` in a new one, with pids of its own, once the commands `first` have run."""
+    setup = "; ".join(shlex.join(each) for each in (LOOPBACK_UP, *first))
+    script = f'{setup}; "$@"; exit $?'  # bash stays: the first process has to reap
+    os.execvp(UNSHARE[0], [*UNSHARE, "bash", "-c", script, "bash", *command])
 
 
 def enter_namespace(module: str) -> None:

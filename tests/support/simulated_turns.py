@@ -1,11 +1,8 @@
 """How long a client waits for its turns beside one that asks for too much, on a clock of its own.
 
-    python -m benchmarks.turns
-
 The router's `Turns` (router/dispatch/turns.py) before one simulated decode worker, whose steps and
-prompts take as long as on the two-core machine of results/chaos.md. So the figures are the same on
-every machine, however busy, and what a client waits for its turn stands apart from longer steps.
-`benchmarks.routing overload` measures the same of a real cluster.
+prompts take as long as on the two-core machine of benchmarks/results/chaos.md. So the figures are
+the same on every machine, however busy.
 """
 
 import heapq
@@ -17,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.output import parser, shown, write
 from router.dispatch.members import MIN_AHEAD
 from router.dispatch.queue import SURE
 from router.dispatch.turns import OUTPUT_WEIGHT, Turns
@@ -154,20 +150,3 @@ def figures(share: float, seconds: float, num_seeds: int) -> dict[str, float]:
         "others_per_s": sum(not one.told_at for one in others) / num_seeds / (until + WARM_S),
         "others_told_late": sum(one.told_at > one.at for one in others) / num_seeds,
     }
-
-
-def main() -> None:
-    """A line for each share."""
-    made = parser(__doc__)
-    made.add_argument("--shares", type=float, nargs="+", default=[0.03, 0.15, 0.3, 0.4])
-    made.add_argument("--seconds", type=float, default=120.0)
-    made.add_argument("--seeds", type=int, default=6)
-    options = made.parse_args()
-    rows = [figures(share, options.seconds, options.seeds) for share in options.shares]
-    for row in rows:
-        print("  ".join(f"{name} {value:.2f}" for name, value in row.items()))
-    write(options.json, {"options": shown(options), "rows": rows})
-
-
-if __name__ == "__main__":
-    main()

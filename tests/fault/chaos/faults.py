@@ -22,7 +22,7 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
-CONTROLLER = "ray::Controller"  # as Ray calls its process
+TITLES = {"router": "ray::RouterActor", "controller": "ray::Controller"}  # of Ray's processes
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,14 +33,6 @@ class Fault(NamedTuple):
     name: str
     pid: int
     stopped_s: float
-
-
-class Sizes(NamedTuple):
-    """Of one process."""
-
-    rss_mib: float
-    num_fds: int
-    num_threads: int
 
 
 class Cluster:
@@ -56,16 +48,17 @@ class Cluster:
 
     async def pids(self, role: str) -> dict[str, int]:
         """Of those of a role that are ready and may be hit: nobody is the last of its role."""
-        if role == "controller":  # there is one, and no request is with it
-            return {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
-        if role == "router":
-            listening = listeners(int(self._url.rpartition(":")[2]))
-            found = {f"router of pid {pid}": pid for pid in listening}
+        if title := TITLES.get(role):
+            pids = pids_of(title)
+            if role == "router":  # one that starts takes no connections yet
+                pids = listening(pids, int(self._url.rpartition(":")[2]))
+            found = {f"{role} of pid {pid}": pid for pid in pids}
         else:
             rows = await self.workers()
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
             found = {row["name"]: row["pid"] for row in ready}
-        return found if len(found) > 1 else {}
+        # There is one controller, and no request is with it.
+        return found if len(found) > 1 or role == "controller" else {}
 
     async def metrics(self) -> dict[str, float]:
         """Sums over all processes, by name and, of pages and slots, state."""
@@ -143,38 +136,35 @@ class Faults:
 def pids_of(title: str) -> list[int]:
     """Of the processes whose command line begins so."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if (entry / "cmdline").read_bytes().startswith(title.encode()):
-                    found.append(int(entry.name))
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (entry / "cmdline").read_bytes().startswith(title.encode()):
+                found.append(int(entry.name))
     return found
 
 
-def listeners(port: int) -> set[int]:
-    """Processes that listen on a TCP port of this network namespace."""
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            words = line.split()
-            if words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port:
-                inodes.add(f"socket:[{words[9]}]")
-    found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if any(os.readlink(fd) in inodes for fd in (entry / "fd").iterdir()):
-                    found.add(int(entry.name))
+def listening(pids: Sequence[int], port: int) -> list[int]:
+    """Those of them that listen on a TCP port of this network namespace."""
+    texts = [Path("/proc/net", table).read_text() for table in ("tcp", "tcp6")]
+    rows = [line.split() for text in texts for line in text.splitlines()]
+    ours = [row for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
+    inodes = {f"socket:[{row[9]}]" for row in ours}
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if any(os.readlink(fd) in inodes for fd in Path(f"/proc/{pid}/fd").iterdir()):
+                found.append(pid)
     return found
 
 
-def sizes(pid: int) -> Sizes | None:
-    """None: it has ended."""
+def sizes(pid: int) -> dict[str, float] | None:
+    """MiB in memory, descriptors and threads of a process; None: it has ended."""
+    proc = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
-        proc = Path("/proc") / str(pid)
         pages = int((proc / "statm").read_text().split()[1])
-        num_fds, num_threads = (len(list((proc / name).iterdir())) for name in ("fd", "task"))
-        return Sizes(round(pages * PAGE_BYTES / 2**20, 1), num_fds, num_threads)
+        found = {"rss_mib": round(pages * PAGE_BYTES / 2**20, 1)}
+        counted = {"num_fds": "fd", "num_threads": "task"}
+        return found | {name: len(list((proc / of).iterdir())) for name, of in counted.items()}
     return None
 
 

@@ -1,4 +1,8 @@
-"""What speaks at a port, by what it says to a stranger: greetings that change nothing there."""
+"""What speaks at a port, by what it says to a stranger: greetings that change nothing there.
+
+So tests find out whether the table of ports, `cluster.diagnose.doors`, and `doctor --ports` say
+what is so.
+"""
 
 import json
 import re
@@ -9,6 +13,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import psutil
+
+from worker.transfer.doors import GREETING
 
 PATIENCE_S = 3.0  # for an answer of a busy process
 SILENT_S = 1.5  # whoever speaks first has done so
@@ -22,7 +30,8 @@ METADATA = 1  # mooncake's request for what an engine offers
 STORE_VALIDATE, STORE_PING = 0, 13  # queries of torch's TCPStore
 STORE_MAGIC, STORE_NONCE = 0x3C85F7CE, b"kvln"
 
-KV_GREETING = b"kvlane KV"  # of worker.transfer.doors, whose import would take seconds
+LOCAL, EVERYWHERE = "127.0.0.1", ("0.0.0.0", "[::]")
+OVER_HTTP = ("api", "beside", "metrics", "ray metrics", "agent page", "environments", "dashboard")
 
 Place = tuple[str, int]
 
@@ -56,7 +65,7 @@ def overheard(place: Place) -> Answer | None:
         connection.settimeout(PATIENCE_S)
         if len(first) > 3 and first[0] == 0 and first[3] == HTTP2_SETTINGS:
             return Answer(Speech.GRPC)
-        if first.startswith(KV_GREETING):
+        if first.startswith(GREETING):
             return Answer(Speech.KV)
         if first[:1] == ZMTP_SIGNATURE[:1]:
             connection.sendall(ZMTP_SIGNATURE + ZMTP_GREETING)
@@ -103,6 +112,37 @@ def store(place: Place) -> Answer | None:
         if _read(connection, len(STORE_NONCE)) == STORE_NONCE:
             return Answer(Speech.STORE)
     return None
+
+
+def speaks(place: Place, kind: str) -> bool:
+    """Whether what speaks there is of this kind of the table, as far as a greeting shows it."""
+    match kind:
+        case "mooncake data":
+            return True  # it says nothing, and its engine tells where it listens
+        case "mooncake":
+            return mooncake(place) is not None
+        case "store":
+            return store(place) is not None
+        case "ranks":
+            return not connects(place)
+        case kind if kind in OVER_HTTP:
+            return http(place, "/kvlane") is not None
+        case _:
+            speeches = {"wire": (Speech.CURVE, Speech.PLAIN), "kv": (Speech.KV,)}
+            answer = overheard(place)
+            return answer is not None and answer.speech in speeches.get(kind, (Speech.GRPC,))
+
+
+def listening_ports() -> set[int]:
+    """Of this network namespace."""
+    sockets = psutil.net_connections("tcp")
+    return {one.laddr.port for one in sockets if one.status == psutil.CONN_LISTEN}
+
+
+def place_of(address: str) -> Place:
+    """Where to connect to an address of `doctor --ports` from its machine."""
+    host, _, port = address.rpartition(":")
+    return (LOCAL if host in EVERYWHERE else host), int(port)
 
 
 def connects(place: Place) -> bool:

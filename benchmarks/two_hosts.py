@@ -1,0 +1,56 @@
+"""Two hosts in network namespaces of this machine (tests/e2e/two_nodes.sh; root), and `serve`."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.served import REPOSITORY, wait_ready
+
+SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
+HEAD = "10.78.0.1:6379"
+URL = "http://127.0.0.1:8000"
+
+
+def script(*words: str, check: bool = True, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command of the script."""
+    environment = os.environ | {"PYTHON_BIN": str(Path(sys.executable).parent)}
+    command = ["bash", str(SCRIPT), *words]
+    return subprocess.run(command, env=environment, check=check, text=True, **more)
+
+
+def slow_down(rate: str) -> None:
+    """Both ends of the road send so fast from now on, as `tc` writes it."""
+    for host in ("a", "b"):
+        words = f"ip netns exec kvl{host} tc qdisc replace dev v{host} root tbf rate {rate}"
+        subprocess.run([*words.split(), "burst", "4mb", "latency", "50ms"], check=True)
+
+
+@contextlib.contextmanager
+def serving_on_a(arguments: Sequence[str], output: Path) -> Iterator[None]:
+    """`serve` on the first host, over both, until the body ends; what it says is in `output`.
+
+    Raises SystemExit, with its output, if it does not become ready.
+    """
+    environment = os.environ | {"RAY_ADDRESS": HEAD, "RAY_AUTH_MODE": "disabled"}
+    serve = [sys.executable, "-m", "cluster", "serve", *arguments]
+    with output.open("wb") as log:  # not by the script, whose shell passes no signal on
+        served = subprocess.Popen(
+            ["ip", "netns", "exec", "kvla", *serve],
+            env=environment, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    try:
+        wait_ready(served, output)
+        yield
+    finally:
+        served.send_signal(signal.SIGTERM)
+        served.wait(60)
+
+
+def get(url: str) -> str:
+    """What a URL answers on the first host."""
+    return script("get", url, stdout=subprocess.PIPE).stdout

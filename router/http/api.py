@@ -1,0 +1,147 @@
+"""Generation, models and tokens: what clients ask for."""
+
+import asyncio
+from codecs import BOM_UTF8
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+from msgspec import Struct
+
+from router.adapters.message_body import MessageAnswer
+from router.adapters.messages import MessagesBody, chat_of, count_tokens, model_card
+from router.dispatch.claims import give_keys
+from router.errors import ApiError, invalid
+from router.http.admission import Admission
+from router.http.answer import Answer
+from router.http.exchange import Exchange
+from router.http.request_body import read_body
+from router.openai.body import Prepared
+from router.openai.prepare import Preparer
+from router.openai.reading import read
+from router.openai.reply import ModelList
+from router.openai.tokens import detokenize, tokenize
+from router.show.front import Front
+from router.text.grammar import Validator
+from worker.errors import contained
+
+ANTHROPIC_SIGN = "anthropic-version"  # a header that its clients send
+MAX_KEY_CHARS = 255  # of an idempotency key
+THREAD_BODY_BYTES = 4 << 10  # a larger body is parsed and tokenized off the loop: 2 ms, and more
+# Fields that may take long to prepare, and the escape with which JSON may spell their names.
+SLOW_WORDS = (
+    b"response_format", b"guided_", b"structured_outputs", b"json_schema", b"regex", b"ebnf",
+    b"tool", b"output_", b"json_object", b"\\u",
+)  # fmt: skip
+
+Result = TypeVar("Result")
+Prepare = Callable[[bytes, str], Prepared]  # from a body, and `Key.own_salt`
+
+
+def is_slow(raw: bytes) -> bool:
+    """Whether preparing a body could hold the loop up for other requests."""
+    return len(raw) > THREAD_BODY_BYTES or any(word in raw for word in SLOW_WORDS)
+
+
+class Api:
+    """The endpoints, and `generate` for those of other APIs."""
+
+    def __init__(self, front: Front, admission: Admission) -> None:
+        self._front, self._served, self._admission = front, front.served, admission
+        text = front.served.text
+        self.preparer = Preparer(front.served, Validator(text.directory, text.vocab_size))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        return await self.generate(request, await self.body(request), self.preparer.chat)
+
+    async def messages(self, request: Request) -> Response:
+        """POST /v1/messages."""
+        return await self.generate(request, await self.body(request), self._of_message)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        own_salt = Exchange.of(request.scope).own_salt
+        body = await self._run(request, partial(count_tokens, self._served, own_salt))
+        return Response(body, media_type="application/json")
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        return await self.generate(request, await self.body(request), self.preparer.completion)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        card = self._served.card
+        if ANTHROPIC_SIGN in request.headers:
+            ends = {"first_id": card.id, "last_id": card.id, "has_more": False}
+            return _json({"data": [model_card(card)], **ends})
+        return _json(ModelList([card]))
+
+    async def one_model(self, request: Request) -> Response:
+        """GET /v1/models/{name}."""
+        self._served.check_model(request.path_params["name"])
+        card = self._served.card
+        return _json(model_card(card) if ANTHROPIC_SIGN in request.headers else card)
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize."""
+        own_salt = Exchange.of(request.scope).own_salt
+        return _json(await self._run(request, partial(tokenize, self._served, own_salt)))
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        return _json(await self._run(request, partial(detokenize, self._served)))
+
+    async def not_served(self, request: Request) -> Response:
+        """Endpoints of OpenAI's API that this server does not have."""
+        message = f"{request.url.path} is not served: this server generates text only"
+        raise ApiError("unsupported", message).answered(404)
+
+    async def body(self, request: Request) -> bytes:
+        """What a client has sent; raises as `read_body`."""
+        config = self._served.config
+        body = await read_body(request, config.max_body_bytes, config.body_timeout_s)
+        return body.removeprefix(BOM_UTF8)
+
+    async def generate(self, request: Request, raw: bytes, prepare: Prepare) -> Answer:
+        """Begin what `prepare` makes of a body; raises a KvlaneError if nothing has begun."""
+        exchange, given = Exchange.of(request.scope), request.headers.get("idempotency-key", "")
+        if len(given) > MAX_KEY_CHARS:
+            raise invalid(f"Idempotency-Key: at most {MAX_KEY_CHARS} characters")
+
+        def work() -> Prepared:
+            prepared = prepare(raw, exchange.own_salt)
+            if given:
+                give_keys(prepared.reqs, exchange.client, given, raw, seeded=prepared.is_seeded)
+            return prepared
+
+        prepared = await _run(raw, work)
+        exchange.unheeded = prepared.unheeded
+        self._admission.begin(exchange.client, prepared.reqs)
+        closed = partial(self._admission.end, exchange.client, prepared.reqs)
+        return Answer(prepared, self._front, exchange, closed)
+
+    def _of_message(self, raw: bytes, own_salt: str) -> Prepared:
+        chat = chat_of(read(MessagesBody, raw), self._served.text.template_source)
+        return replace(self.preparer.of_chat(chat, own_salt), form=MessageAnswer)
+
+    async def _run(self, request: Request, work: Callable[[bytes], Result]) -> Result:
+        raw = await self.body(request)
+        return await _run(raw, partial(work, raw))
+
+
+async def _run(raw: bytes, work: Callable[[], Result]) -> Result:
+    """What `work` makes of a body, in a thread if it may take long; raises a KvlaneError."""
+
+    def run() -> Result:
+        with contained("the preparation of a request"):
+            return work()
+
+    return await asyncio.to_thread(run) if is_slow(raw) else run()
+
+
+def _json(body: Struct | dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")

@@ -1,0 +1,252 @@
+"""All that is served: of each path its methods, who may ask, how its requests are logged, and what
+the document at /openapi.json says of it. No other place names these paths.
+"""
+
+import json
+from collections.abc import Sequence
+from enum import Enum, auto
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from msgspec import Struct
+from pydantic import BaseModel
+
+from router.adapters.messages import CountBody, MessagesBody
+from router.adapters.responses import ResponseBody
+from router.http.orders import DrainOrder, RoleOrder
+from router.openai import reply
+from router.openai.schema import ChatBody, CompletionBody
+from router.openai.tokens import DetokenizeBody, TokenizeBody
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+REF = "#/components/schemas/"
+
+
+class Guard(Enum):
+    """Whom a path is for, where there are API keys."""
+
+    OPEN = auto()  # anybody
+    KEYED = auto()  # who has a key
+    OPERATOR = auto()  # who has a key that opens operators' pages; anybody by `router.admin_access`
+    ROUTER = auto()  # other routers alone
+    ADMIN = auto()  # who has a key that says admin=yes; where there are no keys, nobody
+
+
+class Content(NamedTuple):
+    """A body of one media type."""
+
+    media: str
+    schema: type[Struct] | type[BaseModel] | None
+    example: Any
+
+    def shown(self, model: str) -> dict[str, Any]:
+        """As it stands in the document, with an example that names the served model."""
+        example = self.example
+        if isinstance(example, dict) and "model" in example:
+            example = {**cast("dict[str, Any]", example), "model": model}
+        reference = {"$ref": REF + self.schema.__name__} if self.schema else {}
+        return {self.media: {"schema": reference, "example": example}}
+
+
+class Route(NamedTuple):
+    """One path. `endpoint` is the name of one in `routes.Endpoints`; "": its row guards a tree."""
+
+    group: str  # of the document
+    guard: Guard
+    path: str
+    endpoint: str
+    methods: Sequence[str] = ("GET",)
+    summary: str = ""  # "": it is not in the document
+    replies: Sequence[Content] = ()
+    body: Content | None = None
+    generates: str = ""  # OpenTelemetry's name of what POST begins here
+    is_probe: bool = False  # machines ask every few seconds: its lines are logged at DEBUG
+
+    @property
+    def shown_path(self) -> str:
+        """As the document writes it."""
+        return self.path.replace(":path", "")
+
+
+def _json(schema: Any, example: Any) -> Content:
+    return Content(JSON, schema, example)
+
+
+def _answer(kind: str, **choice: Any) -> dict[str, Any]:
+    head = {"id": "cmpl-5e0c", "object": kind, "created": 1700000000, "model": "tiny"}
+    return head | {"choices": [{"index": 0, "logprobs": None, **choice}]}
+
+
+def _events(*chunks: dict[str, Any]) -> str:
+    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+
+
+USAGE = {
+    "prompt_tokens": 12, "completion_tokens": 3, "total_tokens": 15,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
+CHAT = _answer(
+    "chat.completion",
+    message={"role": "assistant", "content": "Hello!", "refusal": None},
+    finish_reason="stop",
+) | {"usage": USAGE}
+CHUNK = "chat.completion.chunk"
+CHAT_STREAM = _events(
+    _answer(CHUNK, delta={"role": "assistant", "content": ""}, finish_reason=None),
+    _answer(CHUNK, delta={"content": "Hello!"}, finish_reason="stop"),
+)
+CONTINUED = _answer("text_completion", text=" there was", finish_reason="length")
+TOKENS = {"count": 2, "max_model_len": 4096, "tokens": [5, 9], "token_strs": None}
+MESSAGE = {
+    "id": "msg_5e0c", "type": "message", "role": "assistant", "model": "tiny",
+    "content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn",
+    "stop_sequence": None, "usage": {"input_tokens": 12, "output_tokens": 3},
+}  # fmt: skip
+RESPONSE: dict[str, Any] = {
+    "id": "resp_5e0c", "object": "response", "created_at": 1700000000, "model": "tiny",
+    "status": "completed",
+    "output": [{
+        "type": "message", "id": "msg_5e0c-0", "role": "assistant", "status": "completed",
+        "content": [{"type": "output_text", "text": "Hello!", "annotations": []}],
+    }],
+}  # fmt: skip
+HELLO = [{"role": "user", "content": "Hello"}]
+CARD = {
+    "id": "tiny", "object": "model", "created": 1700000000, "owned_by": "kvlane",
+    "max_model_len": 4096,
+}  # fmt: skip
+
+POST = ("POST",)
+_generate = partial(Route, "Generate", Guard.KEYED)
+_tokens = partial(Route, "Models and tokens", Guard.KEYED)
+_probe = partial(Route, "Probes", Guard.OPEN)
+_operator = partial(Route, "Operators", Guard.OPERATOR)
+_order = partial(Route, "Orders", Guard.ADMIN)
+_page = partial(Route, "", Guard.OPEN)
+_absent = partial(Route, "", Guard.KEYED, endpoint="api.not_served", methods=("GET", "POST"))
+
+ROUTES = (
+    _generate(
+        "/v1/chat/completions", "api.chat", POST, "Answer a chat",
+        (_json(reply.ChatCompletion, CHAT),
+         Content(EVENTS, reply.ChatCompletionChunk, CHAT_STREAM)),
+        _json(ChatBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}), "chat",
+    ),
+    _generate(
+        "/v1/completions", "api.completions", POST, "Continue a text",
+        (_json(reply.TextCompletion, CONTINUED | {"usage": USAGE}),
+         Content(EVENTS, reply.TextCompletion, _events(CONTINUED))),
+        _json(CompletionBody, {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 16}),
+        "text_completion",
+    ),
+    _generate(
+        "/v1/messages", "api.messages", POST, "Answer a chat, in Anthropic's form",
+        (_json(None, MESSAGE),),
+        _json(MessagesBody, {"model": "tiny", "messages": HELLO, "max_tokens": 32}), "chat",
+    ),
+    _generate(
+        "/v1/messages/count_tokens", "api.count_tokens", POST,
+        "The tokens of a chat, in Anthropic's form", (_json(None, {"input_tokens": 12}),),
+        _json(CountBody, {"model": "tiny", "messages": HELLO}),
+    ),
+    _generate(
+        "/v1/responses", "responses.create", POST,
+        "Answer a chat, in the form of OpenAI's responses", (_json(None, RESPONSE),),
+        _json(ResponseBody, {"model": "tiny", "input": "Hello", "max_output_tokens": 32}), "chat",
+    ),
+    _generate("/v1/responses/{name}", "responses.get"),
+    _generate("/v1/responses/{name}", "responses.delete", ("DELETE",)),
+    _generate("/v1/responses/{name}/input_items", "responses.inputs"),
+    _generate("/v1/responses/{name}/cancel", "responses.cancel", POST),
+    _tokens(
+        "/tokenize", "api.tokenize", POST, "The tokens of a text or of a chat",
+        (_json(reply.TokenizeReply, TOKENS),),
+        _json(TokenizeBody, {"model": "tiny", "prompt": "Hello"}),
+    ),
+    _tokens(
+        "/detokenize", "api.detokenize", POST, "The text of tokens",
+        (_json(reply.DetokenizeReply, {"prompt": "Hello"}),),
+        _json(DetokenizeBody, {"model": "tiny", "tokens": [5, 9]}),
+    ),
+    _tokens("/v1/models", "api.models", summary="All models: one",
+            replies=(_json(reply.ModelList, {"object": "list", "data": [CARD]}),)),
+    _tokens("/v1/models/{name:path}", "api.one_model", summary="The model of this name",
+            replies=(_json(reply.Model, CARD),)),
+    *(_absent(path) for path in (
+        "/v1/embeddings", "/v1/audio/{rest:path}", "/v1/images/{rest:path}", "/v1/moderations",
+        "/v1/conversations",
+    )),
+    _tokens("/v1/", ""),
+    _probe("/health", "status.health", summary="Whether a decode worker answers",
+           replies=(_json(reply.Status, {"status": "ok"}),), is_probe=True),
+    _probe("/ping", "status.health", ("GET", "POST"), "The same, as SageMaker asks",
+           replies=(_json(reply.Status, {"status": "ok"}),), is_probe=True),
+    _probe("/version", "status.version", summary="The version of kvlane, as vLLM tells its own",
+           replies=(_json(None, {"version": "0.1.0"}),)),
+    _probe("/live", "status.live", is_probe=True,
+           summary="That this router's loop turns, and which workers make progress",
+           replies=(_json(reply.Status, {"status": "live", "workers": {"decode-0": "live"}}),)),
+    _probe("/ready", "status.ready", summary="Whether requests can be served now", is_probe=True,
+           replies=(_json(reply.Status, {"status": "ready"}),)),
+    _order(
+        "/admin/drain", "orders.drain", POST,
+        "Drain a worker or router and remove it, as `kvlane drain`",
+        (_json(None, {"name": "decode-1", "finished": True}),),
+        _json(DrainOrder, {"name": "decode-1", "timeout_s": 600}),
+    ),
+    _order(
+        "/admin/role", "orders.role", POST,
+        "Make a worker one of the other role, as `kvlane role`",
+        (_json(None, {"name": "decode-1", "role": "prefill"}),),
+        _json(RoleOrder, {"name": "decode-1", "role": "prefill"}),
+    ),
+    _order("/admin/", ""),
+    Route("Orders", Guard.OPERATOR, "/reset_prefix_cache", "status.reset_prefix_cache", POST,
+          "Empty all workers' prefix trees of what no request uses"),
+    _operator("/load", "status.load", is_probe=True, replies=(_json(None, {"server_load": 0}),),
+              summary="Generation requests that this router has open, as vLLM tells them"),
+    _operator("/metrics", "status.metrics", summary="The routers' metrics, for Prometheus",
+              replies=(Content(TEXT, None, "# HELP …"),), is_probe=True),
+    _operator(
+        "/metrics/targets", "status.targets",
+        summary="Where every member serves its metrics, for Prometheus' HTTP service discovery",
+        replies=(_json(None, [{"targets": ["127.0.0.1:9100"],
+                               "labels": {"worker": "decode-0"}}]),),
+    ),
+    _operator(
+        "/dashboard/data", "pages.data", is_probe=True,
+        summary="Workers, load, throughput and latencies of the last minutes, and who was replaced",
+        replies=(_json(None, {"model": "tiny", "workers": [], "routers": [], "changes": []}),),
+    ),
+    _operator("/dashboard", "pages.dashboard"),
+    _operator("/dashboard/playground", "pages.playground"),
+    _operator("/dashboard/own", "pages.own", is_probe=True),
+    _operator("/dashboard/static/{name:path}", "pages.file"),
+    Route("", Guard.ROUTER, "/dashboard/responses/{name}", "responses.own"),
+    _operator(
+        "/config", "status.config",
+        summary="The resolved configuration and the members of the cluster",
+        replies=(_json(None, {"config": {}, "members": [], "version": "0.1.0", "notes": []}),),
+    ),
+    _page("/", "pages.index"),
+    _page("/docs", "pages.docs"),
+    _page("/docs/static/{name:path}", "pages.file"),
+)  # fmt: skip
+
+OPERATIONS = [route for route in ROUTES if route.summary]
+GENERATING = {route.path: route.generates for route in ROUTES if route.generates}
+PROBES = frozenset(route.path for route in ROUTES if route.is_probe)
+_EXACT = {route.path: route.guard for route in ROUTES if "{" not in route.path}
+# With what the paths below a row begin, the longest first.
+_BELOW = sorted(
+    {route.path.partition("{")[0].rstrip("/") + "/": route.guard for route in ROUTES}.items(),
+    key=lambda row: -len(row[0]),
+)
+
+
+def guard_of(path: str) -> Guard:
+    """Of a path, also where nothing is served but something above it is."""
+    exact = _EXACT.get(path)
+    if exact is not None:
+        return exact
+    return next((guard for begin, guard in _BELOW if path.startswith(begin)), Guard.OPEN)

@@ -1,0 +1,41 @@
+"""Matrices in the model's dtype, without scales."""
+
+from torch import Tensor
+
+from worker.ops.experts.product import expert_products
+from worker.ops.experts.route import Routes
+from worker.ops.product import gated_product, product
+from worker.weights.base import Format, Grid, Matrix, Operand, Parts
+from worker.weights.shard import VALUES
+
+
+class PlainMatrix(Matrix):
+    """values: of the model's dtype."""
+
+    def product(
+        self, x: Operand, bias: Tensor | None = None, out: Tensor | None = None, first_row: int = 0
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
+        rows = self.values[first_row:] if first_row else self.values
+        return product(x, rows, bias) if out is None else product(x, rows, bias, out)
+
+    def gated(self, x: Operand) -> Tensor:
+        assert isinstance(x, Tensor)
+        return gated_product(x, self.values)
+
+    def experts(self, down: Matrix, x: Tensor, routes: Routes, out: Tensor | None = None) -> Tensor:
+        assert self.parts.held is not None
+        return expert_products(x, routes, self.values, down.values, self.parts.held, out)
+
+
+class Plain(Format):
+    """All matrices are in the model's dtype."""
+
+    name = "plain numbers"
+    matrix = PlainMatrix
+
+    def stores(self, parts: Parts) -> dict[str, Grid]:
+        return {VALUES: Grid(parts.columns)}
+
+
+PLAIN = Plain()
