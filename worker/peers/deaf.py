@@ -9,7 +9,7 @@ import socket
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
@@ -40,19 +40,12 @@ def deafen(listener: int) -> None:
 
 def listening() -> set[int]:
     """Descriptors of this process's sockets that listen."""
-    return {fd for fd, own in own_sockets() if listens(own)}
-
-
-def own_sockets() -> Iterator[tuple[int, socket.socket]]:
-    """This process's sockets: the descriptor and a duplicate, which is open for one turn."""
+    listeners: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # closed meanwhile
-            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as duplicate:
-                    yield int(name), duplicate
-
-
-def listens(own: socket.socket) -> bool:
-    """Whether it accepts connections."""
-    return own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as own:
+                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listeners.add(int(name))
+    return listeners

@@ -53,12 +53,6 @@ def _call(name: str, *arguments: Any) -> None:
         raise DriverError(f"{name}: {(text.value or b'?').decode()}")
 
 
-def on_device(address: int, num_bytes: int, device: torch.device) -> Tensor:
-    """[num_bytes] u8 over memory of a GPU, without a copy."""
-    memory = {"shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=device)
-
-
 class PeerRegions:
     """This rank's region, cleared before peers can write, and where those of peers are mapped.
 
@@ -91,7 +85,10 @@ class PeerRegions:
             _call("cuMemAlloc_v2", byref(own), layout.num_bytes)
             self.addresses[self._rank] = own.value
             _call("cuIpcGetMemHandle", byref(handle), own)
-            self.region = on_device(own.value, layout.num_bytes, self._device)
+            memory = {"shape": (layout.num_bytes,), "typestr": "|u1", "version": 3}
+            memory["data"] = own.value, False
+            shared = SimpleNamespace(__cuda_array_interface__=memory)  # a tensor without a copy
+            self.region: Tensor = torch.as_tensor(shared, device=self._device)
             layout.clear(self.region)
             torch.cuda.synchronize()
         return bytes(handle)

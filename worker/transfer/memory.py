@@ -2,13 +2,13 @@
 
 import ctypes
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from worker.cache.layout import MemoryRegion
-from worker.peers.mapped import on_device
 
 PORTION_BYTES = 4 << 20  # most that one request names, and that a lane stages
 
@@ -98,7 +98,9 @@ def bytes_of(region: MemoryRegion) -> "ctypes.Array[ctypes.c_uint8]":
 def _tensor(region: MemoryRegion, device: torch.device) -> Tensor:
     """[num_bytes] u8 over the region itself."""
     if device.type == "cuda":
-        return on_device(region.address, region.num_bytes, device)
+        at = {"data": (region.address, False), "shape": (region.num_bytes,)}
+        memory = {"typestr": "|u1", "version": 3, **at}
+        return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=memory), device=device)
     return torch.frombuffer(bytes_of(region), dtype=torch.uint8)
 
 

@@ -28,7 +28,6 @@ import torch
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unsupported
-from worker.peers.deaf import listens, own_sockets
 from worker.transfer.base import Endpoint
 from worker.transfer.mooncake_libraries import explain
 
@@ -235,11 +234,11 @@ def let_listener_stop(port: int) -> None:
     Waits until no connection is open: with one, the listener may not look for up to 60 s.
     """
     for sock in _sockets_at(port):
-        if listens(sock):
+        if _listens(sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, SHORT_TIMEOUT)
     time.sleep(ACCEPT_S)
     for rounds in itertools.count(1):
-        if all(listens(sock) for sock in _sockets_at(port)):
+        if all(_listens(sock) for sock in _sockets_at(port)):
             return
         if rounds % SAY_EVERY == 0:
             log.warning("the mooncake engine of port %d has a connection still, so it stays", port)
@@ -248,7 +247,19 @@ def let_listener_stop(port: int) -> None:
 
 def _sockets_at(port: int) -> Iterator[socket.socket]:
     """This process's TCP sockets with this local port, as duplicates, open for one turn."""
-    for _, sock in own_sockets():
-        protocol = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
-        if protocol == socket.IPPROTO_TCP and sock.getsockname()[1] == port:
-            yield sock
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            # Only sockets: closing a duplicate of a file would drop the process's locks on it.
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            sock = socket.fromfd(int(fd), socket.AF_INET, socket.SOCK_STREAM)
+        except OSError:
+            continue  # closed meanwhile
+        with sock:
+            protocol = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
+            if protocol == socket.IPPROTO_TCP and sock.getsockname()[1] == port:
+                yield sock
+
+
+def _listens(sock: socket.socket) -> bool:
+    return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
