@@ -34,8 +34,7 @@ from worker.peers.peer_layout import (
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 access: Any = peer_interpreted if INTERPRETED else peer_ptx
-load_chunks, load_peer_chunks = access.load_chunks, access.load_peer_chunks
-store_chunks, store_peer_chunks = access.store_chunks, access.store_peer_chunks
+load_chunks, store_chunks = access.load_chunks, access.store_chunks
 poll_chunks = access.poll_chunks
 store_marked, poll_marked = access.store_marked, access.poll_marked
 store_flags, poll_flags = access.store_flags, access.poll_flags
@@ -153,7 +152,7 @@ def _plus(a, b, dtype: tl.constexpr):
 def _push(words, peers, there, mask, WORLD: tl.constexpr):
     """Writes words to the same place of every peer's region."""
     for nth in tl.static_range(0, WORLD - 1):  # pyright: ignore
-        store_peer_chunks(peers[nth] + there, words, mask)
+        store_chunks(peers[nth] + there, words, mask, True)
 
 
 @triton.jit
@@ -342,14 +341,14 @@ def _two_shot_kernel(
         at = first + (step * width + channel) * BLOCK + lanes
         inside = at < end
         x_0 = bases[0] + tl.sum(tl.where(ids == 0, theirs, 0), 0) * 16
-        total = _values(load_peer_chunks(x_0 + at * 16, inside), dtype)
+        total = _values(load_chunks(x_0 + at * 16, inside, True), dtype)
         for source in tl.static_range(1, WORLD):
             x_s = bases[source] + tl.sum(tl.where(ids == source, theirs, 0), 0) * 16
-            total = _plus(total, _values(load_peer_chunks(x_s + at * 16, inside), dtype), dtype)
+            total = _plus(total, _values(load_chunks(x_s + at * 16, inside, True), dtype), dtype)
         words = _words(total, dtype)
         for peer in tl.static_range(0, WORLD):
             x_p = bases[peer] + tl.sum(tl.where(ids == peer, theirs, 0), 0) * 16
-            store_peer_chunks(x_p + at * 16, words, inside)
+            store_chunks(x_p + at * 16, words, inside, True)
 
     _tell(regions + ended + rank * 8, turn, here, ids, WORLD)
     poll_flags(own + ended + ids * 8, turn, control, ids < WORLD)

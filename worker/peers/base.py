@@ -1,12 +1,12 @@
 """Collectives among the ranks of one worker: the contract, their table, and the group of one."""
 
-from collections.abc import Mapping
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from worker.errors import UserError
+from worker.errors import PeerLost, UserError
 from worker.ops.norms import add_rms_norm
 
 COLLECTIVES: Mapping[str, str] = {
@@ -105,6 +105,29 @@ class SingleCollective(Collective):
 
     def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
         return "none"
+
+
+class GroupCollective(Collective):
+    """A process group of its own; torch.distributed's default group is neither used nor needed."""
+
+    name: ClassVar[str]  # key of COLLECTIVES
+    _lost = ""  # why the group is of no use; "": it is
+
+    def algorithm(self, num_bytes: int, dtype: torch.dtype) -> str:
+        return self.name
+
+    def check(self) -> None:
+        if self._lost:
+            raise PeerLost(f"{self.name} rank {self.rank} of {self.size}: {self._lost}")
+
+    def _wait(self, begin: Callable[..., Any], *arguments: object) -> None:
+        """Begin a call of the group's, and wait for its end, or on a GPU until it is enqueued."""
+        try:
+            if (work := begin(*arguments)) is not None:
+                work.wait()
+        except RuntimeError as e:
+            self._lost = str(e)
+            self.check()
 
 
 def join_parts(parts: Tensor, dim: int) -> Tensor:

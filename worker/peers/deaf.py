@@ -6,12 +6,12 @@ gloo keeps a descriptor for every connection that a stranger opens, until the pr
 import ctypes
 import os
 import socket
-import stat
 import struct
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TypeVar
+
+import psutil
 
 Made = TypeVar("Made")
 
@@ -40,12 +40,5 @@ def deafen(listener: int) -> None:
 
 def listening() -> set[int]:
     """Descriptors of this process's sockets that listen."""
-    listeners: set[int] = set()
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed meanwhile
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as own:
-                if own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    listeners.add(int(name))
-    return listeners
+    sockets = psutil.Process().net_connections("tcp")
+    return {one.fd for one in sockets if one.status == psutil.CONN_LISTEN}

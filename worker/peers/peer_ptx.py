@@ -82,8 +82,8 @@ def _poll(mask: str, control: str, begin: str, look: str) -> Any:
         """)
 
 
-LOAD, LOAD_PEER = _load(""), _load("relaxed.sys.")
-STORE, STORE_PEER = _store(""), _store("relaxed.sys.")
+LOAD, LOAD_SHARED = _load(""), _load("relaxed.sys.")
+STORE, STORE_SHARED = _store(""), _store("relaxed.sys.")
 POLL_CHUNKS = _poll(
     "$7",
     "$6",
@@ -128,41 +128,22 @@ POLL_FLAGS = _poll(
 
 
 @triton.jit
-def load_chunks(address, mask):
-    """Chunks' four words, of this GPU's own memory; zeros where not `mask`.
+def load_chunks(address, mask, SHARED: tl.constexpr = False):  # pyright: ignore
+    """Chunks' four words, of this GPU's own memory, or with SHARED of any; zeros where not `mask`.
 
     address: i64, multiples of 16; mask: bool, of the same shape.
     """
     return tl.inline_asm_elementwise(
-        LOAD, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
+        LOAD_SHARED if SHARED else LOAD, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @triton.jit
-def load_peer_chunks(address, mask):
-    """load_chunks() of any GPU's memory."""
-    return tl.inline_asm_elementwise(
-        LOAD_PEER, "=&r,=&r,=&r,=&r,l,r", [address, mask.to(tl.int32)],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_chunks(address, words, mask):
-    """Writes chunks' four words to this GPU's own memory, where `mask`."""
+def store_chunks(address, words, mask, SHARED: tl.constexpr = False):  # pyright: ignore
+    """Writes chunks' four words to this GPU's own memory, or with SHARED to any, where `mask`."""
     tl.inline_asm_elementwise(
-        STORE, "=r,l,r,r,r,r,r",
-        [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def store_peer_chunks(address, words, mask):
-    """store_chunks() to any GPU's memory."""
-    tl.inline_asm_elementwise(
-        STORE_PEER, "=r,l,r,r,r,r,r",
+        STORE_SHARED if SHARED else STORE, "=r,l,r,r,r,r,r",
         [address, words[0], words[1], words[2], words[3], mask.to(tl.int32)],
         dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
@@ -170,7 +151,7 @@ def store_peer_chunks(address, words, mask):
 
 @triton.jit
 def poll_chunks(address, absent, control, mask):
-    """load_peer_chunks() once none of a chunk's words is `absent` any more."""
+    """load_chunks() of any GPU's memory, once none of a chunk's words is `absent` any more."""
     return tl.inline_asm_elementwise(
         POLL_CHUNKS, "=&r,=&r,=&r,=&r,l,r,l,r", [address, absent, control, mask.to(tl.int32)],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,

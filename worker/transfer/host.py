@@ -1,10 +1,8 @@
 """This host, its processes and addresses, by the kernel. Free of torch: the controller uses it."""
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,24 +30,15 @@ def host_key() -> str:
     return f"{boot_id} {os.readlink('/proc/self/ns/pid')}"
 
 
-GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
-
-
 def interfaces() -> Iterator[tuple[str, str]]:
-    """Names and addresses of network interfaces: the first of IPv4, all of IPv6 but link-local."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(asking, GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
-                continue
-            yield name, socket.inet_ntoa(answer[20:24])
-    of_v6 = Path("/proc/net/if_inet6")
-    for line in of_v6.read_text().splitlines() if of_v6.exists() else ():
-        address, *_, name = line.split()
-        of_name = ipaddress.IPv6Address(bytes.fromhex(address))
-        if not of_name.is_link_local:
-            yield name, str(of_name)
+    """Names and addresses of network interfaces: of IPv4, and of IPv6 but link-local."""
+    import psutil  # the controller, which uses this file, need not wait for it
+
+    for name, of_name in psutil.net_if_addrs().items():
+        for one in of_name:
+            # "%": the scope of an address that is link-local
+            if one.family in (socket.AF_INET, socket.AF_INET6) and "%" not in one.address:
+                yield name, one.address
 
 
 def addresses_in(networks: Sequence[str]) -> list[str]:
