@@ -75,8 +75,7 @@ class Slot(NamedTuple):
     """Wrappers whose pinned buffers hold one plan until the device has fetched it.
 
     plan() writes the buffers on the host and enqueues their copy. They may be written again only
-    when that copy is over, which `fence` tells. Of NUM_SLOTS steps one has settled, so waiting for
-    it costs nothing.
+    when that copy is over, which `fence` tells. One of NUM_SLOTS steps has settled: no wait.
     """
 
     prefill: Any  # BatchPrefillWithPagedKVCacheWrapper
@@ -174,8 +173,7 @@ class FlashInferAttention(PoolAttention):
     def _workspace_bytes(self, device: torch.device) -> int:
         """The most that split requests need: at most two tiles a multiprocessor.
 
-        A tile keeps its rows and their sums in f32: up to 128 rows (64 from head_dim 256 on) a
-        query head of one kv head.
+        A tile keeps rows and sums in f32: 128 (64 from head_dim 256 on) a query head of a kv head.
         """
         num_heads, num_kv_heads, head_dim, _ = self._sizes
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count

@@ -162,11 +162,10 @@ def _blocks(
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
     scale: a number, or [rows, 1]. weight: sums of weights, [rows], or apart by a key's place in its
-    block, [rows, BLOCK_N].
-    Without MASKED every row sees all of these keys. `page`, of_keys and of_values are the page and
-    the exponents of the first block; those of the block after the last are returned. Keys from
-    `end` on have no page. Exponents are loaded a block before their use: Triton overlaps no loads
-    of single bytes.
+    block, [rows, BLOCK_N]. Without MASKED every row sees all of these keys. `page`, of_keys and
+    of_values are the page and the exponents of the first block; those of the block after the last
+    are returned. Keys from `end` on have no page. Exponents are loaded a block before their use:
+    Triton overlaps no loads of single bytes.
     """
     EIGHT: tl.constexpr = k_head.dtype.element_ty == tl.float8e4nv
     COLUMNS: tl.constexpr = BLOCK_D // 4 if WORDS else BLOCK_D

@@ -20,12 +20,7 @@ from worker.attention.base import AttentionShape
 from worker.attention.eight_bits_triton import exponents_at, power_of
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at, plan_items
 from worker.attention.paged_tiles import PagedTiles
-from worker.attention.paged_triton import (
-    capped,
-    scale_of,
-    sink_of,
-    zero_padding,
-)
+from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
 from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.forward.batch import Bounds
 from worker.ops.jit import INTERPRETED, tl, triton
@@ -235,8 +230,7 @@ def plan_prompts(
 ) -> PromptPlan:
     """Plan a batch of these bounds.
 
-    gathered: [2, kv_heads, rows, power_of_two(head_dim)], rows at least `num_rows` of the requests'
-    lengths.
+    gathered: [2, kv_heads, rows, power_of_two(head_dim)], at least `num_rows` of the lengths.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor  # absent where Triton is
 

@@ -31,8 +31,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping: Tensor) -> None:
     """k_cache[page, :, offset] = k[i] for slot_mapping[i] = page · page_size + offset; v alike.
 
-    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or of any that is stored in
-    eight bits.
+    k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or any for eight bits.
     caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
     slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
     matter which of them wins.

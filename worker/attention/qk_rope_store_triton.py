@@ -28,8 +28,7 @@ def _store_rows(
     cache, start, exponents, of_head, lanes, a, b, both,
     HALF: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Rows of heads, two halves a, b: [HEADS, BLOCK], into a token's slot; into eight bits as by
-    eight_bits.quantized.
+    """Rows of heads, two halves a, b: [HEADS, BLOCK], into a slot; see eight_bits.quantized.
 
     start, exponents: of the slot's row and exponent in the first head; of_head: [HEADS] from there.
     """

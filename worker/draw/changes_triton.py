@@ -194,8 +194,7 @@ def weights_of(
 ):  # fmt: skip
     """1 a token, or with PROBABLE its relative probability; 0 for tokens filtered out.
 
-    At top_k's threshold only some of the tokens stay. All of them weigh the same, so a
-    token there counts in part.
+    At top_k's threshold only some of the tokens stay. They weigh the same, so they count in part.
     """
     likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
     if PROBABLE:

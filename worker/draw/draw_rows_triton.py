@@ -10,7 +10,7 @@ from torch import Tensor
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 
-BLOCK, WARPS = 1024, 4
+LISTED_ROWS, WARPS = 1024, 4  # rows that the program lists at once
 NUM_PROGRAMS = 396  # of a pass: as many as run at once, three a multiprocessor of 132
 NUM_LISTS = 7
 
@@ -83,7 +83,7 @@ def list_rows(
     """
     _list_rows_kernel[(1,)](
         *limits, kept, long_slots, lists, len(kept), lists.shape[1], vocab, least,
-        **overlap(lists, CHECKED=checked, BLOCK=BLOCK, num_warps=WARPS),
+        **overlap(lists, CHECKED=checked, BLOCK=LISTED_ROWS, num_warps=WARPS),
     )  # fmt: skip
 
 

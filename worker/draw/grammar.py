@@ -67,11 +67,7 @@ class Matcher:
         self._run(lambda: self._matcher.consume_token(token))
 
     def fill(
-        self,
-        masks: Tensor,
-        index: int,
-        drafts: Sequence[int] = (),
-        max_debt_s: float = MAX_DEBT_S,
+        self, masks: Tensor, index: int, drafts: Sequence[int] = (), max_debt_s: float = MAX_DEBT_S
     ) -> None:
         """Fill masks[index] with the tokens that may follow, masks[index + j] behind drafts[: j].
 

@@ -14,8 +14,7 @@ from worker.ops.op import op
 def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Values [n, 1 + num_top] f32 and ids i64: of the drawn token, then of the likeliest ones.
 
-    logits: [n, vocab], unchanged; token: [n] i64. Of equally likely tokens the lowest ids come
-    first.
+    logits: [n, vocab], unchanged; token: [n] i64. Of equally likely tokens lower ids come first.
     """
     x = logits.float() + 0.0  # no -0
     bits = x.view(torch.int32).long()

@@ -7,7 +7,7 @@ from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.philox_triton import natural_log
 
-BLOCK, WARPS = 1024, 4
+VOCAB_BLOCK, WARPS = 1024, 4
 
 
 @triton.jit
@@ -85,19 +85,19 @@ def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor
     n, vocab = logits.shape
     assert logits.stride(1) == 1
     assert num_top <= vocab
-    blocks, device = -(-vocab // BLOCK), logits.device
+    blocks, device = -(-vocab // VOCAB_BLOCK), logits.device
     first = torch.empty(n, blocks, dtype=torch.int64, device=device)
     sums = torch.empty(n, blocks, dtype=torch.float32, device=device)
     values = torch.empty(n, 1 + num_top, dtype=torch.float32, device=device)
     ids = torch.empty(n, 1 + num_top, dtype=torch.int64, device=device)
     _blocks_kernel[(blocks, n)](
         logits, first, sums, vocab, logits.stride(0),
-        **overlap(logits, BLOCK=BLOCK, BLOCKS=blocks, num_warps=WARPS),
+        **overlap(logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, num_warps=WARPS),
     )  # fmt: skip
     _walk_kernel[(n,)](
         logits, token, first, sums, values, ids, vocab, logits.stride(0), num_top,
         **overlap(
-            logits, BLOCK=BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
+            logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
             EXACT=logits.is_cuda, num_warps=WARPS,
         ),
     )  # fmt: skip

@@ -157,8 +157,7 @@ def _narrow(
 ):  # fmt: skip
     """Find four more bits of the row's threshold; the sums of all blocks have been stored.
 
-    keys: [2, n], of two searches. sums: [2, 3, n]: weight above the threshold, weight at or
-    above it, target.
+    keys: [2, n], of two searches. sums: [2, 3, n]: weight above the threshold, from it on, target.
     """
     blocks, digits = tl.arange(0, BLOCKS_2), tl.arange(0, RADIX)
     at = (row * BLOCKS + blocks)[:, None] * RADIX + digits[None, :]
@@ -497,8 +496,7 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw with no host sync, fit for a CUDA graph; see draw_ref. Rows of logits, and all other
-    tensors, are contiguous.
+    """Draw with no host sync, fit for a CUDA graph; see draw_ref. Rows and tensors are contiguous.
 
     The tokens kept may differ from draw_ref's in two cases. The probability before a token is
     within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two

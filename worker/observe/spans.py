@@ -50,9 +50,8 @@ EXPORTING = (
 class Tracer:
     """Makes the traces of one process; from one thread.
 
-    The difference of wall clock and monotonic clock is kept until one of them is set: so the spans
-    of a request fit together to a microsecond, in all processes of a machine. `close` sends the
-    rest, within a bound.
+    The difference of wall clock and monotonic clock is kept until one of them is set: so a
+    request's spans fit together to a microsecond on a machine. `close` sends the rest, in bounds.
     """
 
     def __init__(self, tracer: otel.Tracer, close: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 # several logits at once. Ranks launch the same binaries then, but for the last rank of a vocabulary
 # that is no multiple of it.
 ALIGNMENT = 16
-LARGEST = 0x7FFFFFFF  # beyond the order of every number; negative: below it
+NAN_ORDER = 0x7FFFFFFF  # beyond the order of any number; negative: below it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,12 @@ def best_pairs_ref(values: Tensor, ids: Tensor) -> Tensor:
     """
     n, columns = values.shape
     if not columns:
-        return torch.full((n,), -LARGEST << 32, dtype=torch.int64, device=values.device)
+        return torch.full((n,), -NAN_ORDER << 32, dtype=torch.int64, device=values.device)
     at = values.argmax(-1)
     best = values.gather(1, at[:, None])[:, 0]
     bits = best.view(torch.int32).long()
-    key = torch.where(bits < 0, -(bits & LARGEST), bits)
-    return (torch.where(best.isnan(), LARGEST, key) << 32) - ids[at]
+    key = torch.where(bits < 0, -(bits & NAN_ORDER), bits)
+    return (torch.where(best.isnan(), NAN_ORDER, key) << 32) - ids[at]
 
 
 def best_ids_ref(pairs: Tensor) -> Tensor:

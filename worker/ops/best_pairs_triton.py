@@ -6,7 +6,7 @@ from torch import Tensor
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
-BLOCK = 128
+ROWS = 128  # of a program
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def best_ids_triton(pairs: Tensor) -> Tensor:
     assert pairs.is_contiguous()
     ranks, n = pairs.shape
     out = torch.empty(n, dtype=torch.int64, device=pairs.device)
-    _best_ids_kernel[(-(-n // BLOCK),)](
-        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=BLOCK, num_warps=4)
+    _best_ids_kernel[(-(-n // ROWS),)](
+        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=ROWS, num_warps=4)
     )
     return out

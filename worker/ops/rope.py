@@ -59,8 +59,7 @@ def rope_table(
     factor: float = 1.0,
     num_pairs: int | None = None,
 ) -> Tensor:
-    """[max_positions, 2 · num_pairs] f32 on `device`: cosines in the first half, sines in the
-    second.
+    """[max_positions, 2 · num_pairs] f32 on `device`: cosines in the first half, then sines.
 
     factor: of them all. num_pairs: those beyond inv_freq's are not turned; None: as many as it has.
     """

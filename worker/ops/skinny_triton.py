@@ -170,8 +170,7 @@ class SkinnyTile:
 
 AT_ONCE = 1 << 20
 # (smallest n, block_n, split, num_warps, num_stages, trigger before a product), measured on an H200
-# over whole steps of the Qwen3-8B shape. Narrow products are split until there is about one program
-# a multiprocessor.
+# over whole steps of the Qwen3-8B shape. Narrow products are split for a program a multiprocessor.
 _TABLE = (
     (65536, 128, 1, 8, 4, 2),
     (16384, 64, 1, 4, 3, 0),
@@ -197,8 +196,7 @@ def choose(
     """The tile for x: [m, k], w: [n, k]. How sums are cut depends on the weights' shape, not on m.
 
     The next kernel may start early. A small one (a norm, attention, an activation) starts at once
-    and waits on the device. A product starts later (`product_follows`), because its loads would
-    compete with ours.
+    and waits on the device. A product (`product_follows`) starts later: its loads would compete.
     """
     assert 0 < m <= MAX_ROWS
     block_m, block_k = max(16, 1 << (m - 1).bit_length()), 128
@@ -242,8 +240,7 @@ def skinny_gemm(
     out: [m, n] bf16 or f16, rows contiguous.
     `pdl` (Hopper and later): it starts while the kernel before it still runs, and waits for that
     kernel's end before it reads. A next kernel launched without `pdl` waits for this one's end.
-    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; needs
-    `tile.gates(n)`.
+    `gated`: w has gates in its first half, ups in its second; out is [m, n / 2]; tile.gates(n).
     `scaled`: of x and w in e4m3 the scales: [m, blocks of k], contiguous along m, and w's, as
     scaled_product_ref takes them.
     """

@@ -7,8 +7,7 @@ travel with the number of the call in one access of 8 (NCCL's LL), so nothing ne
 
 All programs of a launch must be resident together, or two ranks could wait for programs that have
 not started: CHANNELS programs of 512 threads are, on any GPU with NVLink. A program whose peer is
-late beyond a limit sets a fault and ends (`peer_layout`); neither its result nor the regions are of
-use then.
+late beyond a limit sets a fault and ends (`peer_layout`); result and regions are of no use then.
 """
 
 from collections.abc import Sequence

@@ -73,8 +73,7 @@ class Collective(Protocol):
     def check(self) -> None:
         """Raise PeerLost if a peer was late in a call that has ended on the device.
 
-        For calls that the host does not wait for: after its own wait for a step. Results of
-        such calls are of no use.
+        For calls that the host does not await: after its wait for a step. Their results are junk.
         """
 
     def close(self) -> None:

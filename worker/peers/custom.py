@@ -141,11 +141,6 @@ class CustomCollective(Collective):
             raise PeerLost(f"custom rank {self.rank} of {self.size}: a peer did not come in time")
         self._nccl.check()
 
-    def abort(self) -> None:
-        """End all calls in flight; `check` raises from then on."""
-        self._control[FAULT] = 1
-        self._nccl.abort()
-
     def close(self) -> None:
         """Wait for the device, and a little for peers that are not lost."""
         if self._closed:

@@ -83,12 +83,6 @@ class NcclCollective(GroupCollective):
                 self._lost = f"torch's watchdog has found {status.name}"
         super().check()
 
-    def abort(self) -> None:
-        """End all calls in flight, those of replayed graphs too; `check` raises from then on."""
-        self._lost = self._lost or "aborted"
-        if self._group is not None:
-            self._group.abort()
-
     def close(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None

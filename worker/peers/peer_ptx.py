@@ -191,8 +191,7 @@ def poll_marked(address, mark, control, mask):
 def store_flags(address, value, mask):
     """Writes i64 flags to any GPU's memory, by the threads of the first warp: a release.
 
-    A store and no atomic: a PCIe link need not carry those. The first warp holds every element of
-    a tensor of up to 32.
+    A store and no atomic: a PCIe link need not carry those. The first warp holds up to 32 elements.
     """
     tl.inline_asm_elementwise(
         """

@@ -10,8 +10,7 @@ def free_rendezvous(host: str) -> str:
     """A rendezvous, "tcp://host:port" of a port of this machine that was free a moment ago.
 
     Call it on the machine of rank 0, which listens there: `host` is its address. Another process
-    may take the port before rank 0 does: then rank 0 fails to bind it, and the worker starts again
-    with another one.
+    may take the port before rank 0 does, which fails then: the worker starts again with another.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -6,13 +6,7 @@ from typing import NamedTuple
 
 from worker.attention.backends import ATTENTION
 from worker.cache.layout import KVRegion
-from worker.config import (
-    EngineConfig,
-    ModelConfig,
-    SpecConfig,
-    TransportConfig,
-    check_length,
-)
+from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
 from worker.config.checkpoint.experts import Division, rank_experts
 from worker.config.checkpoint.refusals import check_path
 from worker.config.checkpoint.shape import LayerShape, ModelShape, read_model_shape

@@ -107,8 +107,7 @@ def tensor_sum(shard: Shard) -> Tensor:
 
     Rows are all dimensions but the last; both are counted in the whole tensor, of which `shard` is
     a part. The factors are odd and look random. So a changed element always changes the sum, an
-    exchange does but once in billions. The order of addition does not matter. Sums of parts add up
-    to the tensor's.
+    exchange does but once in billions. Addition may be in any order; sums of parts add up.
     """
     part = shard.dest.detach()
     *rows_shape, num_columns = shard.full_shape

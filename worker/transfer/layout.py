@@ -113,9 +113,8 @@ class RankPair:
     def runs(self, pairs: Pages, groups: range | None = None) -> list[Run]:
         """The runs that copy pages of all regions, as large as the layout allows.
 
-        pairs: a local page once. groups: layer groups of the first region, None for all. The
-        other regions, such as a drafter's, go with the last group, so they must be final when that
-        is announced.
+        pairs: a local page once. groups: layer groups of the first region, None for all. Other
+        regions, such as a drafter's, go with the last group, and must be final by then.
         """
         num_groups = self.local.num_groups
         wanted = range(num_groups) if groups is None else groups

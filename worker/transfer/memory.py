@@ -105,8 +105,7 @@ def _tensor(region: MemoryRegion, device: torch.device) -> Tensor:
 
 
 def lanes_of(regions: Sequence[MemoryRegion]) -> Callable[[], Lane]:
-    """A maker of lanes, for the threads that call it. Memory without a memfd is on the GPU that is
-    current now."""
+    """A maker of lanes, for threads that call it. Memory without a memfd is on the current GPU."""
     if all(region.fd is not None for region in regions):
         return lambda: DirectLane(regions)
     device = torch.device("cuda", torch.cuda.current_device())

@@ -159,8 +159,7 @@ class MooncakePeer(OpenPeer):
         self.num_free_reads = MAX_READS[transport.kind]  # how many more may be issued
 
     def read(self, piece: Run) -> int:
-        """Start one read, in a batch of its own, whose status is then the read's; the batch's id,
-        or 0: refused."""
+        """Start one read, in a batch of its own, whose status is the read's; its id, 0: refused."""
         here = self._transport.endpoint().regions[piece.region].address + piece.local_offset
         there = self._endpoint.regions[piece.region].address + piece.remote_offset
         batch_id = self._engine.raw.batch_transfer_async_read(
@@ -187,8 +186,7 @@ class MooncakeTransport(OpenTransport):
     """The mooncake transport of this process.
 
     `host`, which peers dial, is not checked by the engine. `rdma` fails loudly without a card;
-    nothing falls back. `tcp` copies CUDA memory slice by slice through the host (1.6 to 2.2 GB/s).
-    A process has one kind.
+    nothing falls back. `tcp` takes CUDA memory by way of the host, 1.6 to 2.2 GB/s.
     """
 
     name = "mooncake"

@@ -20,15 +20,7 @@ from typing import NamedTuple
 
 from worker.cache.layout import MemoryRegion
 from worker.errors import Unreachable, Unsupported
-from worker.transfer.base import (
-    Endpoint,
-    OpenPeer,
-    OpenTransport,
-    PullState,
-    Run,
-    RunsPull,
-    pieces,
-)
+from worker.transfer.base import Endpoint, OpenPeer, OpenTransport, PullState, Run, RunsPull, pieces
 from worker.transfer.doors import (
     GREETING,
     MAC_BYTES,

@@ -33,8 +33,7 @@ SINK = [(0, 0)]  # page 0 of both sides: no KV, padded and inactive rows write t
 # the link is as fast as it was when it was dialled.
 RECENT_S, FORGET_S = 3.0, 10.0
 
-# Made on import: threads dial at the same time, and two that are the first to decode a type crash
-# msgspec 0.22.
+# Made on import: threads dial at one time, and two that decode a type first crash msgspec 0.22.
 READER = msgspec.msgpack.Decoder(Endpoint)
 
 Parts = TypeVar("Parts", bound=Sized)
@@ -128,8 +127,7 @@ class Sources(PageSource):
         return fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends) / times
 
     def measure(self, ends: Callable[[], bool] = never) -> tuple[float, int, int, float, float]:
-        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, of pulls into
-        page 0."""
+        """PullPath's bytes_per_s, num_bytes, num_ranges, small_pull_s, pages_per_s, into page 0."""
         times, num_bytes, num_runs = self._measured(MEASURED_BYTES)
         took_s = fastest_pull_s(lambda: self.pull(SINK * times), NUM_READS, ends)
         first, _ = self._sources[0]

@@ -63,8 +63,7 @@ def delta_chunk_ref(
 def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
     """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
 
-    s: [value_heads, key_dim, value_dim] f32. The arithmetic of a token does not depend on how many
-    follow it.
+    s: [value_heads, key_dim, value_dim] f32. A token's arithmetic depends on none that follow it.
     """
     count = len(x.g)
     q, k, v, g, beta = (part.transpose(0, 1) for part in x)

@@ -33,8 +33,7 @@ class DeltaState(NamedTuple):
     # [num_slots, key_heads, ratio, blocks of values, key_dim, values of a block] f32
     s: Tensor
     conv: Tensor  # [num_slots, key_heads, TAPS - 1, head_channels]; raw inputs, oldest first
-    # [num_rows + 1, max_width, raw_width]: raw inputs of rows' last windows, if these were wider
-    # than one token
+    # [num_rows + 1, max_width, raw_width]: raw inputs of rows' last windows, if wider than 1
     ring: Tensor
 
     @property

@@ -31,8 +31,7 @@ def silu(x):
 
 @triton.jit
 def _row(at, live, state_slot, folded, seq_len, width):
-    """Of live[at]: (row, slot, tokens in its state, those of this step that are pending, that are
-    kept)."""
+    """Of live[at]: (row, slot, tokens in its state, tokens of this step pending, and kept)."""
     row = tl.load(live + at)
     start = tl.load(folded + row)
     pending = tl.where(row > 0, tl.load(seq_len + row) - start, 0).to(tl.int32)

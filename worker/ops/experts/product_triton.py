@@ -1,9 +1,8 @@
 """Kernels of product.py: grouped products whose weights are the left operand, then a sum.
 
 A program has some rows of one expert's weights and some of that expert's rows of tokens. Which
-ones, it finds from `starts`: the grid is as large as any routing may need, and programs beyond
-the rows end at once. Sums over K ascend; how many tokens stand beside each other
-changes no sum of a row.
+ones, it finds from `starts`: the grid is as large as any routing may need, and programs beyond the
+rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
 from dataclasses import dataclass
