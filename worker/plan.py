@@ -80,8 +80,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """One step: either chunks of prompts or windows of the rows `decode`, never both.
 
-    A window is `width` tokens of a row: the last drawn one and the drafts behind it, which the step
-    verifies. A width of 1 is plain decode.
+    A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 
     A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
     starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue

@@ -102,8 +102,7 @@ class AttentionBackend(LayerAttention, Protocol):
     def plan(self, batch: Batch) -> object:
         """The plan of one pass, for all layers; goes into forward_context(). Never waits.
 
-        Without `static_plan` it may reuse the buffers of the plan two steps back: loops settle a
-        step before they launch the one after next.
+        Without `static_plan` it may reuse buffers of a plan whose step has settled: two steps back.
         """
         ...
 

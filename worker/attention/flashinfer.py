@@ -91,8 +91,7 @@ class FlashInferAttention(PoolAttention):
     the library lacks (up to minutes, once for a machine, shape and dtype).
 
     How a long request is split depends on all lengths of the batch, so a row's last bits do too. A
-    request may have ended on the device before the host knows. It is computed on the sink's page,
-    and no other row reads the result.
+    request that has ended before the host knows is computed on the sink's page, for no reader.
     """
 
     caps: ClassVar[AttentionCaps] = AttentionCaps(

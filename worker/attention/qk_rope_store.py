@@ -33,8 +33,7 @@ def store_kv_ref(k: Tensor, v: Tensor, caches: tuple[Tensor, ...], slot_mapping:
 
     k, v: [num_tokens, num_kv_heads, head_dim] of the caches' dtype, or any for eight bits.
     caches: k_cache, v_cache: [num_pages, num_kv_heads, page_size, head_dim], strided, written.
-    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where it does not
-    matter which of them wins.
+    slot_mapping: [num_tokens] i64. Slots repeat on page 0 only (padded rows), where any may win.
     """
     page_size = caches[0].shape[2]
     pages = slot_mapping // page_size

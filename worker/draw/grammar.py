@@ -24,8 +24,7 @@ from worker.forward.draws import Masks
 
 TOO_SLOW = "grammar: too slow to follow"
 MAX_PROTOTYPES = 16  # grammars that are kept compiled, some 100 MB a grammar
-# Copies of a prototype share its lexer, whose states are limited: beyond so many masks of one
-# prototype, the next request gets a new one.
+# Copies of a prototype share its lexer's limited states: a new one comes after so many masks.
 MAX_MASKS = 1 << 13
 # A token and the mask behind it take 5 ms of CPU time at most, as a rule. Time beyond USUAL_S
 # adds up to a grammar's debt. With more than MAX_DEBT_S all its requests end; in a step whose masks

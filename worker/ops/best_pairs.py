@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 # Columns of a rank begin at a multiple of it: at whole blocks of noise, and where Triton loads
-# several logits at once. Ranks launch the same binaries then, but for the last rank of a vocabulary
-# that is no multiple of it.
+# several logits at once. Ranks launch the same binaries then, but for a last, odd rank.
 ALIGNMENT = 16
 NAN_ORDER = 0x7FFFFFFF  # beyond the order of any number; negative: below it
 

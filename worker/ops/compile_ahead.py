@@ -1,8 +1,7 @@
 """Compiles the Triton kernels of a step by many threads at once, before any of them runs.
 
 Triton compiles a kernel where it is first launched, one after the other: about a minute of the
-first start on a machine, with one core busy. A step run within `compile_ahead` launches nothing:
-a launch only asks for its kernel.
+first start on a machine, with one core busy. In `compile_ahead` launches only ask for kernels.
 """
 
 import os

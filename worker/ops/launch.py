@@ -26,8 +26,7 @@ def has_dependent_launch(x: Tensor) -> bool:
 def aligned(n: int) -> int:
     """The smallest multiple of 4 that is not below n: the stride of columns of n values.
 
-    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes. Triton compiles a kernel
-    anew for arguments that do not.
+    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes, else Triton compiles anew.
     """
     return -(-n // 4) * 4
 

@@ -11,8 +11,7 @@ are in flight: about 0.8 µs less a launch. Prefetches, TMA and other tiles did 
 A tile of a gated product has as many gate rows as up rows. It applies the activation to its sums
 before it stores them, which saves a kernel and half of the writes.
 
-Weights in eight bits have scales, and so has x then (see scaled.py): a step of BLOCK_K = 128
-columns has one a row of both.
+In eight bits weights and x have scales (see scaled.py), one a row and step of BLOCK_K = 128.
 """
 
 from dataclasses import dataclass

@@ -42,8 +42,7 @@ class RankGroup:
 
     Every rank makes the same calls in one order. A group of one opens nothing. Raises PeerLost if
     rank 0 does not listen at `rendezvous` ("tcp://host:port", a free port of its host) in time, or
-    the port is taken. worker: name and incarnation, so that ranks of another worker that come to
-    the same port join nothing.
+    the port is taken. worker: name and incarnation; ranks of another one join nothing.
     """
 
     def __init__(

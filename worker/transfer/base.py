@@ -144,8 +144,7 @@ class KVTransport(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Take the memory that may be pulled from and into: once, before anything else.
 
-        The caller keeps the memory alive until `close` has returned. Raises Unsupported if this
-        transport cannot serve such memory.
+        The caller keeps it alive until `close` has returned. Raises Unsupported for other memory.
         """
 
     def endpoint(self) -> Endpoint:

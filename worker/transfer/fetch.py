@@ -159,8 +159,7 @@ class Fetch:
 
     @property
     def landed(self) -> bool:
-        """Whether all pages of tokens[:-1], and their state if they have one, are here; not while
-        the last token is awaited."""
+        """Whether all pages of tokens[:-1], and their state, are here, and no token is awaited."""
         has_state = self._pages.state_landed or not self.hold.slot
         return (
             not self._awaits_token and has_state and self.num_landed_pages >= self._num_wanted_pages

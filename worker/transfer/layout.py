@@ -66,12 +66,11 @@ def rank_plan(
     """From which remote ranks `local_rank` pulls, and which heads, by region.
 
     Every head of the local rank comes from exactly one remote rank. Where several remote ranks hold
-    copies of a head, the local ranks that need it are spread over the copies, by their own
-    place. So all regions of a rank come from the same ranks: max(1, remote_tp /
-    local_tp) of them, where one of the two divides the other.
+    copies of a head, the local ranks that need it are spread over the copies, by their own place.
+    So all regions of a rank come from the same ranks: max(1, remote_tp / local_tp) of them, where
+    one of the two divides the other.
 
-    num_kv_heads: of the whole model, per region of the layout, and key heads of the state. Raises
-    ValueError as `rank_heads`.
+    num_kv_heads: of the whole model, by region, then key heads of the state. Raises as rank_heads.
     """
     plan: dict[int, list[HeadRange | None]] = {}
     for region, total in enumerate(num_kv_heads):

@@ -96,8 +96,7 @@ def load() -> type[Any]:
 def _hushed() -> Iterator[None]:
     """Silence mooncake's error lines: every start of an engine that succeeds prints one, too.
 
-    They go through glog, whose level counts for the process. A level that shows more than errors
-    was asked for, and stays.
+    They go through glog, whose level counts for the process. A level that shows more stays.
     """
     module = sys.modules.get("mooncake.engine")
     try:

@@ -2,8 +2,8 @@
 
 A connection has a thread, on both ends; reading and writing release the GIL. A pull's runs are
 asked for in portions, by all connections at once, the next ones before the last ones have come.
-Only the puller's threads write its memory, and none of them is in a pull that has ended. Bytes are
-not encrypted; see `doors` for who may read.
+Only the puller's threads write its memory, and none is in a pull that has ended. Bytes travel
+plain.
 """
 
 import logging

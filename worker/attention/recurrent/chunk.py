@@ -32,8 +32,7 @@ def delta_chunk_ref(
 ) -> None:
     """Fill `out` and the requests' slots.
 
-    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of its dtype, contiguous;
-    padded tokens become zero.
+    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
     """
     shape = state.shape
     widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
