@@ -81,32 +81,28 @@ def _target(options: Options, row: dict[str, Any]) -> Target:
     )
 
 
-def _workload(options: Options, rate: str, tokenizer: Any, seed: int) -> Workload:
+def _workload(
+    options: Options, rate: str | None, tokenizer: Any, seed: int, num: int = 0
+) -> Workload:
+    """Of the runs; with `num` so many sessions, whenever they are due."""
+    how = options.prompts
     return workload(
         options.source,
         rate or None,
-        num_sessions=options.num or None,
-        duration_s=options.duration_s or None,
+        num_sessions=num or options.num or None,
+        duration_s=None if num else options.duration_s or None,
         seed=seed,
         tokenizer=tokenizer,
-        options=options.prompts,
+        options=msgspec.structs.replace(how, max_requests=num) if num else how,
     )
 
 
 def _warmup(options: Options, tokenizer: Any) -> list[Session]:
     """First turns of the same kind of sessions, with prompts that the run does not send."""
-    if not options.warmup:
+    if not (num := options.warmup):
         return []
-    other = workload(
-        options.source,
-        None,
-        num_sessions=options.warmup,
-        duration_s=None,
-        seed=options.seed + WARMUP_SEED,
-        tokenizer=tokenizer,
-        options=msgspec.structs.replace(options.prompts, max_requests=options.warmup),
-    )
-    return [Session(each.turns[:1]) for each in other.sessions[: options.warmup]]
+    other = _workload(options, None, tokenizer, options.seed + WARMUP_SEED, num)
+    return [Session(each.turns[:1]) for each in other.sessions[:num]]
 
 
 def _once(options: Options, target: Target, work: Workload, tokenizer: Any, label: str = "") -> Run:

@@ -150,6 +150,14 @@ def parse(argv: Sequence[str]) -> Options:
     return options
 
 
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, write; 1 if nothing at all was served."""
+    asked = parse(argv)
+    from benchmarks.load import measurement  # aiohttp: help and mistakes do without
+
+    return measurement.run(asked)
+
+
 def with_defaults(options: Options) -> Options:
     """With what is needed and was not said: when to send, and how much."""
     if _is_trace(options):

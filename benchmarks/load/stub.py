@@ -9,10 +9,12 @@ It reads HTTP/1.1 with `Content-Length` off asyncio's streams and makes an answe
 they are due: every further layer would be a delay that nobody asked for.
 """
 
+import argparse
 import asyncio
 import gc
 import itertools
 import random
+from collections.abc import Sequence
 from functools import cache
 from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
@@ -209,3 +211,20 @@ async def serve(options: StubOptions, host: str, port: int) -> None:
         print(f"http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
         async with server:
             await server.serve_forever()
+
+
+def main(argv: Sequence[str]) -> int:
+    """A server with known delays."""
+    parser = argparse.ArgumentParser(prog="kvlane bench stub", description=main.__doc__)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0: any free one, which is printed")
+    for field in msgspec.structs.fields(StubOptions):
+        flag = "--" + field.name.removesuffix("_s").replace("_", "-")
+        kind = float if field.type is not int else int
+        parser.add_argument(flag, dest=field.name, type=kind, default=field.default)
+    args: dict[str, Any] = vars(parser.parse_args(argv))
+    from benchmarks.load.fleet import run_loop  # aiohttp: help does without
+
+    host, port = args.pop("host"), args.pop("port")
+    run_loop(lambda: serve(StubOptions(**args), host, port))
+    return 0

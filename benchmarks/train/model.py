@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from benchmarks.train.data import IGNORED
-from benchmarks.train.hybrid import delta_rule
 
 ASSETS = Path(__file__).parents[2] / "worker" / "assets"
 
@@ -72,10 +71,6 @@ def new_model(name: str, seed: int) -> Any:
     """A model of that name with fresh float32 weights; untyped, see `accuracy.load_model`."""
     from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
 
-    if name == "tiny-hybrid":
-        from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
-
-        modeling.torch_chunk_gated_delta_rule = delta_rule  # theirs inverts row by row, in Python
     settings = {key: value for key, value in CONFIGS[name].items() if not key.startswith("mtp_")}
     del settings["torch_dtype"], settings["architectures"]
     torch.manual_seed(seed)

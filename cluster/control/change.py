@@ -62,15 +62,10 @@ def in_order(replicas: Sequence[Replica]) -> list[str]:
 def is_last_of_its_model(replica: Replica, replicas: Sequence[Replica]) -> bool:
     """Whether no other decode worker can go on with what this one has begun."""
     mine = replica.member
+    if mine is None or mine.role != "decode":
+        return False
     others = [r.member for r in replicas if r is not replica and not r.is_stopped]
-    return (
-        mine is not None
-        and mine.role == "decode"
-        and not any(
-            other is not None and (other.role, other.digest) == (mine.role, mine.digest)
-            for other in others
-        )
-    )
+    return (mine.role, mine.digest) not in [(m.role, m.digest) for m in others if m is not None]
 
 
 def _bytes(path: Path) -> bytes | None:

@@ -27,6 +27,16 @@ class Reach(StrEnum):
     CLUSTER = "the cluster"
 
 
+# When a port asks that does not always.
+WHEN = {
+    Asks.API_KEY: "router.api_key_file is set",
+    Asks.CURVE: "transport.authentication is curve",
+    Asks.TOKEN: "RAY_AUTH_MODE=token",
+    Asks.SECRET: "transport.name is sockets or mixed",
+    Asks.NOBODY: "it is gloo's, and the ranks have met",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Door:
     """One kind of port."""
@@ -34,120 +44,110 @@ class Door:
     whose: str
     speaks: str
     asks: Asks  # where it asks at all
-    when: str  # it asks; "": always
-    reach: Reach
     can: str  # whoever is let in, or anybody where it asks nothing
+    reach: Reach = Reach.CLUSTER
+    but: str = ""  # for what it asks nothing
 
 
-WITH_TOKEN = "RAY_AUTH_MODE=token"
-ONLY_METRICS = "read metrics, which name the model and the processes"
-
-
-def _of_ray(whose: str, speaks: str, but: str = "") -> Door:
-    """One at which whoever is let in commands Ray; for what it asks for no token."""
-    can = "run any code on every node"
-    return Door(whose, speaks, Asks.TOKEN, WITH_TOKEN + but, Reach.CLUSTER, can)
-
-
+WORKERS = "workers and their ranks"
+BUT_PROBES = "for probes and /docs"
+ALL_OF_RAY = "run any code on every node"
 DOORS = {
     "api": Door(
         "routers",
         "HTTP, or HTTPS with router.tls_cert_file: the API",
         Asks.API_KEY,
-        "router.api_key_file is set, but for probes and /docs",
-        Reach.CLIENTS,
         "generate within its key's limits; read /config, /metrics and /dashboard, which tell the "
         "settings and addresses of all processes, and no prompt and no key: whose key says "
         "admin=yes, if any says so, or whoever comes (router.admin_access=open); with admin=yes "
         "drain workers and change their roles",
+        Reach.CLIENTS,
+        BUT_PROBES,
     ),
     "beside": Door(
         "routers that share a port",
         "HTTP: the API, for other routers",
         Asks.API_KEY,
-        "router.api_key_file is set, but for probes and /docs",
-        Reach.CLUSTER,
         "the same as at the API; it never speaks TLS",
+        but=BUT_PROBES,
     ),
     "metrics": Door(
-        "workers", "HTTP: /metrics and /live", Asks.NOTHING, "", Reach.MONITORING, ONLY_METRICS
+        "workers",
+        "HTTP: /metrics and /live",
+        Asks.NOTHING,
+        "read metrics, which name the model and the processes",
+        Reach.MONITORING,
     ),
     "wire": Door(
-        "workers and their ranks",
+        WORKERS,
         "ZeroMQ: requests, tokens, transfers",
         Asks.CURVE,
-        "transport.authentication is curve",
-        Reach.CLUSTER,
         "ask the model without a limit; a member speaks in its own name only, and without keys "
         "anybody speaks and listens in any name",
     ),
     "mooncake": Door(
-        "workers and their ranks",
+        WORKERS,
         "mooncake's handshake",
         Asks.NOTHING,
-        "",
-        Reach.CLUSTER,
         "learn where KV lies in memory; keep others from a handshake for 60 s a time. Besides "
         "the one that serves there is one a peer that KV is pulled from",
     ),
     "mooncake data": Door(
-        "workers and their ranks",
+        WORKERS,
         "mooncake's data over TCP",
         Asks.NOTHING,
-        "",
-        Reach.CLUSTER,
         "read and write all KV: others' prompts and answers; no other memory of the process",
     ),
     "kv": Door(
-        "workers and their ranks",
+        WORKERS,
         "KV over sockets",
         Asks.SECRET,
-        "transport.name is sockets or mixed",
-        Reach.CLUSTER,
         "read all KV: others' prompts and answers; write nothing",
     ),
     "store": Door(
         "rank 0 of a worker of several",
         "torch's TCPStore, where ranks meet",
         Asks.NOTHING,
-        "",
-        Reach.CLUSTER,
         "change where ranks find one another, and with which keys, while they start",
     ),
     "ranks": Door(
         "ranks of a worker of several",
         "gloo or NCCL: sums of ranks",
         Asks.NOBODY,
-        "it is gloo's, and the ranks have met",
-        Reach.CLUSTER,
         "pose as a rank while they start",
     ),
-    "gcs": _of_ray("gcs", "gRPC: Ray's GCS"),
-    "raylet": _of_ray("raylet", "gRPC: Ray's node"),
+    "gcs": Door("gcs", "gRPC: Ray's GCS", Asks.TOKEN, ALL_OF_RAY),
+    "raylet": Door("raylet", "gRPC: Ray's node", Asks.TOKEN, ALL_OF_RAY),
     "objects": Door(
         "raylet",
         "gRPC: Ray's object manager",
         Asks.TOKEN,
-        WITH_TOKEN,
-        Reach.CLUSTER,
         "read and change objects, in which kvlane keeps nothing that a request brings",
     ),
-    "core worker": _of_ray("every process in Ray, serve among them", "gRPC: Ray's core worker"),
-    "agent": _of_ray("agent", "gRPC: Ray's agent of a node"),
-    "agent page": _of_ray("agent", "HTTP: Ray's agent of a node", ", but for health checks"),
-    "environments": _of_ray("runtime env agent", "HTTP: Ray's maker of environments"),
-    "dashboard": _of_ray(
+    "core worker": Door(
+        "every process in Ray, serve among them", "gRPC: Ray's core worker", Asks.TOKEN, ALL_OF_RAY
+    ),
+    "agent": Door("agent", "gRPC: Ray's agent of a node", Asks.TOKEN, ALL_OF_RAY),
+    "agent page": Door(
+        "agent", "HTTP: Ray's agent of a node", Asks.TOKEN, ALL_OF_RAY, but="for health checks"
+    ),
+    "environments": Door(
+        "runtime env agent", "HTTP: Ray's maker of environments", Asks.TOKEN, ALL_OF_RAY
+    ),
+    "dashboard": Door(
         "dashboard, where Ray has one",
         "HTTP: Ray's dashboard and jobs",
-        ", but for its pages and health checks",
+        Asks.TOKEN,
+        ALL_OF_RAY,
+        but="for its pages and health checks",
     ),
-    "client server": _of_ray("client server, where Ray has one", "gRPC: Ray's clients"),
+    "client server": Door(
+        "client server, where Ray has one", "gRPC: Ray's clients", Asks.TOKEN, ALL_OF_RAY
+    ),
     "ray metrics": Door(
         "agent, dashboard and autoscaler",
         "HTTP: Ray's own metrics",
         Asks.NOTHING,
-        "",
-        Reach.CLUSTER,
         "read metrics of nodes",
     ),
 }
@@ -163,4 +163,7 @@ def table() -> str:
 
 def asking(door: Door) -> str:
     """How it asks, and when."""
-    return f"{door.asks}, if {door.when}; else {Asks.NOTHING}" if door.when else str(door.asks)
+    if door.asks not in WHEN:
+        return str(door.asks)
+    but = f", but {door.but}" if door.but else ""
+    return f"{door.asks}, if {WHEN[door.asks]}{but}; else {Asks.NOTHING}"

@@ -159,18 +159,15 @@ class Walk:
 
     def _asked(self, has_token: bool) -> dict[Asks, str]:
         """How ports ask that may, by the settings."""
-        by_setting = {
+        devices = {self.config.role(role).engine.device for role in ROLES}
+        known = {
             Asks.API_KEY: bool(self.config.router.api_key_file),
             Asks.CURVE: self.config.transport.authentication == "curve",
             Asks.TOKEN: has_token,
+            Asks.SECRET: True,  # of a port that is there
+            **({Asks.NOBODY: True} if devices == {"cpu"} else {}),  # ranks have gloo, and have met
         }
-        asked: dict[Asks, str] = {
-            ask: ask if is_set else Asks.NOTHING for ask, is_set in by_setting.items()
-        }
-        devices = {self.config.role(role).engine.device for role in ROLES}
-        if devices == {"cpu"}:  # ranks have gloo, and have met
-            asked[Asks.NOBODY] = Asks.NOBODY
-        return asked | {Asks.SECRET: Asks.SECRET}  # of a port that is there
+        return {ask: ask if asks else Asks.NOTHING for ask, asks in known.items()}
 
     def _speaks(self, door: Door) -> str:
         if door is not DOORS["api"]:

@@ -201,21 +201,19 @@ class _Operator:
         self._drain_timeout_s = drain_timeout_s
 
     def drain(self, name: str, timeout_s: float | None) -> bool:
-        return bool(self._ask("drain", name, self._limit_s(timeout_s)))
+        return bool(self._ask("drain", timeout_s, name))
 
     def turn(self, name: str, role: str, timeout_s: float | None) -> None:
-        self._ask("turn", name, role, self._limit_s(timeout_s))
+        self._ask("turn", timeout_s, name, role)
 
-    def _limit_s(self, timeout_s: float | None) -> float:
-        return self._drain_timeout_s if timeout_s is None else timeout_s
-
-    def _ask(self, method: str, *args: object) -> Any:
+    def _ask(self, method: str, timeout_s: float | None, *args: str) -> Any:
+        limit_s = self._drain_timeout_s if timeout_s is None else timeout_s
         name, namespace = CONTROLLER
         try:
             controller = RAY.get_actor(name, namespace=namespace)
         except ValueError:
             raise WorldError("no controller runs at present") from None
-        return asyncio.run(call(getattr(controller, method), *args))
+        return asyncio.run(call(getattr(controller, method), *args, limit_s))
 
 
 class RouterActor(ProcessActor):

@@ -1,12 +1,13 @@
 """What we need of Ray, or leave out, beyond its typed interface; pinned with ray in pyproject."""
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray._private import node, ray_constants, state, worker
 
-from cluster.diagnose.ports import RayHere
+if TYPE_CHECKING:
+    from cluster.diagnose.ports import RayHere
 
 # Ray's annotations are partial. So its API is untyped here, and its results are cast where used.
 RAY: Any = ray
@@ -62,8 +63,10 @@ def silence_worker_deaths() -> None:
     setattr(worker, "listen_error_messages", ignore)  # noqa: B010
 
 
-def ray_here() -> RayHere:
+def ray_here() -> "RayHere":
     """What a Ray that this process has joined says of its ports on this machine."""
+    from cluster.diagnose.ports import RayHere  # with psutil, which no process that serves needs
+
     private: Any = worker
     private_state: Any = state
     node_id = RAY.get_runtime_context().get_node_id()

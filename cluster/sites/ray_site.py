@@ -121,27 +121,20 @@ class RaySite(Site):
             )
             for rank, host in enumerate(hosts)
         ]
+        limit_s = self.config.cluster.start_timeout_s
         try:
-            try:
-                processes: list[Identity] = await asyncio.wait_for(
-                    asyncio.gather(*(call(actor.identify) for actor in actors)),
-                    self.config.cluster.start_timeout_s,
-                )
-            except TimeoutError:
-                limit_s = self.config.cluster.start_timeout_s
-                raise WorldError(f"Ray started no process for it within {limit_s:g} s") from None
+            asked = asyncio.gather(*(call(actor.identify) for actor in actors))
+            processes: list[Identity] = await asyncio.wait_for(asked, limit_s)
             ranks = tuple(Rank(actor, who) for actor, who in zip(actors, processes, strict=True))
-            record = replace(
-                self._holdings[name].record,
-                incarnation=incarnation,
-                has_process=True,
-                renewing=False,
-            )
-            holding = Holding(record, group, ranks)
+            now = replace(self._holdings[name].record, incarnation=incarnation, renewing=False)
+            holding = Holding(replace(now, has_process=True), group, ranks)
             await self._hold(holding)
-        except BaseException:
+        except BaseException as error:
             for actor in actors:
                 RAY.kill(actor)
+            if isinstance(error, TimeoutError):
+                lack = f"Ray started no process for it within {limit_s:g} s"
+                raise WorldError(lack) from None
             raise
         return self._process(holding)
 

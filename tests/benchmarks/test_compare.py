@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.compare import compared, launches, order, ratio
+from benchmarks.compare import order, ratio
 
 # A benchmark whose figure is the number of the start, plus what its own checkout takes.
 BENCHMARK = """
@@ -76,16 +76,3 @@ def test_an_interval_holds_one_where_starts_differ_by_more_than_checkouts() -> N
     assert noisy.low < 1.0 < noisy.value < noisy.high
     clear = ratio([7.00, 7.01, 7.02, 7.01], [7.28, 7.30, 7.29, 7.29])
     assert 1.03 < clear.low <= clear.value <= clear.high < 1.05
-
-
-def test_a_row_that_one_checkout_lacks_has_no_ratio() -> None:
-    step = {"tokens": 16, "graphs": {"eager": {"median_ms": 3.0}, "piecewise": {"median_ms": 2.0}}}
-    whole, eager = launches(step), launches({**step, "graphs": {"eager": {"median_ms": 3.3}}})
-    rows = compared([("before", whole), ("after", eager)])
-    assert [row["name"] for row in rows] == [
-        "tokens 16, launch eager", "tokens 16, launch piecewise",
-    ]  # fmt: skip
-    assert rows[0]["ratio"]["value"] == pytest.approx(1.1)
-    assert rows[1] == {
-        "name": "tokens 16, launch piecewise", "before": [2.0], "after": [], "ratio": None,
-    }  # fmt: skip

@@ -35,14 +35,9 @@ def test_a_family_is_compared_and_served(
 def test_what_differs_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Computed otherwise; not a checkpoint of its family; a case that nobody knows."""
+    """Computed otherwise; a case that nobody knows."""
     rows: Any = FAMILIES
     right = FAMILIES["Gemma2ForCausalLM"]
-    wrong = replace(right.layers, activation="silu", root_scale=False)
-    with monkeypatch.context() as changed:
-        changed.setitem(rows, "Gemma2ForCausalLM", replace(right, layers=wrong))
-        assert families.main(["gemma2"]) == 1
-    assert "hidden_activation" in capsys.readouterr().out
     with monkeypatch.context() as changed:
         wrong = replace(right.layers, root_scale=False)
         changed.setitem(rows, "Gemma2ForCausalLM", replace(right, layers=wrong))

@@ -171,3 +171,24 @@ def test_a_closed_loop_keeps_its_concurrency() -> None:
     found = drive([Session((TURN,))] * 30, handler, concurrency=4)
     assert sorted(each.session for each in found) == list(range(30))
     assert most == 4
+
+
+def test_the_pacer_calls_in_order_and_never_early_though_a_call_fails() -> None:
+    called: list[tuple[int, float]] = []
+    bad: list[Exception] = []
+
+    async def main() -> list[float]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, it: bad.append(it["exception"]))
+        with Pacer() as pacer:
+            pacer.at(now() + 0.015, lambda: 1 // 0)
+            due = [now() + delay for delay in (0.03, 0.01, -1.0, 0.02)]
+            for number, moment in enumerate(due):
+                pacer.at(moment, lambda number=number: called.append((number, now())))
+            await pacer.until(max(due))
+            await pacer.until(now() + 0.001)
+            return due
+
+    due = asyncio.run(asyncio.wait_for(main(), HANG_S))
+    assert [number for number, _ in called] == [2, 1, 3, 0]
+    assert [type(each) for each in bad] == [ZeroDivisionError]
+    assert all(moment >= due[number] for number, moment in called)

@@ -505,38 +505,9 @@ def test_a_backend_serves_the_region_that_it_is_built_over(backend):
     pool.close()
 
 
-def test_windows_are_served_by_backends_that_plan_on_the_device(monkeypatch, pool):
-    monkeypatch.setitem(ATTENTION, "flashinfer", TABLE["flashinfer"])
-    names = {"prefill": STATIC[0], "decode": "flashinfer", "spec": "flashinfer"}
-    with pytest.raises(
-        Unsupported, match=r"^engine.attention.spec: flashinfer.* plans on the host"
-    ):
-        build_attentions(names, pool, SHAPE)
-
-
 def test_the_configuration_knows_which_backends_plan_on_the_host():
     found = {name for name in ATTENTION if not resolve("attention", name, ATTENTION).static_plan}
     assert found == PLANNED_ON_HOST
-
-
-@pytest.mark.parametrize(
-    ("mask", "expected"),
-    [
-        (KeyMask(1), "its first_key"),
-        (KeyMask(causal=False), "its causal"),
-        (KeyMask(1, False, 7), "its causal, first_key"),
-    ],
-)
-def test_a_mask_that_a_backend_does_not_have_is_refused_when_it_is_built(mask, expected, pool):
-    with pytest.raises(Unsupported, match=f"cannot serve KeyMask.*{expected}$"):
-        resolve("attention backend", "flashinfer", TABLE)(pool, replace(SHAPE, mask=mask))
-
-
-@pytest.mark.parametrize(("field", "value"), [("first_key", 2), ("window", 0)])
-def test_a_mask_that_means_nothing_is_refused(field, value):
-    with pytest.raises(UserError, match=field) as caught:
-        KeyMask(**{field: value})
-    assert caught.value.param == field
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -555,12 +526,6 @@ def test_what_a_backend_cannot_serve_is_refused_when_it_is_built(backend):
         with pytest.raises(Unsupported, match="KV dtype float8_e4m3fn is not one of"):
             cls(pool, SHAPE)
         pool.close()
-
-
-def test_equal_names_are_one_backend_and_all_are_over_one_pool(pool):
-    names: dict[str, str] = dict.fromkeys(("prefill", "decode", "spec"), STATIC[0])
-    one = build_attentions(names, pool, SHAPE)
-    assert one.prefill is one.decode is one.spec
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Chromium: a page of another origin streams a chat, /docs needs no internet; and one id's lines.
+"""Chromium: a page of another origin streams a chat; and one id's lines.
 
 Debian's package `chromium` is enough. The port makes the origin another one.
 """
@@ -102,15 +102,6 @@ def test_a_page_of_another_origin_streams_a_chat(cluster: Serve, tmp_path: Path)
     assert seen["id"] == "asked-by-a-page"
     assert "prefill;dur=" in seen["timing"]
     cluster.wait_idle()
-
-
-@needs_chromium
-def test_docs_are_drawn_where_there_is_no_internet(cluster: Serve, tmp_path: Path) -> None:
-    done = subprocess.run(
-        command(tmp_path, "--virtual-time-budget=20000", "--dump-dom", f"{cluster.url}/docs"),
-        capture_output=True, text=True, timeout=HANG_S, check=True,
-    )  # fmt: skip
-    assert 'data-path="/v1/chat/completions"' in done.stdout
 
 
 def test_one_id_names_a_request_in_the_lines_of_every_process(cluster: Serve) -> None:

@@ -20,11 +20,9 @@ from llguidance import LLMatcher
 from tests.support import pairwise
 from tests.support.engines import Answer, Client, Running, running, value
 from tests.support.laws import ended, sections
-from tests.support.prompts import EOS, TINY, VOCAB, ll_tokenizer, problem_ids, tokenizer
+from tests.support.prompts import EOS, VOCAB, ll_tokenizer, problem_ids, tokenizer
 from tests.support.shallow import shallow
 from worker.api import FinishReason, Sampling
-from worker.draw.grammar import Grammars
-from worker.errors import Unsupported
 from worker.ops.philox import gumbel_ref
 
 NUM = 18 if pairwise.whole else 12
@@ -292,15 +290,6 @@ def test_what_no_worker_can_follow_is_refused_with_a_reason(alone: Running) -> N
         assert answer.error.code == "invalid_value"
         assert param in (answer.error.param, None)
     alone.wait_idle()
-
-
-def test_a_tokenizer_that_llguidance_cannot_use_is_said() -> None:
-    grammars = Grammars(TINY, VOCAB // 2, [EOS])
-    with pytest.raises(Unsupported, match="vocab size"):
-        grammars.matcher(GRAMMARS["choice"], ())
-    grammars = Grammars(TINY / "nowhere", VOCAB, [EOS])
-    with pytest.raises(Unsupported, match="nowhere"):
-        grammars.matcher(GRAMMARS["choice"], ())
 
 
 # Further choices of a request.

@@ -198,28 +198,6 @@ def test_a_part_is_counted_in_blocks() -> None:
     assert shard.coarse(Part(500, slice(128, 256)), BLOCK) == Part(4, slice(1, 2))
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gated", "experts"])
-def test_noise_is_that_of_sixteen_bits(kind: str) -> None:
-    made = [linears(models.load(saved(kind), eight=eight, load_format="dummy")) for eight in (0, 1)]
-    for name, eight in made[1].items():
-        if is_eight(eight):
-            drawn, found = made[0][name].values, worth(eight)
-            least = found.abs().max() * 2**-16
-            assert bool(((found - drawn).abs() <= torch.maximum(drawn.abs() / 16, least)).all())
-            assert not torch.equal(found, drawn)
-
-
-@pytest.mark.parametrize("options", [{}, {"load_format": "dummy"}], ids=["files", "noise"])
-def test_blocks_that_are_said_to_lie_whole_have_one_scale_each(options: dict[str, str]) -> None:
-    """Else torch's product, which takes one of 128 rows, would be another than the kernels'."""
-    made = linears(models.load(saved("qwen3", "fp8"), eight=True, **options))
-    found = [each for each in made.values() if is_eight(each) and each.whole_blocks]
-    assert found, "no matrix of this model has rows by 128"
-    for matrix in found:
-        by_block = matrix.scales.unflatten(0, (-1, BLOCK // GRAIN))
-        assert torch.equal(by_block, by_block[:, :1].expand_as(by_block))
-
-
 def stepped(model: Decoder) -> list[torch.Tensor]:
     """Logits of a step of two prompts, and what its taps hold."""
     engine = models.Engine(model)

@@ -3,7 +3,7 @@
 The oracle is one request at a time in one process. All in float32, where the laws hold exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.support.books import check_book
 from tests.support.engines import Answer, Running, running, value
 from tests.support.laws import ended, one_that_stops, sections
-from tests.support.lockstep import Ask, Lockstep
 from tests.support.pairwise import more
 from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling
@@ -243,38 +242,6 @@ def test_choices_follow_a_first_one_whose_token_came_early(first: str, alone: Ru
         cluster.wait_idle()
         computed = [value(each.engine.metrics.prompt_tokens) for each in cluster.workers.values()]
         assert sum(computed) == len(prompt) + 3 * ((len(prompt) - 1) % PAGE_SIZE + 1)
-
-
-def test_it_goes_out_before_the_next_step_is_launched() -> None:
-    """A turn waits for the step before, so whoever came later would wait for that too."""
-    log: list[str] = []
-    workers = Lockstep(sections("always"))
-    loop: Any = workers.decode
-
-    def logged(owner: Any, name: str, told: Callable[..., str]) -> None:
-        inner = getattr(owner, name)
-
-        def call(*args: Any) -> Any:
-            log.append(told(*args))
-            return inner(*args)
-
-        setattr(owner, name, call)
-
-    def frame(_: str, message: Any) -> str:
-        return " ".join(f"{each.req_id}:{each.position}" for each in message.chunks)
-
-    logged(loop, "turn", lambda _: "turn")
-    logged(loop._engine.runner, "launch", lambda *_: "launch")
-    logged(loop.scheduler, "settle", lambda *_: "settle")
-    logged(loop.requests.replies, "_send", frame)
-    prompt = problem_ids(2)[1]
-    running_one = Ask(problem_ids(1)[0], Sampling(40, temperature=0.0, ignore_eos=True), local=True)
-    workers.serve([running_one, Ask(prompt, GREEDY, at=8)])
-    workers.close()
-    at = log.index(f"1:{len(prompt)}")
-    assert log[at - 1] == "turn"
-    assert log[at + 1 : at + 3] == ["launch", "settle"], "beside others that decode"
-    assert log[at + 3].startswith("0:")
 
 
 # What would show if it were wrong.

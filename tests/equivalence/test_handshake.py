@@ -100,14 +100,6 @@ def test_one_checkpoint_is_one_whatever_its_directory_and_name(tmp_path: Path) -
         check_pulled(decode, client)
 
 
-def test_noise_of_another_seed_is_another_model() -> None:
-    noise = {"load_format": "dummy"}
-    with pair({**noise, "seed": 1}, {**noise, "seed": 2}) as (decode, _):
-        assert "weights" in path_of(decode).error
-    with pair({**noise, "seed": 1}, {**noise, "seed": 1}) as (decode, _):
-        assert not path_of(decode).error
-
-
 def test_another_page_size_is_told_from_other_weights() -> None:
     with pair({}, {}, page_size=32) as (decode, _):
         error = path_of(decode).error

@@ -301,20 +301,6 @@ def edit(path: Path, **changes: Any) -> None:
     file.write_text(json.dumps({k: v for k, v in values.items() if v != "absent"}))
 
 
-def test_older_and_newer_config_keys_mean_the_same(tmp_path: Path):
-    save_random(tmp_path, "Llama", {"rope_parameters": LLAMA3_ROPE, "eos_token_id": [1, 7]})
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    newer = read_model_shape(tmp_path)
-    assert newer.eos_token_ids == (1, 7, 9)
-    assert newer.rope_theta == 20000.0
-    scaling = {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_theta"}
-    edit(
-        tmp_path, rope_parameters="absent", dtype="absent", rope_scaling=scaling,
-        rope_theta=20000.0, torch_dtype="float32",
-    )  # fmt: skip
-    assert read_model_shape(tmp_path) == newer
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

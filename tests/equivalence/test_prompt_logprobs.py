@@ -15,8 +15,6 @@ from tests.support.lockstep import Ask, Lockstep
 from tests.support.prompts import VOCAB
 from tests.support.shallow import shallow
 from worker.api import Sampling
-from worker.draw.scores import SCORED_ROWS
-from worker.model.layers import VocabParallelEmbedding
 
 NUM_TOP = 3
 SCORING = Sampling(2, temperature=0.0, ignore_eos=True, prompt_logprobs=NUM_TOP)
@@ -126,20 +124,3 @@ def test_who_is_preempted_is_scored_once() -> None:
     for prompt, answer in zip(made, answers, strict=True):
         check(prompt, answer)
         assert len(answer.tokens) == 60
-
-
-def test_the_logits_of_few_rows_are_there_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long a chunk is; the bound is a constant."""
-    most = list[int]()
-    logits = VocabParallelEmbedding.logits
-
-    def noted(self: VocabParallelEmbedding, hidden: torch.Tensor, **how: bool) -> torch.Tensor:
-        most.append(len(hidden))
-        return logits(self, hidden, **how)
-
-    monkeypatch.setattr(VocabParallelEmbedding, "logits", noted)
-    (long,) = prompts([LONG])
-    (answer,) = served([Ask(long, SCORING)], max_prefill_tokens=2 * LONG)
-    assert len(answer.prompt_logprobs) == LONG - 1
-    assert max(most) == SCORED_ROWS
-    assert sum(size > 1 for size in most) >= (LONG - 1) / SCORED_ROWS

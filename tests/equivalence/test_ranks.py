@@ -99,32 +99,6 @@ def test_several_ranks_answer_like_one(drafter: str, tp: int) -> None:
         alike(asked(cluster), of_one_rank(drafter))
 
 
-@pytest.mark.parametrize(
-    ("drafter", "tp"), [("none", 2), ("chain", 4), ("dflash", 2), *pairwise.more(("none", 4))]
-)
-def test_only_what_looks_at_all_tokens_gathers_logits(drafter: str, tp: int, monkeypatch) -> None:
-    """Else 8 bytes a row of each rank, in drafts too."""
-    gathered: list[tuple[torch.dtype, int, int]] = []
-    all_gather = GlooCollective.all_gather
-
-    def noted(self: GlooCollective, x: Tensor, dim: int) -> Tensor:
-        gathered.append((x.dtype, x.dim(), x.nbytes))
-        return all_gather(self, x, dim)
-
-    monkeypatch.setattr(GlooCollective, "all_gather", noted)
-    with running(sections(drafter, "never"), num_prefill=0, decode_tp=tp) as cluster:
-        gathered.clear()
-        alike(asked(cluster, PLAIN), of_one_rank(drafter, plain=True))
-        most = 8 * len(PROMPTS) * DRAFTERS[drafter].get("widths", [1])[-1]
-        print(f"{len(gathered)} gathers of {sum(each[2] for each in gathered)} bytes in all")
-        assert gathered
-        assert {each[:2] for each in gathered} == {(torch.int64, 1)}
-        assert max(each[2] for each in gathered) <= most
-        gathered.clear()
-        asked(cluster)
-        assert any(dtype == torch.float32 for dtype, _, _ in gathered)
-
-
 def buffers_that_are_reused(after: int) -> Any:
     """GlooCollective.buffer: as many calls later a buffer is lost, as those of a GPU may be."""
 

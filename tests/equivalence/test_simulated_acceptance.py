@@ -20,8 +20,6 @@ from tests.support.shallow import shallow
 from worker.config import SpecConfig
 from worker.draw.simulated import SimulatedAcceptance
 from worker.observe.step_log import StepLine
-from worker.step.rows import SampledRows
-from worker.step.state import StateShape, StepState
 
 ACCEPT_LEN, WIDTH, NUM_REQS, MAX_TOKENS = 2.5, 4, 6, 40
 
@@ -113,18 +111,3 @@ def test_a_share_of_drafts_keeps_more_of_wider_windows(share: float) -> None:
         asked = SpecConfig(widths=[1, width], simulate_accept_share=share)
         assert asked.simulated_len == pytest.approx(wanted)
     assert not torch.equal(drafts, simulated.num_accepted(position, seed + 1))
-
-
-@pytest.mark.parametrize("width", [1, 4])
-def test_places_without_a_draft_count_as_drafts(width: int) -> None:
-    """Else neither metrics nor the choice of widths would learn of a window without drafts."""
-    state = StepState(StateShape(2, 1, (), 0, vocab_size=9, max_width=4), torch.device("cpu"))
-    state.ints.max_len.fill_(99)
-    simulated, rows = SimulatedAcceptance(state.ints.seed, 3.0), torch.tensor([1, 2])
-    position = torch.arange(5, 5 + width).repeat(2)
-    none = torch.full((2 * width, 1), -1)
-    sampled = SampledRows(rows, position, rows > 0, width)
-    drawn = simulated(sampled, position.clone(), none, none[:, 0], state.columns)
-    assert drawn[:, width].tolist() == [min(width, 3)] * 2
-    assert drawn[:, width + 2 :].tolist() == [[0] * (width - 1)] * 2
-    assert state.ints.seq_len[1:].tolist() == [5 + min(width, 3) - 1] * 2

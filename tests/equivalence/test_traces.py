@@ -13,7 +13,7 @@ from tests.support.laws import sections
 from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.shallow import shallow
-from tests.support.trace_laws import check_nesting, check_request, check_worker, children, named
+from tests.support.trace_laws import check_nesting, check_request, children, named
 from worker.api import Sampling
 from worker.config import TracingConfig
 from worker.observe.tracing import tracer_of
@@ -108,20 +108,6 @@ def test_a_pulled_request(cluster: Cluster) -> None:
     )
     assert not any(span.is_error for span in spans)
     assert collector.paths == {"/v1/traces"}
-
-
-def test_choices_have_stages_of_their_own(cluster: Cluster) -> None:
-    _, url, collector = cluster
-    trace_id = new_trace()
-    ask(url, {"traceparent": traceparent(trace_id)}, n=2)
-    spans = collector.wait(
-        trace_id, lambda spans: len(named(spans, "decode")) == 2 and bool(named(spans, "respond"))
-    )
-    dispatches = named(spans, "dispatch")
-    assert {span.attributes["kvlane.choice"] for span in dispatches} == {0, 1}
-    for dispatch in dispatches:
-        check_worker(spans, dispatch)
-    assert len(named(spans, "sibling")) <= 1, "the first choice waits for no other"
 
 
 def test_a_prompt_that_decode_computes_itself(cluster: Cluster) -> None:

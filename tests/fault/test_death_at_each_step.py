@@ -5,7 +5,7 @@
 | 1 | router after dispatch | `test_protocol_faults.py`: a link that a router lost |
 | 2 | decode before it reserves | here |
 | 3 | prefill, queued or computing | `test_protocol_faults.py`: is asked again later |
-| 4 | prefill during the transfer | `test_killed_between.py` |
+| 4 | prefill during the transfer | `test_protocol_faults.py`: between token and KV |
 | 5 | prefill after the last byte | here |
 | 6 | decode during the transfer | here |
 | 7 | decode while decoding | `equivalence/test_failover.py`, at every token |

@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.support.processes import run_ranks
-from tests.support.products import workspace_of
 from worker.errors import PeerLost
 from worker.ops.norms import add_rms_norm_ref
-from worker.ops.skinny_triton import choose, skinny_gemm
 from worker.peers import all_reduce_triton as kernels
 from worker.peers.all_reduce_triton import all_reduce_ref, one_shot_rms_norm
 from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
@@ -191,38 +189,6 @@ def many_calls(rank: int, world: int, init_method: str, pdl: bool, num_calls: in
 def test_calls_in_a_row_are_right_on_all_ranks(pdl: bool, tmp_path: Path) -> None:
     """Sizes, dtypes and algorithms change, graphs are mixed with calls, ranks come late."""
     on_all_gpus(many_calls, tmp_path, pdl, NUM_CALLS if pdl else NUM_CALLS // 10)
-
-
-def after_products(rank: int, world: int, init_method: str, algorithm: str) -> None:
-    """A product stores into a buffer; its all-reduce and what reads that follow at once."""
-    collective, device = join(rank, world, init_method), torch.device("cuda", rank)
-    generator = torch.Generator(device).manual_seed(rank)
-    weights = torch.randn((4, 4096, 1024), generator=generator, device=device).bfloat16() / 32
-    tile = choose(8, 4096, 1024)
-    workspace = workspace_of([(tile, 4096)], device)
-    inputs = torch.randn((50, 8, 1024), generator=generator, device=device).bfloat16()
-
-    def step(x: Tensor, sync: Callable[[], None]) -> Tensor:
-        for weight in weights:
-            out = collective.buffer((8, 4096), torch.bfloat16)
-            skinny_gemm(x, weight, out, workspace, tile, pdl=True)
-            sync()
-            x = collective.all_reduce_by(algorithm, out)[:, :1024].contiguous() / 4
-            sync()
-        return x
-
-    wanted = [step(x, torch.cuda.synchronize) for x in inputs]
-    step(inputs[0], lambda: None)
-    found = [step(x, lambda: None) for x in inputs]
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
-    torch.cuda.synchronize()
-    collective.check()
-    collective.close()
-
-
-@pytest.mark.parametrize("algorithm", [ONE_SHOT, TWO_SHOT, NCCL])
-def test_a_sum_waits_for_the_product_before_it(algorithm: str, tmp_path: Path) -> None:
-    on_all_gpus(after_products, tmp_path, algorithm)
 
 
 def lose_a_rank(rank: int, world: int, init_method: str, algorithm: str) -> None:

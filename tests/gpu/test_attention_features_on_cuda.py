@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.gpu import test_attention_on_cuda as plain
-from tests.gpu.sync import no_sync
 from worker.attention import triton as triton_backend
 from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
@@ -102,14 +101,6 @@ def test_flashinfer_matches_the_reference(asked: str, shapes: str) -> None:
     check(case, ASKED[asked], "flashinfer")
 
 
-@plain.needs_flashinfer
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("head_dim", [96, 128])
-def test_by_length_serves_all_of_it(asked: str, head_dim: int) -> None:
-    for shapes in (plain.RAGGED, plain.LONG[1]):
-        check(plain.make(shapes, (32, 8), head_dim, 64, 4), ASKED[asked], "by_length")
-
-
 @pytest.mark.parametrize("width", [1, 4])
 def test_pages_before_the_window_are_not_read(width: int) -> None:
     """Not even their ids, which another request may have by then."""
@@ -137,12 +128,3 @@ def test_a_graph_serves_lengths_that_it_was_not_captured_with() -> None:
     buffer.seq_lens.copy_(live.seq_lens)
     graph.replay()
     assert torch.equal(out, plain.attend(attention, case, replace(live, max_seq_len_ub=40960)))
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device() -> None:
-    case = plain.make(plain.WIDTHS, (32, 8))
-    attention = backend("triton", case, ASKED["all"])
-    plain.attend(attention, case)
-    with no_sync():
-        plain.attend(attention, case)

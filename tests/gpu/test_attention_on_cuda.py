@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.gpu.sync import no_sync
 from tests.support.attention_cases import DTYPES, EVERY, GROUPS, HEAD_DIMS, PAGE_SIZES
 from tests.support.engines import running
 from tests.support.prompts import problem_ids
@@ -224,44 +223,15 @@ def test_where_a_long_chunk_is_cut_changes_no_bit(cuts, monkeypatch):
         assert torch.equal(part, whole[first:end])
 
 
-@pytest.mark.parametrize("page", [1, 16, 64])
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
-def test_layer_groups_and_other_head_counts(page, shapes):
-    check(make(shapes, page=page, groups=4))
-    check(make(shapes, heads=(14, 2), head_dim=64, page=page, groups=4))
-    check(make(shapes, heads=(4, 2), head_dim=32, page=page, groups=2))
-
-
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_float32_is_float32(head_dim):
     for shapes in (RAGGED, WIDTHS, CHUNKS):
         check(make(shapes, head_dim=head_dim, dtype="float32"))
 
 
-@pytest.mark.parametrize("width", range(1, 17))
-def test_every_window_of_equal_widths(width):
-    shapes = [(n, width) for n in (0, 1, 64, 700)]
-    check(make(shapes, heads=(32, 8), page=64, padded_rows=width))
-
-
 def test_a_batch_of_many_rows_and_a_very_long_one():
     shapes = [(17 * i % 640, 1) for i in range(250)] + [(20000, 1)]
     check(make(shapes, page=64, padded_reqs=5, padded_rows=5))
-
-
-@pytest.mark.parametrize("longest_first", [False, True])
-@pytest.mark.parametrize("page", [16, 64])
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS, CHUNKS])
-def test_few_programs_take_many_items_each(shapes, page, longest_first, monkeypatch):
-    choose = triton_backend.choose
-    few = {"programs": 5, "longest_first": longest_first}
-    monkeypatch.setattr(triton_backend, "choose", lambda *bounds: replace(choose(*bounds), **few))
-    check(make(shapes, heads=(32, 8), page=page))
-
-
-def test_long_rows_of_a_large_batch_match_the_reference():
-    """More items than there may be programs."""
-    check(make([(300 + 53 * i % 1700, 1) for i in range(256)], heads=(32, 8), page=64))
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -366,17 +336,6 @@ def test_two_steps_are_planned_while_the_device_is_busy(shapes):
     assert not awake.query(), "plan() has waited for the device"
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert not torch.equal(wanted[0], wanted[1])
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("shapes", [RAGGED, WIDTHS])
-def test_nothing_waits_for_the_device(shapes, name):
-    case = make(shapes, heads=(32, 8))
-    attention = backend(name, case.pool, 32)
-    attend(attention, case)
-    with no_sync():
-        attend(attention, case)
 
 
 def answers(attention: object, graph: object) -> list[list[int]]:

@@ -11,7 +11,7 @@ from tests.support.chain_reference import ChainReference
 from tests.support.dflash_reference import DFlashReference
 from tests.support.drafter_audit import audit, trace_is_right
 from tests.support.engines import running
-from tests.support.lockstep import DECODE, Ask, Lockstep, Window
+from tests.support.lockstep import Ask, Lockstep, Window
 from tests.support.prompts import TINY, problem_ids
 from worker.api import Sampling
 
@@ -104,16 +104,3 @@ def test_a_step_that_drafts_never_waits_for_the_device(drafter: str) -> None:
         fail_on_sync(cluster.workers["decode-0"].engine.runner)
         answers = cluster.client.generate(prompts, sampling)
     assert all(answer.error is None for answer in answers)
-
-
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_totals_are_equal_in_graphs_and_eager(drafter: str) -> None:
-    found = []
-    for graph in ("eager", "auto"):
-        made = workers(drafter, "float32", graph, [5], num_prefill=1)
-        _, traces = served(made)
-        nums = [window.num for trace in traces for window in trace]
-        found.append((len(nums), sum(nums)))
-        assert made.engines[DECODE].meter.windows.num_windows == len(nums)
-        made.close()
-    assert found[0] == found[1]

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from tests.equivalence import test_dense_laws as laws
-from tests.gpu.sync import no_sync
 from tests.support.engines import running
 from tests.support.laws import ended
 from worker.config.checkpoint.experts import ExpertShape, Held
@@ -109,14 +108,3 @@ def test_texts_are_the_reference_s_in_float32(case: str, mode: str) -> None:
         for _ in range(2):
             answers = cluster.client.generate(laws.prompts(), laws.GREEDY)
             assert [answer.tokens for answer in ended(answers)] == wanted
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_device(weights) -> None:
-    gate, up, down = weights
-    x = tokens(300)
-    kept = load(ALL)
-    for _ in range(2):
-        with no_sync():
-            expert_products(x, route(x, gate, None, 0, SHAPE, ALL, kept), up, down, ALL)
-    assert kept[0].sum() == 2 * 300 * SHAPE.top_k

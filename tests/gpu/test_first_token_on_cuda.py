@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.sync import no_sync
 from tests.gpu.test_engine_on_cuda import MAX_TOKENS, NUM, sections
 from tests.support.chunks import build
 from tests.support.engines import running, value
@@ -13,7 +12,6 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from worker.api import Sampling
 from worker.plan import Chunk, Plan, RowPages, RowStart, tail_of
-from worker.run.flight import Step
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu(1)
@@ -115,19 +113,3 @@ def check_tails(device: str, graph: str, counts: Sequence[int], *, hooked: bool)
 )
 def test_a_tail_leaves_graphs_of_chunks_alone(counts: list[int], hooked: bool) -> None:
     check_tails("cuda", "piecewise", counts, hooked=hooked)
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("graph", ["eager", "piecewise"])
-def test_a_step_that_draws_never_waits_for_the_device(graph: str, hooked: bool) -> None:
-    """Under torch's own detector of host syncs; its tokens are read when it settles."""
-    engine = build("cuda", graph, role="prefill", dtype="bfloat16")
-    plan = plan_of([16, 1, 90, 33], draws=True)
-    wanted, *_ = launched(engine, plan, hooked=hooked)  # warm: allocator, kernels
-    groups = engine.layer_groups(lambda: None) if hooked else None
-    with no_sync():
-        step = engine.runner.launch(plan, groups)
-    assert isinstance(step, Step)
-    assert [each.tokens[0] for each in engine.runner.settle(step).drawn] == wanted
-    engine.close()

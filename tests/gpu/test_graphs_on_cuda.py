@@ -121,26 +121,3 @@ def test_pages_of_others_and_the_batch_after_it_see_nothing() -> None:
     assert not state.active.any()
     assert int(state.ints.seq_len[0]) == int(state.ints.last_token[0]) == 0, "row 0 is nobody's"
     engine.close()
-
-
-def test_poisoned_padding_changes_nothing() -> None:
-    """What lies in row 0, in the sink page and beyond the batch's rows is never a result's part."""
-    engine = build("float32")
-    prompts, wanted = problem_ids(ROWS)[:5], [sampling_of(i) for i in range(5)]  # bucket 8
-    clean, _ = serve(engine, prompts, wanted)
-    state = engine.runner.loaded.state
-    for layer in range(engine.shape.num_layers):
-        for cache in engine.pool.layer(layer):
-            cache[0].fill_(float("nan"))
-    state.floats.temperature[0], state.floats.top_p[0] = 1.0, 0.5
-    state.ints.seed[0], state.ints.last_token[0] = 99, 77
-    engine.runner.graphs.decode._rows.fill_(0)
-    assert serve(engine, prompts, wanted)[0] == clean
-    engine.close()
-
-
-def test_too_little_memory_is_one_clear_error() -> None:
-    from worker.errors import UserError
-
-    with pytest.raises(UserError, match=r"no room for a single page of .* GiB"):
-        build("bfloat16", num_pages="auto", memory_fraction=1e-5)

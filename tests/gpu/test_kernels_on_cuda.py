@@ -9,16 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_changed_draws import FILTERS, changed_rows, made_of
-from tests.unit.test_divided_draws import divided
 from tests.unit.test_kernels_triton import CASES, check_ends, columns, rows_of, step_columns
 from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store, qk_rope_store_ref
-from worker.drafts.draft_draws import DraftDraws, draw_drafts
-from worker.draw.changes import keep_likely
 from worker.draw.logprobs import logprobs, logprobs_ref
 from worker.draw.sampler import SamplingRows, change, draw_ref
 from worker.draw.sampler_triton import draw_triton
 from worker.forward.draws import Changes
-from worker.ops.best_pairs import VocabPart
 from worker.ops.norms import (
     add_rms_norm,
     add_rms_norm_ref,
@@ -172,29 +168,6 @@ def test_unfiltered_draws_are_the_twin_s(m: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("m", "size"), [(1, 2), (200, 4), (32, 8)])
-def test_ranks_draw_and_draft_as_one_does(m: int, size: int, dtype: torch.dtype) -> None:
-    """Of bf16 logits many are equal."""
-    logits = noise(m, VOCAB, dtype=dtype)
-    rows = rows_of(m, "cuda", temperature=[(0.0, 0.8, 1.0, 1.7)[i % 4] for i in range(m)])
-    at, one = torch.arange(m, device="cuda"), torch.ones(m, dtype=torch.int64, device="cuda")
-    drafts = torch.zeros(m + 1, 1, dtype=torch.int64, device="cuda")
-    spread = torch.arange(VOCAB, device="cuda") * 3
-
-    def draft(x: Tensor, part: VocabPart | None, ids: Tensor | None) -> Tensor:
-        draws = DraftDraws(at, rows.position, one, rows.seed, rows.temperature, ids, part)
-        return draw_drafts(x, draws, drafts)
-
-    for draw in (
-        lambda x, part: draw_triton(x, rows, "random", part=part),
-        lambda x, part: draft(x, part, None),
-        lambda x, part: draft(x, part, spread),
-    ):
-        wanted = draw(logits, None)
-        assert all(torch.equal(found, wanted) for found in divided(logits, size, draw))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scale", [0.02, 1.0, 4.0])
 def test_filtered_draws_are_the_twin_s(name: str, scale: float, dtype: torch.dtype) -> None:
@@ -209,28 +182,6 @@ def test_filtered_draws_are_the_twin_s(name: str, scale: float, dtype: torch.dty
     for row in (0, 7, 99):
         alone = {each: getattr(rows, each)[[row]] for each in rows.__dataclass_fields__}
         assert draw_triton(logits[[row]], replace(rows, **alone), "filtered") == got[row]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_token_of_a_narrow_set_comes_and_no_other(dtype: torch.dtype) -> None:
-    logits = (noise(1, 9_000) * 0.5).to(dtype)
-    rows = rows_of(3_000, "cuda", top_k=12, top_p=0.6)
-    first = replace(rows, **{each: getattr(rows, each)[:1] for each in rows.__dataclass_fields__})
-    wanted = keep_likely(logits.float(), first)[0].isfinite().nonzero().flatten().tolist()
-    assert 4 < len(wanted) < 12
-    tokens = draw_triton(logits.expand(3_000, -1).contiguous(), rows, "filtered")
-    assert tokens.unique().tolist() == wanted
-
-
-def test_stop_tokens_stay_out_below_min_len() -> None:
-    logits = noise(8, VOCAB, dtype=torch.bfloat16)
-    logits[:, VOCAB - 3] = 60.0
-    stops = torch.full((8, 16), -1)
-    stops[:, 3] = VOCAB - 3
-    rows = rows_of(8, "cuda", min_len=[0, 999] * 4, stop_ids=stops, top_p=0.9)
-    for tail in ("random", "filtered"):
-        tokens = draw_triton(logits, rows, tail)
-        assert (tokens == VOCAB - 3).tolist() == [True, False] * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

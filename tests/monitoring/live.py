@@ -7,12 +7,9 @@ killed and others stand still; clients go away, ask for nonsense, and more than 
 A query that fails, has no data or nothing but NaN is an error. Of an alert's query, each side of
 `or`, `and` and `unless` is asked without its comparison; which alerts fired is printed, too. What
 only a GPU's worker has, the times of its graphs, is served beside, made up.
-Then each dashboard is drawn as a picture, to be looked at: panels, legends, units, scales.
 """
 
-import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,12 +24,9 @@ from helm.generate import COMPOSE, alerts
 from tests.e2e.harness import Serve, enter_namespace_of
 from tests.helm import dashboards
 from tests.monitoring.load import ARGUMENTS, disturb, steady
-from tests.monitoring.schema import TOOLS
 from tests.support.prometheus import Prometheus, Series
 from worker.observe.metrics import WorkerMetrics
 
-HERE = Path(__file__).parent
-PICTURES = HERE.parents[1] / "helm" / "dashboards"
 OF_GRAPHS = ["kvlane_graph_bucket_seconds", "kvlane_graph_bucket_differs"]
 SCRAPE_S = 1  # of a run of minutes; Compose's is for days
 STEP_S, RATE_INTERVAL = 2.0, "15s"
@@ -90,8 +84,8 @@ class Asked:
             self.wrong.append(f"{what}: {'only NaN' if found else 'no data'}: {query}")
         return found
 
-    def board(self, name: str, board: dict[str, Any]) -> list[dict[str, Any]]:
-        """All panels of a dashboard, each with its series, for the picture."""
+    def board(self, name: str, board: dict[str, Any]) -> None:
+        """All panels of a dashboard, and its variables."""
         values = dashboards.variables(board) | {"__rate_interval": RATE_INTERVAL}
         for variable in board["templating"]["list"]:
             if variable["type"] == "query":
@@ -101,38 +95,15 @@ class Asked:
                 found = self._prometheus.values(label, dashboards.filled(selector[1], values))
                 if not found and label != "namespace":  # of Kubernetes
                     self.wrong.append(f"{name}: variable {label} has no values")
-        drawn: dict[int, dict[str, Any]] = {}
         for query in dashboards.queries(board):
-            text = dashboards.filled(query.text, values)
-            legend = dashboards.filled(query.legend, values)
-            panel = query.panel
-            shown = drawn.setdefault(panel["id"], {"panel": panel, "series": []})
-            for each in self(f"{name}, {panel['title']}", text):
-                label = re.sub(
-                    r"\{\{(\w+)\}\}", lambda match, each=each: each.labels.get(match[1], ""), legend
-                )
-                shown["series"].append(
-                    {"legend": label, "labels": each.labels, "points": each.points}
-                )
-        return list(drawn.values())
-
-
-def draw(name: str, board: dict[str, Any], shown: list[dict[str, Any]]) -> None:
-    path = PICTURES / f"{name}.png"
-    rows = [each for each in board["panels"] if each["type"] == "row"]
-    given = {"title": board["title"], "rows": rows, "panels": shown, "path": str(path)}
-    subprocess.run(
-        [str(TOOLS / "venv" / "bin" / "python"), str(HERE / "draw.py")],
-        input=json.dumps(given), text=True, check=True,
-    )  # fmt: skip
-    print(f"{path}: {path.stat().st_size >> 10} KiB")
+            self(f"{name}, {query.panel['title']}", dashboards.filled(query.text, values))
 
 
 def examine(prometheus: Prometheus, start: float, end: float) -> list[str]:
-    """Ask everything, draw it; what is wrong."""
+    """Ask everything; what is wrong."""
     asked = Asked(prometheus, start, end)
     for name, board in dashboards.boards().items():
-        draw(name, board, asked.board(name, board))
+        asked.board(name, board)
     num_of_panels = asked.num
     (group,) = yaml.safe_load(alerts(**FILLED))["groups"]
     for rule in group["rules"]:
@@ -167,8 +138,6 @@ def record(root: Path) -> tuple[Prometheus, float, float]:
 
 
 def main() -> int:
-    if not (TOOLS / "done").exists():
-        raise SystemExit("run tests/monitoring/install")
     with tempfile.TemporaryDirectory(prefix="kvl-mon-", dir="/tmp") as temporary:
         prometheus, start, end = record(Path(temporary))
         try:

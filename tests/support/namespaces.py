@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 INSIDE = "KVLANE_NAMESPACES"
@@ -69,41 +69,6 @@ def answers(url: str) -> bool:
             return response.status == 200
     except OSError:
         return False
-
-
-class Host:
-    """A host of its own: network, processes, /dev/shm and /run; else the file system is ours."""
-
-    def __init__(self, name: str, address: str, environment: Mapping[str, str]) -> None:
-        self.name, self.address, self.environment = name, address, dict(environment)
-        prepare = "for d in /dev/shm /run; do mount -t tmpfs -o mode=1777 none $d; done"
-        reap = (
-            "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print(1, flush=True)\n"
-            "while True: signal.pause()"
-        )
-        namespace = join(name, address)
-        # Ray takes the address by which it would go out.
-        run("ip", "-n", namespace, "route", "add", "default", "via", GATEWAY)
-        first = subprocess.Popen(
-            ["ip", "netns", "exec", namespace, "unshare", *ENTER[2:],
-             "bash", "-c", f"{prepare}; exec {sys.executable} -c '{reap}'"],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert first.stdout is not None
-        first.stdout.readline()
-        self._pid = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().strip()
-
-    def words(self, command: str) -> list[str]:
-        return ["nsenter", f"--target={self._pid}", "--all", "bash", "-ec", command]
-
-    def run(self, command: str, cwd: Path, timeout_s: float = 120) -> str:
-        done = subprocess.run(
-            self.words(f"cd {cwd}; {command}"), env=self.environment, timeout=timeout_s,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
-        if done.returncode != 0:
-            raise SystemExit(f"{self.name}: {command}: {done.returncode}\n{done.stdout}")
-        return done.stdout
 
 
 class Started(ABC):

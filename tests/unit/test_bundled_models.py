@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from benchmarks.train import chats
-from benchmarks.train.problems import held_out_problems, parse_value
 from benchmarks.train.tokenizer import CHAT_TEMPLATE
 from router.text.tokenizer import ChatTemplate
 from tests.support.engines import running
@@ -81,16 +80,6 @@ def test_the_chat_template_presents_tools_calls_and_results(told):
         f"assistant\nSo.\n{called}<|im_end|>\n",
         "assistant\n",
     ]
-
-
-def test_the_model_of_experts_is_small_and_right() -> None:
-    place = TINY.with_name("tiny-moe")
-    assert sum(file.stat().st_size for file in place.iterdir()) <= 4 * 2**20
-    model = {"model": {"path": "tiny-moe"}, "engine": {"device": "cpu", "threads": 1}}
-    with running(model) as cluster:
-        answers = cluster.answers(problem_ids(6), Sampling(200, temperature=0.0))
-    for answer, problem in zip(answers, held_out_problems(6), strict=True):
-        assert parse_value(TOKENIZER.decode(answer.tokens)) == problem.value
 
 
 @pytest.mark.parametrize(

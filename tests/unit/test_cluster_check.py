@@ -1,6 +1,7 @@
 """Mistakes that `serve` tells before Ray starts, each with its path, without heavy imports."""
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -287,14 +288,19 @@ def test_tables_of_names_agree_with_what_they_name() -> None:
     assert {"reference", "triton"} <= set(ATTENTION)
 
 
-def test_neither_torch_nor_ray_is_imported_to_tell_a_mistake() -> None:
+def test_neither_torch_nor_ray_is_imported_to_tell_a_mistake_which_leaves_nothing(
+    tmp_path: Path,
+) -> None:
     program = (
         "import sys; from cluster.cli import main; "
         "assert main(['serve', '--model', '/no/such/model', '--port', '0']) == 2; "
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"
     )
+    own = {"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=os.environ | own,
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
     assert done.stdout == "[]\n"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert done.stderr == "error: model.path: there is no directory /no/such/model\n"

@@ -6,7 +6,6 @@ Without a GPU: only the driver that describes one is a double, the compiler is T
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import pytest
@@ -86,16 +85,6 @@ def test_each_kernel_is_compiled_and_loaded_once_and_none_runs(driver: Hopper):
     assert len(driver.loaded) == 2
 
 
-def test_other_threads_launch_as_ever():
-    with ThreadPoolExecutor(1) as other:
-
-        def step() -> None:
-            with pytest.raises(AssertionError, match="launched"):
-                other.submit(norm_and_gate, 16).result()
-
-        assert compile_ahead(step) == 0
-
-
 def test_one_thread_at_a_time_parses_python(monkeypatch: pytest.MonkeyPatch):
     """Python up to 3.11.7 counts the depth of all threads in one number: a rare SystemError."""
     owner = triton.runtime.jit.JITCallable
@@ -130,17 +119,6 @@ def test_a_parse_that_another_thread_has_disturbed_is_done_again(monkeypatch: py
     assert disturbed
 
 
-def test_variants_of_a_kernel_are_kernels():
-    """Rows of another width are another constant."""
-
-    def step() -> None:
-        norm_and_gate(16)
-        wide = torch.ones(4, 128, dtype=torch.bfloat16)
-        rms_norm_triton(wide, wide[0], 1e-6)
-
-    assert compile_ahead(step) == 3
-
-
 def test_ids_that_a_kernel_would_have_written_are_valid(monkeypatch: pytest.MonkeyPatch):
     """torch's own ops do run; an id beyond the table ends a CUDA context."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -172,28 +150,3 @@ def test_what_does_not_compile_is_an_error_and_launches_are_as_before():
     assert compile_ahead(lambda: None) == 0
     assert triton.runtime.jit.JITFunction.run is launch
     assert torch.empty(1, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-LAUNCHER = """
-#include <Python.h>
-static PyObject *launch(PyObject *self, PyObject *args) { return PyLong_FromLong(NUMBER); }
-static PyMethodDef methods[] = {{"launch", launch, METH_VARARGS, ""}, {NULL, NULL, 0, NULL}};
-static struct PyModuleDef made = {PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods};
-PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&made); }
-"""
-
-
-def test_a_launcher_that_is_loaded_again_leaves_the_others_alone():
-    """As threads do it: the second is loaded, the first again, and then the second's is taken."""
-    numbers, build = list[int](), triton.runtime.build
-
-    def step() -> None:
-        def load(number: int):
-            src = LAUNCHER.replace("NUMBER", str(number))
-            return build.compile_module_from_src(src, "__triton_launcher", [], [], [])
-
-        first, second, again = load(1), load(2), load(1)
-        numbers.extend(module.launch() for module in (first, second, again))
-
-    compile_ahead(step)
-    assert numbers == [1, 2, 1]

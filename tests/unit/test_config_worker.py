@@ -76,14 +76,6 @@ def test_an_unknown_section_and_an_unknown_role_are_refused() -> None:
         WorkerConfig.model_validate({"role": "router"})
 
 
-def test_the_tree_is_frozen() -> None:
-    tree = config()
-    with pytest.raises(ValidationError):
-        tree.engine.num_pages = 5  # pyright: ignore
-    with pytest.raises(ValidationError):
-        tree.role = "prefill"  # pyright: ignore
-
-
 @pytest.mark.parametrize("machine", [CPU, CUDA])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_resolved_leaves_no_auto_is_idempotent_and_changes_nothing_else(machine, role) -> None:
@@ -122,19 +114,6 @@ def test_ranks_sum_by_gloo_on_the_cpu_and_as_they_are_told_on_gpus() -> None:
             resolved(named[name], machine)
     with pytest.raises(ValidationError):
         WorkerConfig.model_validate({"role": "decode", "tp": 0})
-
-
-def test_resolved_depends_on_the_device() -> None:
-    cpu, cuda = resolved(config(), CPU), resolved(config(), CUDA)
-    assert (cpu.model.dtype, cpu.kv.page_size, cpu.transport.kind) == ("float32", 16, "shm")
-    assert (cuda.model.dtype, cuda.kv.page_size) == ("bfloat16", 64)
-    for kind, transport in (("auto", ("sockets", "tcp")), ("nvlink", ("mooncake", "nvlink"))):
-        chosen = resolved(config(transport={"kind": kind}), CUDA).transport
-        assert (chosen.name, chosen.kind) == transport
-    assert (cpu.engine.threads, cuda.engine.threads) == (6, 32)
-    assert cpu.engine.max_num_reqs == 64
-    on_cpu = resolved(config(engine={"device": "cpu"}), CUDA)
-    assert (on_cpu.model.dtype, on_cpu.kv.page_size) == ("float32", 16)
 
 
 def test_one_attention_backend_for_all_or_one_for_each_kind_of_batch() -> None:
@@ -180,11 +159,6 @@ def test_every_choice_is_logged_with_its_reason(caplog: pytest.LogCaptureFixture
     for path, value in leaves(tree).items():
         if value == "auto" and leaves(done)[path] != "auto":
             assert f"{path} = {leaves(done)[path]} (" in said, f"{path} was chosen in silence"
-
-
-def test_the_tree_survives_json() -> None:
-    tree = resolved(config())
-    assert WorkerConfig.model_validate_json(tree.model_dump_json()) == tree
 
 
 def test_the_worker_has_few_leaves() -> None:

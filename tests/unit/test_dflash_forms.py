@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.support.chain_checkpoints import change_config, write_chain
-from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, config_of, write_dflash
+from tests.support.chain_checkpoints import write_chain
+from tests.support.dflash_checkpoints import ABSENT, FORMS, TAPS, TARGET, write_dflash
 from tests.support.dflash_reference import DFlashReference
 from tests.support.shallow import shallow
 from worker.attention.base import AttentionShape
@@ -90,22 +89,6 @@ def test_what_varies_is_read(flags, field, expected, form, tmp_path: Path) -> No
     assert getattr(read(tmp_path, form, **flags), field) == expected
 
 
-def test_a_mask_embedding_is_found_with_and_without_weight(tmp_path: Path) -> None:
-    written = write_dflash(tmp_path, own=("mask_embedding",))
-    assert read_dflash_shape(tmp_path, TARGET).names["mask_embedding"] == "mask_embedding"
-    written["model.mask_embedding.weight"] = written.pop("mask_embedding")
-    save_file(written, tmp_path / "model.safetensors")
-    spec = read_dflash_shape(tmp_path, TARGET)
-    assert spec.names["mask_embedding"] == "model.mask_embedding.weight"
-
-
-def test_without_weights_names_are_the_usual_ones(tmp_path: Path) -> None:
-    expected = read(tmp_path, draft_vocab_size=40)
-    (tmp_path / "model.safetensors").unlink()
-    assert read_dflash_shape(tmp_path, TARGET) == expected
-    assert expected.names["d2t"] == "d2t"
-
-
 def test_broken_weights_are_named(tmp_path: Path) -> None:
     read(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"torn")
@@ -131,15 +114,6 @@ def test_block_sizes(form: str, flags: dict[str, Any], expected: int, tmp_path: 
     assert read(tmp_path, form, **flags).block_size == expected
 
 
-def test_mask_ids_stand_in_either_place_and_may_be_0(tmp_path: Path) -> None:
-    assert read(tmp_path, mask_token_id=0).mask_token_id == 0
-    assert read(tmp_path, "speculators", mask_token_id=0).mask_token_id == 0
-    outer = {"target_layer_ids": [1], "mask_token": "<|MASK|>"}
-    write_dflash(tmp_path, taps=(1,), dflash_config=outer)
-    change_config(tmp_path, {"mask_token_id": 7})
-    assert read_dflash_shape(tmp_path, TARGET).mask_token_id == 7
-
-
 @pytest.mark.parametrize(
     ("num_layers", "target_layers", "taps"),
     [
@@ -157,14 +131,6 @@ def test_taps_are_spread_evenly_unless_said(num_layers, target_layers, taps, tmp
         flags = {"num_layers": num_layers, "dflash_config": config, "target": target}
         assert read(tmp_path, taps=taps, **flags).taps == taps
     assert read(tmp_path, taps=(0, 3), num_layers=num_layers, target=target).taps == (0, 3)
-
-
-def test_both_forms_mean_the_same_layers(tmp_path: Path) -> None:
-    zlab, other = (config_of(form=form, taps=(0, 5, 8)) for form in FORMS)
-    assert zlab["dflash_config"]["target_layer_ids"] == [0, 5, 8]
-    assert other["aux_hidden_state_layer_ids"] == [1, 6, 9]
-    for form in FORMS:
-        assert read(tmp_path, form, taps=(0, 5, 8)).taps == (0, 5, 8)
 
 
 SWA, OTHER = {**ZLAB, "use_swa": True}, {"form": "speculators"}
@@ -342,13 +308,3 @@ def test_a_block_of_every_published_form_is_what_plain_torch_says(form, tmp_path
     assert torch.allclose(found, wanted, atol=1e-3, rtol=1e-3)
     assert (found - wanted.roll(1, 0)).abs().max() > 0.1, "rows are not told apart"
     pool.close()
-
-
-def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
-    target = read_model_shape(SERVED)
-    write_dflash(tmp_path, target, num_layers=3, **OF_SERVED)
-    change_config(tmp_path, {"num_hidden_layers": 2})
-    model = load_model(SERVED, target, PLACEMENT)
-    drafter = DFlashDrafter(read_dflash_shape(tmp_path, target), model, 64)
-    with pytest.raises(UserError, match=r"unexpected tensors: layers\.2\."):
-        drafter.fill(tmp_path)

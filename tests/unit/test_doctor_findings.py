@@ -268,12 +268,6 @@ def test_a_driver_that_denies_peer_access_is_understood(tmp_path: Path) -> None:
     assert peers["level"] == "warning"
 
 
-def test_gpus_without_peer_access_are_named_with_a_remedy(gpu_host: Facts) -> None:
-    found = only(judged(replace(gpu_host, driver=APART), *NVLINK))
-    assert "0 from 1, 1 from 0" in found.what
-    assert "transport.kind=tcp" in found.remedy
-
-
 def test_what_is_wanted_is_known_without_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the metadata of what pip has installed."""
     here = requirements("cpu")

@@ -104,26 +104,6 @@ def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
     assert (drafts[5] == 5).all()
 
 
-def test_equal_logits_draw_the_lowest_id() -> None:
-    _, draws = draws_case(97, True)
-    assert draws.ids is not None
-    for seed in (draws.seed, None):
-        greedy = draws._replace(temperature=torch.zeros(5), seed=seed)
-        found = DRAW(torch.zeros(5, 97), greedy, torch.full((6, 1), 5))
-        assert found[:3].tolist() == [int(draws.ids[0])] * 3
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter
-@pytest.mark.parametrize("mapped", [False, True])
-def test_of_logits_that_are_not_numbers_an_id_is_drawn(mapped: bool) -> None:
-    logits, draws = draws_case(1100, mapped)
-    logits.fill_(float("nan"))
-    known = set(range(1100) if draws.ids is None else draws.ids.tolist())
-    for seed in (draws.seed, None):
-        found = DRAW(logits, draws._replace(seed=seed), torch.full((6, 1), 5))
-        assert set(found.tolist()) <= {0} | known
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 8])
 @pytest.mark.parametrize("seed", range(6))
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:

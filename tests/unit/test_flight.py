@@ -157,35 +157,11 @@ def test_messages_are_read_while_a_step_computes(device: Device, num_arriving, c
     assert max(gaps) <= POLL_S + 2 * LAUNCH_S
 
 
-def test_steps_that_get_shorter_cost_the_device_one_poll_each(device: Device) -> None:
-    device.run(0.2, num_arriving=1)
-    before, num = device.idle_s, len(device.launched)
-    device.took_s = STEP_S / 2
-    device.run(0.2, num_arriving=1)
-    assert len(device.launched) > num + 40
-    assert device.idle_s - before < 3 * (LAUNCH_S + POLL_S + 1e-4)
-
-
 def test_a_settled_step_is_seen_within_a_poll(device: Device) -> None:
     device.run(0.5, num_arriving=1)
     ends = [step.ends_at for step in device.launched]
     late = [at - end for end, at in zip(ends, device.settled_at, strict=False)]
     assert max(late) <= POLL_S + 1e-4
-
-
-def test_it_ends_when_nothing_runs(device: Device) -> None:
-    device.limit = 3
-    device.run(0.5, num_arriving=1)
-    assert len(device.settled_at) == 3
-    assert device.flight.running is None
-    assert device.turn(1) is None
-
-
-def test_without_waits_turns_are_those_of_a_schedule(device: Device) -> None:
-    device.flight.waits = False
-    for number in range(1, 6):
-        device.turn(1)
-        assert (len(device.launched), len(device.settled_at)) == (number, number - 1)
 
 
 def test_a_step_that_tells_its_end_is_not_asked_for_it(device: Device) -> None:
@@ -197,13 +173,6 @@ def test_a_step_that_tells_its_end_is_not_asked_for_it(device: Device) -> None:
     ends = [step.ends_at for step in device.launched]
     late = [at - end for end, at in zip(ends, device.settled_at, strict=False)]
     assert max(late) <= 1e-4
-
-
-def test_layer_groups_are_looked_at_while_their_step_computes(device: Device) -> None:
-    device.is_told, device.groups, device.chunks = True, object(), True
-    turns = device.run(0.5, num_arriving=0)
-    gaps = [b - a for a, b in pairwise(turns)]
-    assert max(gaps) <= POLL_S + 2 * LAUNCH_S
 
 
 def test_work_of_the_cpu_tells_its_end_once() -> None:

@@ -124,23 +124,6 @@ def test_a_grammar_whose_mask_takes_too_long_ends_its_requests_alone(
         grammars.matcher(DIGITS, ())
 
 
-def test_in_a_long_step_a_mask_has_less_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars, clock_s = made(), [0.0]
-    texts = [LLMatcher.grammar_from_regex(f"a{{{i}}}b") for i in range(1, 10)]
-    matchers = [grammars.matcher(text, ()) for text in texts]
-    fill = grammar.bitmask.fill_next_token_bitmask
-
-    def timed_fill(matcher: LLMatcher, lines: Any) -> None:
-        clock_s[0] += 0.4
-        fill(matcher, lines)
-
-    monkeypatch.setattr(grammar.bitmask, "fill_next_token_bitmask", timed_fill)
-    monkeypatch.setattr(grammar.time, "thread_time", lambda: clock_s[0])
-    grammars.masks(matchers)
-    assert [matcher.error is None for matcher in matchers] == [True] * 6 + [False] * 3
-    grammars.matcher(texts[-1], ())
-
-
 def test_masks_that_are_slow_each_time_end_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, clock_s = made(), [0.0]
     slow, usual = grammars.matcher(DIGITS, ()), grammars.matcher(WORD, ())

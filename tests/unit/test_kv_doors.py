@@ -153,23 +153,6 @@ def test_a_slow_impostor_holds_nobody_up(endpoint: Endpoint) -> None:
         thread.join()
 
 
-@pytest.mark.parametrize("name", ["no port", "host:70000", f"{'h' * 70}.x:1"])
-def test_a_name_that_is_no_address_is_unreachable(name: str, endpoint: Endpoint) -> None:
-    with pytest.raises(Unreachable):
-        dialed(describe("sockets", "tcp", name, endpoint.regions, SECRET))
-
-
-def test_strangers_do_not_fill_the_log(
-    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
-) -> None:
-    for _ in range(12):
-        with strangers(endpoint) as connection:
-            greeted(connection)
-            connection.sendall(b"n" * (NONCE_BYTES + MAC_BYTES))
-            assert is_over(connection)
-    assert len([each for each in caplog.records if "without the secret" in each.message]) == 2
-
-
 @pytest.mark.parametrize(
     "asked",
     [

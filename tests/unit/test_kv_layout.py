@@ -11,15 +11,11 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from worker.cache.layout import KVLayout, KVRegion, MemoryRegion, ModelLayout, rank_heads
+from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
-from worker.errors import Incompatible
-from worker.transfer.base import Endpoint
 from worker.transfer.layout import (
-    HeadRange,
     RankPair,
     merge_pages,
-    num_pool_pages,
     rank_plan,
 )
 
@@ -29,17 +25,6 @@ TAIL = replace(
     DRAFT, name="tail", num_kv_heads=1, head_dim=24, parts=1, rows="page", dtype="bfloat16"
 )
 CPU = torch.device("cpu")
-
-
-def test_sizes_nest():
-    assert REGION.layers_per_group == 2
-    assert REGION.head_bytes == 2 * 2 * 4 * 8 * 4
-    assert REGION.group_bytes == 2 * REGION.head_bytes
-    assert REGION.page_bytes == 3 * REGION.group_bytes
-    assert KVLayout((REGION, DRAFT)).page_bytes == REGION.page_bytes + DRAFT.page_bytes
-    assert replace(REGION, dtype="bfloat16").page_bytes * 2 == REGION.page_bytes
-    assert replace(REGION, parts=1).page_bytes * 2 == REGION.page_bytes
-    assert TAIL.page_bytes == 24 * 2
 
 
 @pytest.mark.parametrize(
@@ -170,11 +155,6 @@ def test_a_pool_is_zeroed_shared_by_fd_and_leaves_nothing_behind():
         os.fstat(fd)
 
 
-def test_a_pool_needs_a_page_beside_the_sink():
-    with pytest.raises(ValueError, match="at least 2"):
-        KVPool(KVLayout((REGION,)), num_pages=1, device=CPU)
-
-
 PAIRS = [(3, 1), (4, 2), (5, 3), (1, 6), (7, 5), (6, 4)]
 OURS, THEIRS = 8, 9  # pages
 
@@ -219,28 +199,6 @@ def test_a_page_outside_a_pool_is_a_bug(pair: tuple[int, int]) -> None:
     assert like(one).runs([(7, 8)], range(1))
 
 
-@pytest.mark.parametrize(("more", "pages"), [((0, 0), 8), ((1, 0), None), ((0, 60), None)])
-def test_pages_are_counted_by_the_bytes_of_every_region(more, pages) -> None:
-    one = layout(num_heads=2, num_groups=2, draft_heads=2)
-    held = [8 * region.page_bytes + n for region, n in zip(one.regions, (*more, 0), strict=True)]
-    regions = tuple(MemoryRegion(str(i), 0, num_bytes, None) for i, num_bytes in enumerate(held))
-    endpoint = Endpoint("shm", "shm", "", "", 1, 1, regions)
-    if pages is not None:
-        assert num_pool_pages(one, endpoint) == pages
-        return
-    with pytest.raises(Incompatible, match="not the same number of pages"):
-        num_pool_pages(one, endpoint)
-
-
-def test_equal_tensor_parallelism_pulls_whole_pages_from_one_rank() -> None:
-    for rank in range(4):
-        plan = rank_plan((8,), 4, rank, 4)
-        assert plan == {rank: (HeadRange(0, 0, 2),)}
-        one = layout(num_heads=2, num_groups=2)
-        runs = RankPair(one, one, OURS, THEIRS, plan[rank]).runs(PAIRS)
-        assert len(runs) == one.num_groups * len(merge_pages(PAIRS))
-
-
 def test_copies_of_a_head_share_the_load() -> None:
     sources = [next(iter(rank_plan((2,), 8, rank, 8))) for rank in range(8)]
     assert sorted(sources) == list(range(8))
@@ -261,24 +219,8 @@ def test_all_regions_of_a_rank_come_from_as_few_ranks_as_can_be(num_heads: int) 
             assert set(plan) <= set(range(begin, begin + num_ranks))
 
 
-def test_a_head_range_of_a_page_is_one_run_per_group() -> None:
-    ours, theirs = layout(num_heads=1, num_groups=2), layout(num_heads=4, num_groups=2)
-    pairs, heads = [(1, 2), (2, 3)], (HeadRange(0, 3, 1),)
-    runs = RankPair(ours, theirs, OURS, THEIRS, heads).runs(pairs)
-    assert [run.num_bytes for run in runs] == [ours.regions[0].head_bytes] * 4
-
-
 def test_heads_that_no_ranks_can_share_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot be shared"):
         rank_heads(6, 4, 0)
     with pytest.raises(ValueError, match="no rank"):
         rank_heads(4, 2, 2)
-
-
-def test_a_rank_s_share_of_a_layout_has_its_heads_of_every_region() -> None:
-    whole = ModelLayout(layout(num_heads=4, num_groups=2, draft_heads=2).regions)
-    assert whole.share(1, 0).regions == whole.regions
-    assert whole.share(2, 1) == layout(num_heads=2, num_groups=2, draft_heads=1)
-    assert whole.share(4, 3) == layout(num_heads=1, num_groups=2, draft_heads=1)  # a copy
-    with pytest.raises(ValueError, match="cannot be shared"):
-        whole.share(3, 0)

@@ -4,7 +4,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,22 +15,14 @@ from tests.support.prompts import problem_ids
 from tests.support.pulls import DecodeSide
 from tests.support.regions import add_regions
 from worker.api import KVReady, Prefill, Release, Sampling, Xfer
-from worker.cache.book import Hold
 from worker.keyring import Refusals
 from worker.model.attention import SelfAttention
 from worker.prefill import PrefillLoop
 from worker.start.build import Place, build_engine
-from worker.transfer.fetch import Fetch, bit_runs
+from worker.transfer.fetch import Fetch
 
 NUM_GROUPS, PAGE_SIZE, CHUNK = 3, 16, 40  # chunks end within pages
 PEER = "decode-0/d"
-
-
-def test_ranges_are_the_runs_of_set_bits() -> None:
-    for bits in range(1 << 9):
-        runs = list(bit_runs(bits))
-        assert sum(1 << i for run in runs for i in run) == bits
-        assert all(a.stop < b.start for a, b in pairwise(runs))
 
 
 class PrefillAlone:
@@ -131,26 +122,6 @@ def test_each_group_is_announced_once_and_is_final_then(sampling, worker: Prefil
     assert num_early >= len(prompts)  # at least the last chunk of every prompt
 
 
-def test_the_last_group_is_announced_while_its_step_computes(worker, monkeypatch) -> None:
-    """After the last layer has stored its KV comes all its attention, which nobody waits for."""
-    attention = worker.engine.runner.loaded.attention.prefill
-    attend, last_layer = attention.forward, worker.engine.shape.num_layers - 1
-    in_time = list[bool]()
-
-    def after_the_news(q: Any, layer_id: int, out: Any = None) -> Any:
-        if layer_id == last_layer:  # on the stream's thread: it goes on when decode may pull
-            limit = time.monotonic() + 10
-            while not any(message.last for message, _ in worker.sent) and time.monotonic() < limit:
-                time.sleep(1e-3)
-            in_time.append(time.monotonic() < limit)
-        return attend(q, layer_id, out)
-
-    monkeypatch.setattr(attention, "forward", after_the_news)
-    sent = worker.serve([problem_ids(10)[9][:CHUNK]])  # one step
-    assert [message.last for message, _ in sent].count(True) == 1
-    assert in_time == [True]
-
-
 def test_the_last_group_is_announced_when_all_regions_are_written(monkeypatch) -> None:
     """Draft rows and tails travel with it, and are made of what the last layers compute."""
     add_regions(monkeypatch)
@@ -172,48 +143,6 @@ def test_the_last_group_is_announced_when_all_regions_are_written(monkeypatch) -
         for page, then in zip(message.pages, found, strict=True):
             assert torch.equal(then, made.bytes_of(page, groups_of(message)))
             assert (7.0 in then) == (groups_of(message).stop == NUM_GROUPS)
-    made.engine.close()
-
-
-def test_what_is_cached_is_announced_whole_and_at_once(worker: PrefillAlone) -> None:
-    prompt = problem_ids(9)[8] * 3
-    worker.serve([prompt])
-    first, _ = worker.serve([prompt])[0]
-    assert groups_of(first) == range(NUM_GROUPS)
-    assert len(first.pages) == (len(prompt) - 1) // PAGE_SIZE
-
-
-def test_pages_are_announced_before_they_enter_the_prefix_tree(worker, monkeypatch) -> None:
-    """Decode waits for the announcement, and nobody for the tree: that comes after."""
-    book, num_pages, too_early = worker.engine.book, 0, list[tuple[int, int]]()
-    commit = book.commit
-
-    def watched(hold: Hold, tokens: Sequence[int]) -> None:
-        nonlocal num_pages
-        pages = hold.pages[: len(tokens) // PAGE_SIZE]
-        told = {
-            (p, g) for message, _ in worker.sent for p in message.pages for g in groups_of(message)
-        }
-        too_early.extend((p, g) for p in pages for g in range(NUM_GROUPS) if (p, g) not in told)
-        num_pages += len(pages)
-        commit(hold, tokens)
-
-    monkeypatch.setattr(book, "commit", watched)
-    worker.serve([prompt * 3 for prompt in problem_ids(18)[15:]])
-    assert num_pages
-    assert not too_early
-
-
-def test_where_nobody_chose_groups_are_announced_if_the_pull_takes_long() -> None:
-    """Every step counts as one without graphs: the messages alone cost something."""
-    made = PrefillAlone()
-    config = made.engine.config
-    kv = config.kv.model_copy(update={"num_groups": "auto"})
-    made.engine.config = config.model_copy(update={"kv": kv})
-    prompts = [prompt * 2 for prompt in problem_ids(14)]
-    for rate, early in ((1e12, False), (1e3, True)):
-        sent = made.serve(prompts[7 * early :][:7], rate)
-        assert any(is_early(message) for message, _ in sent) is early
     made.engine.close()
 
 

@@ -29,11 +29,6 @@ def prefills_locally(
     return not to_ask(inputs, candidates, config)
 
 
-@pytest.mark.parametrize("mode", ["auto", "always", "never"])
-def test_without_a_candidate_it_is_always_local(mode: str) -> None:
-    assert prefills_locally(COST, [], DisaggregationConfig(mode=mode))
-
-
 def test_never_and_always_decide_alone() -> None:
     cheap = replace(COST, num_uncached_tokens=1)
     dear = replace(COST, num_uncached_tokens=100_000, num_running=60)
@@ -49,10 +44,6 @@ def test_a_rate_that_was_never_measured_is_taken_from_the_others() -> None:
     assert not prefills_locally(busy, [IDLE], AUTO)
 
 
-def test_with_no_rate_at_all_the_prefill_worker_is_asked() -> None:
-    assert not prefills_locally(replace(COST, s_per_token=0.0), [Candidate("p/1")], AUTO)
-
-
 def test_the_estimate_to_the_token() -> None:
     """100 tokens: local 0.1 s; remote 0.003 + 0.1 + 0.001 s plus the queue."""
     assert prefills_locally(COST, [IDLE], AUTO)
@@ -62,26 +53,6 @@ def test_the_estimate_to_the_token() -> None:
     for queued, local in ((95, False), (97, True)):
         candidate = msgspec.structs.replace(IDLE, num_cached_tokens=100, num_queued_tokens=queued)
         assert prefills_locally(COST, [candidate], AUTO) is local
-
-
-def test_rows_that_would_stand_still_count() -> None:
-    assert prefills_locally(COST, [IDLE], AUTO)
-    assert not prefills_locally(replace(COST, num_running=1), [IDLE], AUTO)
-
-
-def test_the_best_candidate_counts_and_not_the_first() -> None:
-    busy = msgspec.structs.replace(IDLE, num_queued_tokens=100_000)
-    idle = msgspec.structs.replace(IDLE, prefill_s_per_token=0.0001)
-    assert prefills_locally(COST, [busy], AUTO)
-    assert not prefills_locally(COST, [busy, idle], AUTO)
-    assert not prefills_locally(COST, [idle, busy], AUTO)
-
-
-def test_a_worker_that_has_measured_nothing_is_taken_to_be_as_fast_as_we_are() -> None:
-    unknown = msgspec.structs.replace(IDLE, prefill_s_per_token=0.0)
-    for running in range(3):
-        cost = replace(COST, num_running=running)
-        assert prefills_locally(cost, [unknown], AUTO) == prefills_locally(cost, [IDLE], AUTO)
 
 
 def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
@@ -111,12 +82,6 @@ def test_more_load_there_never_makes_remote_and_more_here_never_local() -> None:
             assert not prefills_locally(busier_here, [candidate], AUTO)
             assert not prefills_locally(cost, [candidate, IDLE], AUTO)
     assert seen == {True, False}
-
-
-def test_prompts_that_wait_here_count() -> None:
-    """100 tokens: local 0.1 s; remote 0.104 s."""
-    assert prefills_locally(replace(COST, num_queued_tokens=3), [IDLE], AUTO)
-    assert not prefills_locally(replace(COST, num_queued_tokens=5), [IDLE], AUTO)
 
 
 def test_whoever_is_at_a_much_slower_road_is_asked_last() -> None:

@@ -18,11 +18,9 @@ from worker.start.load import run_largest_steps
 from worker.start.memory import (
     GIB,
     DeviceShare,
-    memory_of,
     process_lock,
     reqs_held,
     wait_for_free,
-    with_max_num_reqs,
     with_penalty_rows,
 )
 
@@ -86,18 +84,6 @@ def test_a_batch_is_what_the_memory_holds(gib: int, num_reqs: int) -> None:
     assert held * 144 * (1 << 20) <= gib * GIB or held == 64
 
 
-def sized(**engine: object) -> WorkerConfig:
-    config = on_cuda(**engine)
-    return with_max_num_reqs(config, QWEN3_8B, memory_of(config.engine))
-
-
-def test_a_batch_follows_the_pages_that_the_user_chose() -> None:
-    config = sized(num_pages=1600)
-    assert config.engine.max_num_reqs == 96  # 100 rows of 16 pages
-    config = sized(num_pages=1600, max_num_reqs=7)
-    assert config.engine.max_num_reqs == 7
-
-
 @pytest.mark.parametrize(
     ("asked", "all_requests", "num_rows"),
     [("auto", False, 16), ("auto", True, 200), (3, True, 3), (3, False, 3)],
@@ -108,13 +94,6 @@ def test_where_each_request_has_a_penalty_none_waits_for_a_slot(
     config = on_cuda(max_num_reqs=200, penalty_rows=asked)
     config = with_penalty_rows(config, all_requests=all_requests)
     assert config.engine.penalty_rows == num_rows
-
-
-def test_short_requests_need_less_of_it() -> None:
-    short = on_cuda().model_copy(update={"model": on_cuda().model.model_copy(
-        update={"max_model_len": 512})})  # fmt: skip
-    assert reqs_held(short, 14 * GIB, QWEN3_8B) == 192
-    assert reqs_held(on_cuda(), 14 * GIB, QWEN3_8B) == 96
 
 
 def hold(name: str, began: Event, inside: Event, leave: Event) -> None:
@@ -142,14 +121,6 @@ def test_one_process_at_a_time_is_inside(end: str) -> None:
     for process in (first, second):
         process.join(HANG_S)
     assert second.exitcode == 0
-
-
-def test_other_names_do_not_wait() -> None:
-    with (
-        process_lock(f"kvlane-test-{secrets.token_hex(8)}", "one"),
-        process_lock(f"kvlane-test-{secrets.token_hex(8)}", "another"),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

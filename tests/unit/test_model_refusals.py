@@ -108,23 +108,6 @@ def test_what_hides_nothing_is_served(
     assert read_model_shape(write(tmp_path, architecture, fields)).architecture == architecture
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"),
-    [
-        ("Qwen3-8B-FP8", "take Qwen3-8B, if"),
-        ("models--Qwen--Qwen3-8B-GPTQ-Int4/snapshots/0123abcd", "take Qwen/Qwen3-8B, if"),
-        ("Llama-3.1-8B-bnb-4bit", "take Llama-3.1-8B, if"),
-        ("mine", "take the model that it was made from"),
-    ],
-)
-def test_the_model_that_was_quantized_is_named_where_its_name_says_so(
-    name: str, wanted: str, tmp_path: Path
-) -> None:
-    config = {"quantization_config": {"quant_method": "x"}}
-    with pytest.raises(Unsupported, match=wanted):
-        read_model_shape(write(tmp_path / name, "Qwen3ForCausalLM", config))
-
-
 def check(path: Path) -> None:
     check_directories(ModelConfig(path=str(path)), SpecConfig(), {})
 

@@ -46,13 +46,6 @@ def test_the_step_is_the_one_after_which_decode_has_all_first() -> None:
         assert cost[chosen] == pytest.approx(min(cost.values()))
 
 
-def test_a_short_rest_is_not_left_to_a_step_of_its_own() -> None:
-    """As measured: a step of 64 tokens takes 5 ms, 64 more in a longer one 1.5 ms."""
-    times = [StepTime(64, 0.0052, 0.0052), TIMES[1], StepTime(576, 0.0145, 0.0145)]
-    assert pace(times=times).step_tokens(570, NVLINK) == 576
-    assert pace(times=times).step_tokens(512, NVLINK) == 512
-
-
 def test_a_slower_link_never_asks_for_longer_steps() -> None:
     for num_queued in (100, 2000, 8000, 50_000):
         rates = (0.0, NVLINK, RDMA_200G, TCP)
@@ -73,11 +66,6 @@ def test_groups_are_announced_where_the_pull_takes_long() -> None:
     assert not pace(num_groups=1).announce_groups(2048, TCP)
 
 
-def test_groups_are_announced_where_the_link_is_not_known() -> None:
-    assert pace().announce_groups(16, 0.0)
-    assert not pace(num_groups=1).announce_groups(16, 0.0)
-
-
 def test_groups_must_save_more_than_the_pieces_cost() -> None:
     """Where a step is faster without breaks, announcing costs that and the messages."""
     rate = RDMA_200G
@@ -87,20 +75,6 @@ def test_groups_must_save_more_than_the_pieces_cost() -> None:
         step = StepTime(512, 0.0130, 0.0130 + extra_s - 3 * ANNOUNCE_S)
         assert pace(times=[step]).announce_groups(512, rate) is pays
         assert pace(times=[step]).announce_groups(600, rate)  # beyond what has graphs
-
-
-def test_the_last_layer_of_a_long_step_hides_nothing() -> None:
-    """By the bucket that a step is padded to."""
-    long, fast = StepTime(1024, 0.026, 0.026), 1e15
-    short = StepTime(1008, 0.026, 0.026)
-    for num_tokens in (769, 1000):
-        assert pace(times=[short]).announce_groups(num_tokens, fast)
-        assert not pace(times=[long]).announce_groups(num_tokens, fast)
-
-
-def test_no_more_is_hidden_than_the_step_computes() -> None:
-    quick = StepTime(512, 2 * ANNOUNCE_S, 2 * ANNOUNCE_S)
-    assert not pace(times=[quick]).announce_groups(512, TCP)
 
 
 def test_step_times_are_those_of_the_fastest_way() -> None:

@@ -113,17 +113,6 @@ def test_no_page_is_in_two_places_and_none_is_pulled_to_while_it_cools(seed, dep
     assert reused_while_cooling > 20
 
 
-def test_page_zero_is_never_handed_out() -> None:
-    pages = PageAllocator(5)
-    assert sorted(pages.take(4, for_pull=False)) == [1, 2, 3, 4]
-    with pytest.raises(OutOfPages):
-        pages.take(1, for_pull=False)
-    with pytest.raises(AssertionError):
-        pages.free([0])
-    with pytest.raises(AssertionError, match="the sink and at least one page"):
-        PageAllocator(1)
-
-
 SIZE = 3
 
 

@@ -5,11 +5,8 @@ tests/gpu/test_piecewise_on_cuda.py has the same laws for real graphs.
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -27,18 +24,14 @@ from tests.support.chunks import (
     clear,
     fill,
     layouts,
-    sampling_of,
-    serve,
 )
 from tests.support.pairwise import in_whole
-from tests.support.prompts import problem_ids
 from tests.support.recorded import RecordedMemory, noted_by
 from worker.config import Machine, WorkerConfig
 from worker.errors import Unsupported
 from worker.forward.batch import Batch
 from worker.forward.context import Breaks, current, forward_context
 from worker.run.base import Forward, PaddedShape
-from worker.run.chunks import padded_shape, run_chunks
 from worker.run.piecewise import CUT_AFTER, Bucket, PiecewiseChunks, choose_shape, chunk_buckets
 from worker.run.segments import Capture
 
@@ -159,42 +152,6 @@ def test_what_padding_reads_and_leaves_changes_nothing(bench: Bench, fixed_shape
     check_padding(bench, layouts(19, 2, 0), 32, fixed_shape=fixed_shape)
 
 
-def test_plans_are_padded_and_replayed_through_the_runner(bench: Bench) -> None:
-    """ModelRunner asks for the padding, and the path says what was done and why."""
-    runner, layout = bench.runner, layouts(20, 3, 5)
-    wanted = bench.run(bench.eager.launch, layout, 32)[0]
-    bench.set_pages(layout)
-    bench.use(runner)
-
-    def forward(on_layer: Callable[[int], None] | None = None) -> tuple[Tensor, str]:
-        groups: Any = None
-        if on_layer is not None:
-            groups = SimpleNamespace(
-                on_layer=on_layer, on_regions=lambda: None, released_on_error=nullcontext
-            )
-        plan, graphs = bench.plan(layout), bench.engine.runner.graphs
-        shape = padded_shape(graphs, plan, hooked=groups is not None)
-        with torch.inference_mode():
-            forwarded = run_chunks(graphs, plan, shape, groups)
-        return forwarded.hidden, forwarded.path
-
-    found, path = forward()
-    assert torch.allclose(found[:20], wanted, atol=1e-4)
-    assert path == "graph"
-    told: list[int] = []
-    found, path = forward(told.append)
-    assert torch.equal(found[:20], wanted)
-    assert path == "piecewise"
-    assert told == list(range(bench.engine.shape.num_layers))
-    runner.buckets[1].piecewise = runner.buckets[1].full = False
-    found, path = forward()
-    assert path == "eager_dropped"
-    assert found.shape[0] == 20
-    assert torch.allclose(found, wanted, atol=1e-4)
-    runner.buckets[1].piecewise = runner.buckets[1].full = True
-    bench.use(bench.eager)
-
-
 def test_who_gets_pieces_and_who_one_graph(bench: Bench) -> None:
     runner = bench.runner
     longest = runner.loaded.buffers.max_fixed_len
@@ -285,22 +242,6 @@ def test_a_long_step_of_many_requests_is_eager_and_whole(long: Bench, num_tokens
     assert long.path == "eager"
 
 
-@pytest.fixture(scope="module")
-def texts(bench: Bench) -> list[object]:
-    """Of prompts in short steps."""
-    clear(bench)
-    return list(serve(bench.engine, problem_ids(5), [sampling_of(i) for i in range(5)])[0])
-
-
-def test_texts_of_long_steps_are_those_of_short_ones(texts: list[object], long: Bench) -> None:
-    assert all(texts)
-    clear(long)
-    for chunks in (long.eager, long.runner):
-        long.use(chunks)
-        wanted = [sampling_of(i) for i in range(5)]
-        assert list(serve(long.engine, problem_ids(5), wanted)[0]) == texts
-
-
 @pytest.mark.parametrize("max_tokens", [1, 16, 23, 512, 1024, 8192, 100_000])
 def test_buckets_ascend_to_what_a_chunk_may_hold(max_tokens: int) -> None:
     sizes = chunk_buckets(max_tokens)
@@ -337,14 +278,6 @@ MEASURED = [Bucket(64, 10.0, 5.0), Bucket(128, 20.0, 18.0), Bucket(256, 60.0, 30
 )
 def test_admission_says_why(num_tokens: int, buckets: list[Bucket], rows: int, why: str) -> None:
     assert choose_shape(num_tokens, buckets) == PaddedShape(rows, refused=why)
-
-
-def test_one_graph_and_pieces_are_admitted_each_by_its_own_time() -> None:
-    buckets = [Bucket(64, 10.0, 9.0, 4.0, full=True), Bucket(128, 20.0, 25.0, 8.0, False, True)]
-    assert choose_shape(64, buckets, full=True) == PaddedShape(64, fixed=True)
-    assert choose_shape(64, buckets) == PaddedShape(64)
-    assert choose_shape(100, buckets, full=True) == PaddedShape(128, fixed=True)
-    assert choose_shape(100, buckets) == PaddedShape(refused="dropped"), "its pieces lose to eager"
 
 
 CPU, CUDA = (Machine(kind, 2) for kind in ("cpu", "cuda"))

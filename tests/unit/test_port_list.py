@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from cluster.config import load
-from cluster.diagnose.doors import DOORS, Asks
 from cluster.diagnose.ports import Member, RayHere, Walk, listening, report_of_ports
 from tests.support.patience import HANG_S
 from tests.support.security_page import PAGE, page
@@ -108,5 +107,3 @@ def test_a_router_asks_as_the_settings_say() -> None:
 
 def test_the_page_has_the_table_of_the_doctor() -> None:
     assert PAGE.read_text() == page(), "python -m tests.support.security_page"
-    for door in DOORS.values():
-        assert bool(door.when) == (door.asks is not Asks.NOTHING)

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.books import check_book
-from tests.support.made_spans import Made
 from worker.api import Prefill, PrefillRefused, Release, Renew, RenewAck, Sampling, Xfer
 from worker.cache.book import PageBook
 from worker.config import EngineConfig, LeaseConfig
-from worker.errors import UserError
 from worker.keyring import Refusals
 from worker.observe.metrics import WorkerMetrics
 from worker.plan import Drawn, Plan, RowStart, tail_of
@@ -298,37 +296,6 @@ def test_every_prompt_is_covered_once_in_order_of_arrival(
     assert prompts.scheduler.rows.num_free == rows
 
 
-def test_a_prompt_that_draws_computes_its_last_token_again() -> None:
-    """Even if all pages are there: the token is drawn from that one's hidden state."""
-    scheduler = scheduler_of(PageBook(20, 2))
-    for num_cached, tokens in ((0, [1, 2, 3, 4]), (2, [1, 2, 3, 4]), (4, [1, 2, 3, 4, 5])):
-        req = scheduler.admit(asked(tokens, sampling=SAMPLINGS[0]))
-        assert req.num_computed_tokens == num_cached
-        plan = scheduler.plan()
-        assert plan.chunks[0].tokens == tuple(tokens[num_cached:])
-        scheduler.commit(scheduler.settle(plan.step, [Drawn((7,), True)]))
-        assert req.token == 7
-        scheduler.drop(req)
-
-
-def test_a_prompt_without_room_for_all_of_it_is_refused() -> None:
-    book = PageBook(4, 2)
-    scheduler = scheduler_of(book)
-    assert scheduler.admit(asked(range(8))) is None  # 7 tokens of KV need 4 pages
-    assert scheduler.admit(asked(range(7), sampling=SAMPLINGS[0])) is None  # and so do all 7 here
-    assert scheduler.admit(asked(range(7))) is not None
-    assert book.num_available == 0
-
-
-def test_a_prompt_that_no_row_can_hold_is_the_user_s_mistake() -> None:
-    book = PageBook(50, 16)
-    scheduler = scheduler_of(book, max_len=32)
-    with pytest.raises(UserError, match="33 tokens of prompt; the limit here is 32"):
-        scheduler.admit(asked(range(33)))
-    assert book.num_holds == 0
-    assert scheduler.admit(asked(range(32))) is not None
-
-
 def test_steps_are_as_long_as_the_pace_says() -> None:
     """Large steps multiply faster; over a slow link the last one had better be small."""
     times = [StepTime(512, 0.013, 0.014), StepTime(2048, 0.048, 0.048)]
@@ -405,41 +372,3 @@ def test_a_lease_is_its_decode_worker_s_alone() -> None:
     assert refusals.num_messages == 3
     outbound.sweep(term_s)
     assert outbound.num_leases == 0
-
-
-def test_a_prompt_that_is_dropped_before_it_was_computed_says_why_in_its_trace() -> None:
-    made = Made()
-    outbound = outbound_of(scheduler_of(PageBook(64, 2), 4), lambda _: None, made.tracer)
-    trace = f"00-{'1' * 32}-{'2' * 16}-01"
-    for number in (1, 2):
-        xfer = Xfer(str(number), 1, "d", "p")
-        outbound.on_prefill("d", Prefill(xfer, (1, 2, 3), 0, trace=trace), 0.0)
-    outbound.on_release("d", Release(Xfer("1", 1, "d", "p")))
-    outbound.sweep(LeaseConfig().prefill_window_s + 1)
-    made.tracer.close()
-    told = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]
-    assert told == [("abort", True), ("revoked", False)]
-
-
-def test_the_token_goes_with_the_last_announcement_and_with_every_renewal() -> None:
-    """A message may be lost, so a renewal says it again; no other transfer gets it."""
-    scheduler = scheduler_of(PageBook(64, 2), 4)
-    sent: list[Any] = []
-    outbound = outbound_of(scheduler, sent.append)
-    drawing, other = Xfer("drawing", 1, "d", "p"), Xfer("other", 1, "d", "p")
-    outbound.on_prefill("d", Prefill(drawing, (5, 6, 7, 8, 9, 10), 0, 0.0, SAMPLINGS[0], 6), 0.0)
-    outbound.on_prefill("d", Prefill(other, (1, 2, 3), 0), 0.0)
-    while (plan := scheduler.plan()) is not None:
-        drawn = [Drawn((7,), True) for _ in plan.sampled_rows]
-        outbound.announce_settled(scheduler.settle(plan.step, drawn), 0.0)
-    told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == drawing]
-    assert told == [(False, None, 0), (False, None, 2), (True, 7, 1)]
-    told = [(each.last, each.token, len(each.pages)) for each in sent if each.xfer == other]
-    assert told == [(False, None, 0), (True, None, 1)]
-    sent.clear()
-    outbound.on_renew("d", Renew(1, (drawing, other)), 5.0)
-    assert [getattr(each, "token", "") for each in sent] == [7, None, ""]
-    assert len(sent[0].pages) == 3
-    for after_s, num_leases in ((4.9, 2), (5.0, 0)):
-        outbound.sweep(LeaseConfig().prefill_window_s + after_s)
-        assert outbound.num_leases == num_leases

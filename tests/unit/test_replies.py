@@ -58,19 +58,6 @@ def test_a_slow_turn_is_not_a_missing_acknowledgement() -> None:
     assert len(sent.take()) == 1
 
 
-def test_a_lost_router_gets_nothing_more_and_the_others_do() -> None:
-    sent = Sent()
-    replies = Replies(sent, 1.0)
-    for router in ("a", "b"):
-        replies.add(router, chunk("x", 0, final=True))
-    replies.lost("a")
-    assert replies.num_unacknowledged == 1
-    replies.flush(0.0, 0.0)
-    assert [router for router, _ in sent.take()] == ["b"]
-    replies.flush(5.0, 5.0)
-    assert [router for router, _ in sent.take()] == ["b"]
-
-
 def test_random_traffic_loses_no_chunk_and_repeats_only_finals() -> None:
     rnd = random.Random(1)
     sent, now = Sent(), 0.0

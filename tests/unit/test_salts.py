@@ -4,12 +4,9 @@ import random
 
 import pytest
 
-from router.dispatch.prefixes import BLOCK, blocks_of
 from router.openai.schema import Salted
 from router.text import encoder
-from tests.support.books import check_book
 from tests.support.tokenizer_kinds import START, made
-from worker.cache.book import PageBook
 from worker.cache.prefix import Node, PrefixTree
 
 SIZE = 3
@@ -57,50 +54,6 @@ def test_a_tree_with_salts_is_as_many_trees(seed: int) -> None:
     num = tree.num_pages
     assert len(set(tree.evict(num + 1))) == num
     assert not tree.root.children, "nothing is left of a salt that nobody uses"
-
-
-def test_without_a_salt_keys_are_the_tokens_alone() -> None:
-    tree = PrefixTree(2)
-    tree.insert([1, 2, 3, 4], [1, 2])
-    assert list(tree.root.children) == [(1, 2)]
-
-
-def served(book: PageBook, salt: str, tokens: list[int]) -> int:
-    """How many tokens a request of this salt finds; it leaves all but the last behind."""
-    hold = book.open(tokens, len(tokens), max_matched=len(tokens) - 1, salt=salt)
-    assert hold is not None
-    book.bind(hold, len(tokens))
-    book.commit(hold, tokens[:-1])
-    check_book(book, [hold])
-    book.close(hold)
-    return hold.num_matched
-
-
-def test_a_book_finds_what_the_same_salt_has_left() -> None:
-    book, tokens = PageBook(40, 4), list(range(18))
-    for salt in ("a", "", "b"):
-        assert [served(book, salt, tokens) for _ in range(2)] == [0, 16]
-    assert book.tree.num_pages == 12, "each has its own"
-    assert served(book, "a", [*tokens, 1, 2, 3]) == 16
-    check_book(book, [])
-
-
-def test_a_book_that_loses_the_salt_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law above is worth something."""
-    insert = PrefixTree.insert
-    monkeypatch.setattr(
-        PrefixTree, "insert", lambda tree, tokens, pages, salt: insert(tree, tokens, pages)
-    )
-    book, tokens = PageBook(40, 4), list(range(18))
-    assert [served(book, salt, tokens) for salt in ("a", "a", "")] == [0, 0, 16]
-
-
-def test_the_router_expects_nothing_of_another_salt() -> None:
-    tokens = range(4 * BLOCK)
-    plain, first, second = (blocks_of(tokens, salt) for salt in ("", "a", "b"))
-    assert plain == blocks_of(tokens)
-    assert first == blocks_of(tokens, "a")
-    assert len({*plain, *first, *second}) == 12
 
 
 def test_a_piece_that_was_encoded_for_one_salt_is_not_known_to_another(

@@ -325,20 +325,6 @@ def test_every_tail_that_serves_a_row_draws_the_same() -> None:
             assert token.item() == together[index], (case, tail)
 
 
-@pytest.mark.parametrize("case", [Case(top_k=1), Case(top_p=1e-9), Case(min_p=0.999999)])
-def test_a_filter_that_leaves_one_token_leaves_the_likeliest(case: Case) -> None:
-    logits = torch.stack([logits_of(i) for i in range(200)])
-    number = torch.arange(200)
-    tokens = sample(logits.clone(), rows_of([case] * 200, number, number), "filtered")
-    assert torch.equal(tokens, logits.argmax(-1))
-
-
-def test_equal_logits_survive_top_k_as_exactly_k_tokens() -> None:
-    number = torch.arange(2_000)
-    rows = rows_of([Case(top_k=3)] * 2_000, number, number)
-    assert len(sample(torch.zeros(2_000, 10), rows, "filtered").unique()) == 3
-
-
 def changed_batch() -> tuple[Tensor, SamplingRows, list[Case], Changes]:
     """Neutral rows beside penalised and masked ones, greedy ones among both."""
     greedy = [replace(CASES[name], temperature=0.0) for name in ("plain", "everything", "grammar")]
@@ -370,15 +356,6 @@ def test_rows_beside_penalised_and_masked_ones_keep_every_bit() -> None:
     assert torch.equal(tokens[unmasked], drawn)
 
 
-def test_a_penalised_row_does_not_depend_on_its_batch() -> None:
-    logits, rows, cases, changes = changed_batch()
-    tokens = sample(logits.clone(), rows, "filtered", changes)
-    assert not torch.equal(tokens, sample(logits.clone(), rows, "filtered"))
-    for i, case in enumerate(cases):
-        own = of_row(changes, i) if case.has_penalties or case.allowed else None
-        assert sample(logits[[i]].clone(), pick(rows, [i]), "filtered", own).item() == tokens[i]
-
-
 def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
     logits, rows, cases, changes = changed_batch()
     for tail in TAILS[1:]:
@@ -386,38 +363,6 @@ def test_a_greedy_penalised_row_takes_the_likeliest_of_what_is_left() -> None:
         for i, case in enumerate(cases):
             if case.temperature == 0:
                 assert tokens[i] == change(logits[i].numpy().astype(np.float64), case).argmax()
-
-
-@pytest.mark.parametrize("width", [2, 4, 8])
-def test_a_row_of_a_window_counts_the_drafts_before_it(width: int) -> None:
-    """As if they had been drawn; what comes after an absent draft (-1) is nobody's text."""
-    cases = [case for case in CASES.values() if case.has_penalties or case.allowed] * 4
-    rng = np.random.default_rng(width)
-    drafts = torch.from_numpy(rng.choice([-1, 2, 4, 6, 6, 9, 11], (len(cases), width - 1)))
-    windows = [case for case in cases for _ in range(width)]
-    number = torch.arange(len(windows))
-    rows = rows_of(windows, number * 31, number * 7 + 3)
-    slot = rows_of(cases, *[torch.arange(len(cases))] * 2).penalty_slot
-    rows = replace(rows, penalty_slot=slot.repeat_interleave(width))
-    changes = replace(changes_of(cases), drafts=drafts)
-    masks = changes.masks
-    masks = masks._replace(line=masks.line.repeat_interleave(width))
-    logits = torch.stack([logits_of(i) for i in range(len(windows))])
-    tokens = sample(logits, rows, "filtered", replace(changes, masks=masks))
-    for i, case in enumerate(windows):
-        before = drafts[i // width, : i % width].tolist()
-        case = replace(case, output=(*case.output, *(token for token in before if token >= 0)))
-        own = replace(pick(rows, [i]), penalty_slot=torch.tensor([int(case.has_penalties)]))
-        assert sample(logits[[i]], own, "filtered", changes_of([case])).item() == tokens[i]
-
-
-def test_a_place_taken_again_knows_nothing_of_its_last_owner() -> None:
-    case, next_case = CASES["everything"], Case(presence=0.5, output=(3,))
-    used, fresh = penalties_of([case]), penalties_of([next_case])
-    used.fill(next_case.start(1), lambda v, dtype: torch.tensor(v, dtype=dtype))
-    for name in ("in_prompt", "counts", "bias"):
-        assert torch.equal(getattr(used, name)[1], getattr(fresh, name)[1]), name
-    assert not used.biased.any()
 
 
 @pytest.mark.parametrize("tail", TAILS[1:])
@@ -433,16 +378,6 @@ def test_a_grammar_that_leaves_only_stop_tokens_goes_before_min_len(tail, temper
     assert set(tokens[1::2].tolist()) == {8}
 
 
-@pytest.mark.parametrize("vocab", [24, 32, 70, 96])
-def test_masks_are_unpacked_lowest_bit_first(vocab: int) -> None:
-    rng = np.random.default_rng(vocab)
-    cases = [Case(allowed=tuple(np.flatnonzero(rng.random(vocab) < 0.5))) for _ in range(20)]
-    found = unpack(masks_of(cases, vocab).words, vocab)
-    assert bool(found[0].all())
-    ids = [tuple(row.nonzero().flatten().tolist()) for row in found[1:]]
-    assert ids == [case.allowed for case in cases]
-
-
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
     logits, rows, _, changes = changed_batch()
@@ -455,12 +390,6 @@ def test_logprobs_are_those_of_the_raw_logits(num_top: int) -> None:
     order = (-raw).argsort(-1)[:, :num_top]
     assert ids.tolist() == np.concatenate((token[:, None].numpy(), order), 1).tolist()
     np.testing.assert_allclose(values, np.take_along_axis(expected, ids.numpy(), 1), atol=1e-5)
-
-
-def test_of_equally_likely_tokens_the_lowest_ids_are_reported() -> None:
-    logits = torch.tensor([[1.0, 3.0, 0.0, 3.0, -0.0, 3.0, 1.0], [2.0] * 7])
-    _, ids = logprobs(logits, torch.tensor([3, 6]), 7)
-    assert ids.tolist() == [[3, 1, 3, 5, 0, 6, 2, 4], [6, 0, 1, 2, 3, 4, 5, 6]]
 
 
 def test_gather_reads_the_rows_parameters_from_the_step_state() -> None:

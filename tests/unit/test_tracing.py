@@ -3,7 +3,6 @@
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import msgspec
@@ -131,17 +130,6 @@ def test_a_preempted_request_decodes_again_only_with_a_step_of_its_new_row(made:
     assert names == ["decode_queue", "first_step", "decode", "preempted"] * 2
 
 
-def test_a_token_of_a_prefill_worker_begins_no_decode(made: Made) -> None:
-    """Nor does it if the request was preempted before, and has no row now."""
-    for had_row in (False, True):
-        timeline = Timeline(0.0, made.tracer.carried(PARENT, 0.0))
-        if had_row:
-            timeline.row(0.5)
-        timeline.enter("prefill", 1.0)
-        timeline.token(2.0, in_row=False)
-        assert timeline.stage == "prefill"
-
-
 def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
     """That nobody wants the rest is no error."""
     for cause in ("abort", "worker_lost"):
@@ -151,19 +139,6 @@ def test_a_stage_that_was_cut_off_says_by_what(made: Made) -> None:
         timeline.end(2.0, 0, Error(cause, "why"))
     causes = [((each.attributes or {})["error.type"], each.status.is_ok) for each in made.raw()]
     assert causes == [("abort", True)] * 2 + [("worker_lost", False)] * 2
-
-
-def test_a_wait_before_the_first_stage_is_part_of_it(made: Made) -> None:
-    """As for a sibling, unless that is entered."""
-    for entered in ([], ["sibling"]):
-        timeline = Timeline(1.0, made.tracer.carried(PARENT, 1.0))
-        for stage in entered:
-            timeline.enter(stage, 1.0)
-        timeline.landed(6.0)
-        timeline.end(7.0, 0)
-    assert [(name, end - begin) for name, begin, end in made.spans()] == [
-        ("decode_queue", 6000), ("sibling", 5000), ("decode_queue", 1000),
-    ]  # fmt: skip
 
 
 def test_one_stage_of_a_process_is_its_server_and_what_asks_is_a_client(made: Made) -> None:
@@ -197,28 +172,6 @@ def test_what_a_message_carries_is_the_parent_with_its_tracestate(made: Made) ->
     assert decode.parent.span_id == dispatch.context.span_id
     assert f"{decode.context.trace_id:032x}" in PARENT
     assert decode.context.trace_state.to_header() == "a=b,c=d"
-
-
-def test_a_clock_that_is_set_moves_later_spans(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing else does: readings of two clocks are never quite the same moment."""
-    trace = made.tracer.carried(PARENT, 0.0)
-    real = time.time_ns
-
-    class Clock:
-        monotonic_ns = staticmethod(time.monotonic_ns)
-        ahead_ns = 0
-
-        @classmethod
-        def time_ns(cls) -> int:
-            return real() + cls.ahead_ns
-
-    monkeypatch.setattr(worker.observe.spans, "time", Clock)
-    for ahead_ns in (0, 200_000, 3_600 * 10**9):
-        Clock.ahead_ns = ahead_ns
-        trace.add("stage", 1.0, 1.0, {})
-    first, same, later = (span.start_time or 0 for span in made.raw())
-    assert abs(same - first) < 1_000_000
-    assert later - first == pytest.approx(3_600 * 10**9, abs=2_000_000)
 
 
 def test_a_collector_that_does_not_answer_holds_nothing_up(monkeypatch, caplog) -> None:
@@ -261,20 +214,6 @@ def test_a_dead_collector_is_one_line(monkeypatch, caplog) -> None:
     assert "\n" not in told.message
     assert told.exc_info is None
     assert not logging.getLogger("opentelemetry").propagate
-
-
-def test_other_complaints_keep_their_words_and_hide_no_loss(monkeypatch, caplog) -> None:
-    """A client's bad `tracestate` is one; a line a logger, however often."""
-    monkeypatch.setattr(worker.observe.spans, "FLUSH_S", HANG_S)
-    monkeypatch.setattr(logging.getLogger("opentelemetry"), "handlers", [])
-    tracer = tracer_of(TracingConfig(endpoint="auto"), "router", "router-0")
-    for _ in range(2):
-        tracer.of_headers({"traceparent": PARENT, "tracestate": "no pair"}, 0.0)
-        logging.getLogger("opentelemetry.sdk._shared_internal").warning("Queue full")
-    tracer.close()
-    told = [each.message for each in caplog.records if each.name == "kvlane.tracing"]
-    subjects = [line.partition(": ")[0] for line in told]
-    assert sorted(subjects) == ["opentelemetry.trace.span", "spans may be lost"]
 
 
 @pytest.mark.parametrize(

@@ -90,20 +90,6 @@ def test_drafts_that_do_not_pay_are_soon_given_up(rows: int) -> None:
     assert set(widths[17:]) == {1}
 
 
-@pytest.mark.parametrize("rows", [1, 32])
-def test_chance_at_the_start_does_not_rule_out_drafts_that_pay(rows: int) -> None:
-    """A first look after too few windows would: width 1 learns nothing more of drafts."""
-    times = {(rows, 1): 1.0, (rows, 2): 1.3}
-    wide = 0
-    for seed in range(40):
-        policy, rng = WidthPolicy((1, 2), times), random.Random(seed)
-        for _ in range(1200):
-            width = policy.choose(rows)
-            policy.observe(width, [drawn(width, 0.42, rng) for _ in range(rows)])
-        wide += policy.choose(rows) == 2
-    assert wide >= 38
-
-
 def test_a_finished_row_and_a_missing_draft_are_no_refusals() -> None:
     policy = WidthPolicy((4,), None)
     before = policy.expected_tokens(4)
@@ -133,15 +119,6 @@ def test_acceptance_that_comes_back_is_noticed_though_narrow_steps_draft_little(
     assert last.count(best(rows, 0.9)) > 0.9 * len(last)
 
 
-def test_one_slow_step_rules_nothing_out() -> None:
-    for step_s in (None, STEP_S):
-        policy = WidthPolicy(WIDTHS, step_s)
-        for width in WIDTHS:
-            policy.took(8, width, 1.0 if width == 8 else STEP_S[8, width])
-        widths = run(policy, 8, 0.95)[1500:]
-        assert widths.count(8) > 0.9 * len(widths)
-
-
 @pytest.mark.parametrize("share", [0.1, 0.79])
 def test_longer_contexts_and_slow_steps_do_not_change_the_choice(share: float) -> None:
     """Both make steps of all widths longer, not only of the one that is used."""
@@ -158,10 +135,6 @@ def test_rows_times_width_have_a_limit() -> None:
     assert policy.choose(MAX_WINDOW_TOKENS // 4) == 4
     assert policy.choose(MAX_WINDOW_TOKENS // 4 + 1) == 1
     assert WidthPolicy((16,), None).choose(MAX_WINDOW_TOKENS // 16) == 16
-
-
-def test_one_width_is_fixed() -> None:
-    assert set(run(WidthPolicy((4,), STEP_S), 32, 0.0)) == {4}
 
 
 def test_drafts_that_a_lookup_does_not_find_are_refusals() -> None:

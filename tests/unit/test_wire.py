@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
-import msgspec
 import pytest
 
 from tests.support.pairwise import in_whole
@@ -143,11 +142,6 @@ def test_every_message_arrives_as_it_was_sent_both_ways(pair: tuple[End, End]) -
         assert client.next() == ("w/1", message)
 
 
-def test_lost_is_never_decoded_from_the_wire() -> None:
-    with pytest.raises(msgspec.ValidationError):
-        api.decode(api.encode(Lost("forged")))
-
-
 def test_order_is_kept_with_several_senders(pair: tuple[End, End]) -> None:
     worker, client = pair
     threads = [
@@ -266,14 +260,6 @@ def test_nobody_at_the_address_is_lost_after_the_grace(end: Make, monkeypatch) -
     assert time.monotonic() - began >= 0.4
 
 
-def test_an_address_that_is_none_is_lost_at_once(pair: tuple[End, End]) -> None:
-    worker, client = pair
-    client.wire.connect("x/1", "nonsense", worker.wire.key)
-    client.lost("x/1")
-    client.wire.send("w/1", MESSAGES[1])
-    assert worker.next() == ("c/1", MESSAGES[1])
-
-
 def test_another_incarnation_gets_no_message_and_is_not_mistaken_for_the_peer(
     end: Make, monkeypatch
 ) -> None:
@@ -318,18 +304,6 @@ def test_a_link_that_one_side_lost_is_lost_to_both(pair: tuple[End, End], first:
     client.wire.connect("w/1", worker.address, worker.wire.key)
     client.wire.send("w/1", MESSAGES[3])
     assert worker.next() == ("c/1", MESSAGES[3])
-
-
-def test_whoever_uses_a_link_that_is_over_is_told_so(end: Make) -> None:
-    """As does a process that stood still when it was given up; silence is minutes here."""
-    slow = PingConfig(interval_s=60)
-    worker, client = linked(end("w/1", slow), end("c/1", slow))
-    greet(client, worker)
-    worker.wire.lose("c/1", "a test")
-    worker.lost("c/1")
-    client.wire.send("w/1", MESSAGES[2])
-    client.lost("w/1")
-    worker.nothing(0.2)
 
 
 def test_frames_lost_by_a_broken_connection_lose_the_peer(end: Make) -> None:
@@ -503,9 +477,3 @@ def test_close_while_others_send_raises_nowhere() -> None:
         for thread in threads:
             thread.join()
     assert not errors
-
-
-def test_a_wire_that_was_never_started_can_be_closed() -> None:
-    before, *_ = open_here()
-    End("c/1").wire.close()
-    assert open_here()[0] <= before

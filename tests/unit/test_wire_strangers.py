@@ -6,7 +6,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -16,11 +15,7 @@ from tests.unit.test_wire import FAST, LIMIT_S, End, linked
 from worker import keyring
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
 from worker.keyring import (
-    ASKED_UNIT_BYTES,
     HANDSHAKE_MS,
-    MAX_MESSAGE_BYTES,
-    MAX_UNITS,
-    UNITS_PER_S,
     Keyring,
     Refusals,
 )
@@ -197,11 +192,6 @@ def test_nobody_but_the_owner_of_the_key_gets_a_frame(
     worker.nothing(0.2)
 
 
-def test_a_peer_without_a_key_is_not_spoken_to_in_plain(worker: End, client: End) -> None:
-    client.wire.connect("w/1", worker.address)
-    assert "cannot connect" in client.lost("w/1").reason
-
-
 def test_a_huge_link_number_locks_nobody_out() -> None:
     """Even where anybody may say it."""
     worker, client = linked(End("w/1", plain=True), End("c/1", plain=True))
@@ -250,11 +240,6 @@ def test_a_frame_that_is_too_large_is_refused_by_its_head(plain: bool) -> None:
         while raw.recv(1 << 16):  # until it is closed
             pass
     worker.wire.close()
-
-
-def test_a_message_that_would_be_refused_is_not_sent(client: End) -> None:
-    with pytest.raises(AssertionError):
-        client.wire.send("w/1", Generate("x" * MAX_MESSAGE_BYTES, 1, (), 0, Sampling(1), 1.0))
 
 
 class Flood:
@@ -307,44 +292,6 @@ def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
     flood.link, flood.num_taken = 4, 0
     assert flood.heard(links) == Counter(Ack=MAX_TURN_FRAMES)
     links.close()
-
-
-def test_links_that_a_peer_begins_again_and_again_are_few_lines_of_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
-    lost = 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keyring, "UNITS_PER_S", 1 << 40)
-        patch.setattr("worker.wire.MAX_TURN_FRAMES", 1)
-        for flood.link in range(1, 102):
-            flood.num_taken = 0
-            lost += flood.heard(links)["Lost"]
-    assert lost == 100
-    told = [each for each in caplog.records if each.levelno >= logging.WARNING]
-    assert len(told) == 3
-    links.close()
-
-
-def test_large_messages_count_by_their_size() -> None:
-    refusals, size = Refusals(), ASKED_UNIT_BYTES * MAX_UNITS
-    asks = partial(refusals.exceeds, begins=False, answers=False)
-    assert not asks("s/1", size // 2)
-    assert asks("s/1", size // 2 + ASKED_UNIT_BYTES * UNITS_PER_S)
-    assert asks("c/1", size)
-    assert not refusals.exceeds("d/1", size, begins=True, answers=True)
-    refusals.is_limited = False  # what a leader sends to its ranks
-    assert not asks("s/1", size)
-
-
-def test_others_are_served_while_a_stranger_floods() -> None:
-    worker, client = linked(End("w/1", plain=True), End("c/1", plain=True))
-    stranger = Stranger(worker, plain=True)
-    stranger.say("s/1", *[Ping("s/1")] * 900)
-    client.wire.send("w/1", ASKED)
-    assert worker.next() == ("c/1", ASKED)
-    for each in (stranger, client.wire, worker.wire):
-        each.close()
 
 
 def test_refused_connections_and_strange_frames_are_counted(

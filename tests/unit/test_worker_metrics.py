@@ -8,19 +8,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from tests.support.engines import running
 from tests.support.laws import sections
 from tests.support.patience import HANG_S, until
 from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
-from worker.api import FinishReason
 from worker.errors import UserError
 from worker.observe.meter import StepMeter
-from worker.observe.metrics import OUTCOMES, WorkerMetrics
+from worker.observe.metrics import WorkerMetrics
 from worker.observe.page import MAX_CONNECTIONS
-from worker.observe.step_log import StepLine, StepLog
+from worker.observe.step_log import StepLine
 from worker.observe.window_counts import WindowCounts
 from worker.plan import Chunk, Plan
 
@@ -67,17 +65,6 @@ def test_a_step_counts_under_its_path_and_an_eager_one_under_its_reason(
     assert value(metrics, "prompt_tokens_computed_total") == 3
 
 
-def test_outcomes_places_and_causes_count_from_zero_on_the_worker_that_counts_them(metrics) -> None:
-    assert set(OUTCOMES) == {each.value for each in FinishReason}
-    for outcome in OUTCOMES:
-        assert value(metrics, "requests_total", outcome=outcome) == 0
-    assert value(metrics, "prefill_placed_total", where="remote") == 0
-    assert value(metrics, "kv_fetch_retries_total", cause="worker_lost") == 0
-    other = WorkerMetrics(**BOUND | {"role": "prefill"})
-    (retries,) = (each for each in other.registry.collect() if "retries" in each.name)
-    assert not retries.samples
-
-
 def by_place(metrics: WorkerMetrics, name: str) -> list[float | None]:
     return [value(metrics, f"spec_{name}_at_position_total", position=p) for p in "1234"]
 
@@ -110,25 +97,6 @@ def test_the_first_acceptance_is_kept_unless_it_depends_on_the_text(
         early = value(metrics, "spec_first_acceptance")
         assert early == (share if number >= 249 else 0)
     assert value(metrics, "spec_steps_total") == 1200
-
-
-def test_places_that_simulated_acceptance_counts_for_are_drafts(metrics: WorkerMetrics) -> None:
-    meter = StepMeter(metrics)
-    meter.verifies(WindowCounts(4, simulated=True))
-    meter.verified(4, [1, 3], [(-1, -1, -1), (-1, -1, -1)])
-    assert by_place(metrics, "drafted") == [2, 2, 2, None]
-    assert value(metrics, "spec_simulated") == 1
-    assert value(metrics, "spec_undrafted_steps_total") == 0
-
-
-def test_tokens_of_a_row_follow_what_steps_yield(meter: StepMeter) -> None:
-    assert meter.windows.tokens_per_row == 0
-    for _ in range(100):
-        meter.verified(4, [4, 1], [(5, 6, 7), (-1, -1, -1)])
-    assert meter.windows.tokens_per_row == pytest.approx(2.5, abs=0.01)
-    for _ in range(100):  # narrowed: nothing is gained any more
-        meter.verified(1, [1, 1], [(), ()])
-    assert meter.windows.tokens_per_row == pytest.approx(1, abs=0.01)
 
 
 def test_a_port_that_is_named_is_served_and_one_that_is_taken_is_named() -> None:
@@ -179,12 +147,6 @@ def test_each_step_has_a_line_that_adds_up(log: Path) -> None:
     assert not lines[0].joined
     assert any(line.joined for line in lines)
     assert [line.at for line in lines] == sorted(line.at for line in lines)
-
-
-def test_a_directory_that_cannot_be_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"engine\.step_log: .*/file/decode-0.jsonl: "):
-        StepLog(str(tmp_path / "file"), "decode-0", torch.device("cpu"))
 
 
 def test_half_requests_hold_few_threads_and_keep_nobody_out(metrics: WorkerMetrics) -> None:

@@ -10,10 +10,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 # Gauges that are zero when nobody asks anything.
@@ -22,8 +22,7 @@ IDLE = (
     "kvlane_kv_pages.reserved", "kvlane_kv_pages.private", "kvlane_state_slots.used",
 )  # fmt: skip
 STATED = "kvlane_kv_pages", "kvlane_state_slots"
-TITLES = {"router": "ray::RouterActor", "controller": "ray::Controller"}  # of Ray's processes
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+CONTROLLER = "ray::Controller"  # as Ray calls its process
 
 
 class Fault(NamedTuple):
@@ -48,11 +47,11 @@ class Cluster:
 
     async def pids(self, role: str) -> dict[str, int]:
         """Of those of a role that are ready and may be hit: nobody is the last of its role."""
-        if title := TITLES.get(role):
-            pids = pids_of(title)
-            if role == "router":  # one that starts takes no connections yet
-                pids = listening(pids, int(self._url.rpartition(":")[2]))
-            found = {f"{role} of pid {pid}": pid for pid in pids}
+        if role == "controller":
+            found = {f"controller of pid {pid}": pid for pid in pids_of(CONTROLLER)}
+        elif role == "router":  # one that starts takes no connections yet
+            listen = listening(int(self._url.rpartition(":")[2]))
+            found = {f"router of pid {pid}": pid for pid in listen}
         else:
             rows = await self.workers()
             ready = [row for row in rows if (row["state"], row["role"]) == ("ready", role)]
@@ -135,36 +134,22 @@ class Faults:
 
 def pids_of(title: str) -> list[int]:
     """Of the processes whose command line begins so."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if (entry / "cmdline").read_bytes().startswith(title.encode()):
-                found.append(int(entry.name))
-    return found
+    every = psutil.process_iter(["cmdline"])
+    return [one.pid for one in every if " ".join(one.info["cmdline"] or ()).startswith(title)]
 
 
-def listening(pids: Sequence[int], port: int) -> list[int]:
-    """Those of them that listen on a TCP port of this network namespace."""
-    texts = [Path("/proc/net", table).read_text() for table in ("tcp", "tcp6")]
-    rows = [line.split() for text in texts for line in text.splitlines()]
-    ours = [row for row in rows if row[3] == "0A" and row[1].endswith(f":{port:04X}")]
-    inodes = {f"socket:[{row[9]}]" for row in ours}
-    found = []
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            if any(os.readlink(fd) in inodes for fd in Path(f"/proc/{pid}/fd").iterdir()):
-                found.append(pid)
-    return found
+def listening(port: int) -> list[int]:
+    """Processes that listen on a TCP port of this network namespace."""
+    open_ones = [each for each in psutil.net_connections("tcp") if each.status == "LISTEN"]
+    return [each.pid for each in open_ones if each.laddr.port == port and each.pid]
 
 
 def sizes(pid: int) -> dict[str, float] | None:
     """MiB in memory, descriptors and threads of a process; None: it has ended."""
-    proc = Path("/proc") / str(pid)
-    with contextlib.suppress(OSError):
-        pages = int((proc / "statm").read_text().split()[1])
-        found = {"rss_mib": round(pages * PAGE_BYTES / 2**20, 1)}
-        counted = {"num_fds": "fd", "num_threads": "task"}
-        return found | {name: len(list((proc / of).iterdir())) for name, of in counted.items()}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        one = psutil.Process(pid)
+        rss_mib = round(one.memory_info().rss / 2**20, 1)
+        return {"rss_mib": rss_mib, "num_fds": one.num_fds(), "num_threads": one.num_threads()}
     return None
 
 
