@@ -14,7 +14,7 @@ from worker.cache.book import PageBook
 from worker.cache.layout import KVRegion, ModelLayout, StateRegion
 from worker.cache.pool import KVPool
 from worker.config import Machine, WorkerConfig
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.config.progress import Progress, no_progress
 from worker.drafts.build import read_drafter, regions, within_block
@@ -188,9 +188,9 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
 
 def _check_recurrent(config: WorkerConfig) -> None:
     """Refuse settings with which layers that are recurrent cannot be served."""
-    if int(config.engine.max_prefill_tokens) < BLOCK:
+    if int(config.engine.max_prefill_tokens) < DELTA_BLOCK:
         param = "engine.max_prefill_tokens"
-        raise UserError(f"{param} must be at least {BLOCK} for gated delta nets", param)
+        raise UserError(f"{param} must be at least {DELTA_BLOCK} for gated delta nets", param)
     if config.engine.graph.prefill == "compiled":
         param = "engine.graph.prefill"
         raise Unsupported(f"{param}: compiled cannot trace gated delta nets", param)
