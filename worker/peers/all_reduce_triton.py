@@ -64,7 +64,7 @@ def _end_turn(at, turn):
 @triton.jit
 def _sendable(address, mask):
     """Chunks of this rank's part, without ABSENT words."""
-    a, b, c, d = load_chunks(address, mask)
+    a, b, c, d = load_chunks(address, mask)  # pyright: ignore
     return (
         tl.where(a == -1, 0x7FFF7FFF, a),
         tl.where(b == -1, 0x7FFF7FFF, b),
