@@ -28,7 +28,7 @@ from worker.ops.scaled import (
     scaled_gated_product_ref,
     scaled_product,
 )
-from worker.weights import eight_bits as weights
+from worker.weights.eight_bits import as_e4m3
 
 pytestmark = pytest.mark.gpu(1)
 EIGHT, PAGE, HEADS, KV_HEADS = "float8_e4m3fn", 64, 32, 8
@@ -113,7 +113,7 @@ SHAPES = [(6144, 4096, 16), (4096, 12288, 16), (24576, 4096, 1), (304, 1000, 16)
 
 def eight_of(n: int, k: int, grain: int) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.randn(n, k, device="cuda") * k**-0.5
-    return weights.quantized(drawn, (n // grain, -(-k // BLOCK) if grain > 1 else 1))
+    return as_e4m3(drawn, (n // grain, -(-k // BLOCK) if grain > 1 else 1))
 
 
 def rows_of(m: int, k: int) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_experts_are_the_definition_s_and_rows_the_same_in_any_batch(count: int)
     shape, held, size = ExpertShape(64, 8, 256, renormalizes=True), Held(0, 64), 512
     x, gate = torch.randn(count, size, device="cuda").bfloat16(), rows_of(64, size)
     stacks = [
-        weights.quantized(torch.randn(64, n, k, device="cuda") * k**-0.5, (64, n // 16, k // 128))
+        as_e4m3(torch.randn(64, n, k, device="cuda") * k**-0.5, (64, n // 16, k // 128))
         for n, k in ((512, size), (size, 256))
     ]
     (up, of_up), (down, of_down) = stacks
