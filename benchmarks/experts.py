@@ -17,9 +17,9 @@ from torch import Tensor
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Layers, layers_times, product_speed, read_bandwidth
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.product import expert_products
 from worker.ops.experts.route import Routes, new_load, route
-from worker.ops.scaled import BLOCK
 from worker.weights.eight_bits import GRAIN, quantized
 
 SHAPES = {  # hidden size, experts
@@ -45,7 +45,7 @@ class Experts:
         if eight:
             for layer, stacks in enumerate(zip(self.ups, self.downs, strict=True)):
                 made = [
-                    quantized(w.float(), (e, w.shape[1] // GRAIN, -(-w.shape[2] // BLOCK)))
+                    quantized(w.float(), (e, w.shape[1] // GRAIN, -(-w.shape[2] // SCALE_BLOCK)))
                     for w in stacks
                 ]
                 (self.ups[layer], of_up), (self.downs[layer], of_down) = made

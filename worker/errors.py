@@ -78,7 +78,7 @@ class Revoked(TransferError, code="revoked"):
     """The lease under which bytes were read has ended, so the bytes prove nothing."""
 
 
-class Placement(WorldError, code="placement"):
+class NoPlacement(WorldError, code="placement"):
     """Ray cannot place what was asked for; the message says what is missing."""
 
 

@@ -78,7 +78,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: either chunks of prompts or windows of the rows `decode`, never both.
+    """One step: either chunks of prompts or windows for the rows `decode`, never both.
 
     A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 

@@ -15,5 +15,10 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> type[Any]:
     """
     if name not in table:
         raise UserError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(table))}")
-    module, _, attribute = table[name].partition(":")
+    return imported(table[name])
+
+
+def imported(path: str) -> type[Any]:
+    """The class at "package.module:Class"."""
+    module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)

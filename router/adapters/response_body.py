@@ -147,18 +147,18 @@ class ResponseAnswer(AnswerForm):
         move, block, text = step
         item = self._item(block, whole=move is Move.CLOSE)
         place: dict[str, Any] = {"output_index": block.index}
-        told = {**place, "item": item}
+        shown = {**place, "item": item}
         inner = {**place, "item_id": item["id"]}
         if block.kind in CALLS:
             _, of, name = CALLS[block.kind]
             if move is Move.MORE:
                 return self._event(f"{name}.delta", **inner, delta=text)
             if move is Move.OPEN:
-                return self._event("response.output_item.added", **told)
+                return self._event("response.output_item.added", **shown)
             inner |= {"name": block.name} if block.kind == "call" else {}
             inner[of] = block.text
             done = self._event(f"{name}.done", **inner)
-            return done + self._event("response.output_item.done", **told)
+            return done + self._event("response.output_item.done", **shown)
         inner["content_index"] = 0
         name = f"response.{PARTS[block.kind]}"
         part = _part(block, self._logprobs, whole=move is Move.CLOSE)
@@ -168,12 +168,12 @@ class ResponseAnswer(AnswerForm):
                 self._num_told = len(self._logprobs)
             return self._event(f"{name}.delta", **inner, delta=text)
         if move is Move.OPEN:
-            added = self._event("response.output_item.added", **told)
+            added = self._event("response.output_item.added", **shown)
             return added + self._event("response.content_part.added", **inner, part=part)
         scores = {"logprobs": self._logprobs} if block.kind == "text" else {}
         done = self._event(f"{name}.done", **inner, text=block.text, **scores)
         done += self._event("response.content_part.done", **inner, part=part)
-        return done + self._event("response.output_item.done", **told)
+        return done + self._event("response.output_item.done", **shown)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1

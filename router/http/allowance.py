@@ -100,7 +100,7 @@ class Keys:
 
     def opens_pages(self, key: Key) -> bool:
         """Whether operators' pages are for its owner."""
-        return key.admin or not any(each.admin for each in self.keys)
+        return key.admin or not any(other.admin for other in self.keys)
 
     def sibling_word(self, path: str) -> str:
         """What a router says to another, which has the same file, to get an operators' page."""
@@ -134,7 +134,7 @@ class Keys:
             (use.requests, key.requests_per_minute, 1.0, "requests"),
             (use.tokens, key.tokens_per_minute, 0.0, "tokens"),
         ):
-            balance.grow(per_minute * part, took_s)  # each of them: the next call counts from now
+            balance.grow(per_minute * part, took_s)  # both: the next call counts from now
             if balance.left < least and not limit:
                 limit = f"{per_minute} {unit} a minute"
                 wait_s = (least - balance.left) * MINUTE_S / (per_minute * part)

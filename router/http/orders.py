@@ -47,7 +47,7 @@ Order = TypeVar("Order", bound=Struct)
 
 
 class OrderRoutes:
-    """The routes below `/admin`; `access.ApiKeys` lets in whose key says admin=yes."""
+    """The routes below `/admin`; `access.Door` lets in whose key says admin=yes."""
 
     def __init__(self, operator: Operator | None, config: RouterConfig, *, keys: bool) -> None:
         self._operator, self._config, self._keys = operator, config, keys

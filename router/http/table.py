@@ -1,5 +1,5 @@
-"""All that is served: of each path its methods, who may ask, how its requests are logged, and what
-the document at /openapi.json says of it. No other place names these paths.
+"""All paths that are served: their methods, who may ask, how requests are logged, and what the
+document at /openapi.json says. No other place lists them.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Histograms that cost little to observe: plain counts, made into Prometheus' form when scraped.
 
-A chunk of each stream is observed every step. prometheus_client's own histogram takes some 3 µs of
-locks and method calls for each, as much as all else that a chunk needs before it is written.
+A step brings a chunk of every stream, and all are observed. prometheus_client's own histogram takes
+some 3 µs of locks and method calls for a chunk, as much as all else before it is written.
 """
 
 import time
@@ -30,7 +30,7 @@ class Tally:
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
-        # Of each bucket the last traced value: its trace id, itself, when it was.
+        # By bucket the last traced value: its trace id, itself, when it was.
         self._exemplars: list[tuple[str, float, float] | None] = [None] * len(self._counts)
 
     def observe(self, value: float, trace_id: str = "", number: int = 1) -> None:
@@ -42,7 +42,7 @@ class Tally:
             self._exemplars[bucket] = trace_id, value, time.time()
 
     def observe_since(self, now: float, times: Sequence[float]) -> None:
-        """Count how long ago each of them was. Where most are equal, one costs nearly nothing."""
+        """Count how long ago they were. Where most are equal, one costs nearly nothing."""
         same = len(times) == times.count(times[0])
         for at, number in [(times[0], len(times))] if same else Counter(times).items():
             value = now - at
@@ -88,7 +88,7 @@ class Tallies(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Tally:
-        """The series with these labels; to be kept, not looked up for each value."""
+        """The series with these labels; to be kept, not looked up for a value."""
         return self._series.setdefault(values, Tally(self._buckets))
 
     def collect(self) -> Iterator[HistogramMetricFamily]:

@@ -45,9 +45,9 @@ class Live:
 
     running: Callable[[], int] = int  # choices at workers
     waiting: Callable[[], int] = int  # choices in the queue
-    outputs: Callable[[], Sequence[int]] = tuple  # output tokens of each open choice that has any
+    outputs: Callable[[], Sequence[int]] = tuple  # output tokens of open choices that have any
     alive: Callable[[Role], int] = lambda role: 0  # workers
-    decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what each live one said last
+    decodes: Callable[[], Sequence[WorkerStats]] = tuple  # what live ones said last
     # The same by name, of those whose drafts a router of this name exports.
     drafting: Callable[[str], Mapping[str, WorkerStats]] = lambda router: {}
 
@@ -82,7 +82,7 @@ Figure = Callable[[Any], float | Figures]
 
 
 class Row(NamedTuple):
-    """One family: its figure is one number, or one for each value of its own `labels`."""
+    """One family: its figure is one number, or one by the values of its own `labels`."""
 
     make: Any
     name: str
@@ -202,7 +202,7 @@ class VllmMetrics(Collector):
 
 
 def _family(row: Row, name: str, engines: Mapping[tuple[str, str], object]) -> Metric:
-    """A row's series of each engine, from what its figure is of."""
+    """A row's series by engine, from what its figure is of."""
     family = row.make(PREFIX + name, row.text, labels=(*LABELS, *row.labels))
     for engine, source in engines.items():
         figure = row.figure(source)
@@ -212,7 +212,7 @@ def _family(row: Row, name: str, engines: Mapping[tuple[str, str], object]) -> M
 
 
 def merged_samples(head: str, samples: Sequence[str]) -> str:
-    """The samples of a family on one page, from those on each router's; the first is our own."""
+    """The samples of a family on one page, from those on routers' pages; the first is our own."""
     about, kind = head.split("\n")[:2]
     name, is_draft = about.split(" ")[2].removeprefix(PREFIX), f" {PREFIX}{OF_DRAFTS}" in about
     if f" {PREFIX}" not in about or not (is_draft or kind.endswith(" gauge")):
@@ -225,7 +225,7 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
         values.setdefault(series, []).append(float(value))
     # Drafts are there twice if one router has just taken over from another: the older counts less.
     one = max if is_draft else sum
-    return "".join(f"{each} {floatToGoString(one(values[each]))}\n" for each in values)
+    return "".join(f"{name} {floatToGoString(one(found))}\n" for name, found in values.items())
 
 
 def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:

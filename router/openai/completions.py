@@ -14,7 +14,7 @@ from router.text.tokenizer import Text
 class TextWriter(AnswerWriter):
     """Text completions; chunks have the same form.
 
-    `echoes`: the prompt that each choice repeats before its own text; empty without echo.
+    `echoes`: the prompts that choices repeat before their own text; empty without echo.
     `bytes_of` is None when no logprobs are wanted.
     """
 
@@ -30,11 +30,11 @@ class TextWriter(AnswerWriter):
         prompts: Sequence[tuple[int, ...]] = (),
         num_top: int = 0,
     ) -> None:
-        """prompts: of each choice, if it is echoed with logprobs; num_top: alternatives there."""
+        """prompts: of choices, if they are echoed with logprobs; num_top: alternatives there."""
         self._prompts, self._num_top = prompts, num_top
         self._echoes = echoes
         self._bytes_of = bytes_of
-        self._offsets: dict[int, int] = {}  # of each choice: characters of the tokens written
+        self._offsets: dict[int, int] = {}  # by choice: characters of the tokens written
 
     def opening(self, delta: Delta) -> Choice | None:
         if not self._echoes:
@@ -89,7 +89,7 @@ def prompts(body: CompletionBody, served: Served, salt: str) -> list[tuple[int, 
 
 
 def echoes(body: CompletionBody, prompts: Sequence[tuple[int, ...]], text: Text) -> list[str]:
-    """What each choice repeats before its own text, of a prompt that was cut what is left of it."""
+    """What choices repeat before their own text, of a prompt that was cut what is left of it."""
     if not body.echo:
         return []
     is_cut = body.truncate_prompt_tokens is not None

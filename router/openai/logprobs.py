@@ -54,7 +54,7 @@ def echoed(first: int, scored: Scored, bytes_of: BytesOf, num_top: int) -> TextL
 
 
 def of_prompt(scored: Scored, bytes_of: BytesOf, num_top: int) -> PromptLogprobs:
-    """`prompt_logprobs`, as vLLM has them: each token's own last, if it is not among the others."""
+    """`prompt_logprobs`, as vLLM has them: a token's own last, if it is not among the others."""
 
     def entry(token: int, logprob: float, rank: int | None) -> PromptLogprob:
         shown = _shown(bytes_of(token))

@@ -62,8 +62,8 @@ class Pages:
             return JSONResponse({"name": "kvlane", "version": version(), "model": model} | links)
         needs_key = self._front.served.config.api_key_file
         key = "\n  -H 'Authorization: Bearer KEY' \\" if needs_key else ""
-        told = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
-        shown = {name: escape(text, quote=False) for name, text in told.items()}
+        words = {"model": model, "version": version(), "url": str(request.base_url), "key": key}
+        shown = {name: escape(text, quote=False) for name, text in words.items()}
         return HTMLResponse(self._index.substitute(shown), headers=HEADERS)
 
     async def docs(self, request: Request) -> Response:

@@ -67,7 +67,7 @@ def python_call(text: str) -> tuple[str, str] | None:
             call = call.args[0]
         if not isinstance(call, ast.Call) or call.args:
             return None
-        given = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        given = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
         return None if None in given else (ast.unparse(call.func), json.dumps(given))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return None
@@ -88,7 +88,7 @@ class _Streamed(Calls):
 
 
 class Marked(_Streamed):
-    """Content, and behind a mark calls: in JSON, one or a list, or each a name and its arguments.
+    """Content, and behind a mark calls: in JSON, one or a list, or names with their arguments.
 
     What stands behind calls, and is none, is content again. closes: marks that end calls. python:
     calls may be written as Python does.

@@ -134,7 +134,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def main() -> None:
-    """The process itself: tokenizer, size of the vocabulary, and its limits for each grammar."""
+    """The process itself: tokenizer, size of the vocabulary, and its limits for one grammar."""
     path, vocab_size, cpu_s, memory_bytes = sys.argv[1], *map(int, sys.argv[2:])
     tokenizer = LLTokenizer(Path(path).read_text(encoding="utf-8"), n_vocab=vocab_size)
     _limit(resource.RLIMIT_CORE, 0)

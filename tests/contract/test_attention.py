@@ -19,7 +19,6 @@ from tests.support.attention_asm import attend_asm
 from tests.support.attention_cases import EACH, EVERY, PAIRWISE
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionCaps, AttentionShape
 from worker.attention.build import build_attentions
 from worker.attention.flashinfer import FlashInferAttention
@@ -29,6 +28,7 @@ from worker.attention.triton import TritonAttention
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config import PLANNED_ON_HOST
+from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, HostLengths

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tests.gpu import test_attention_on_cuda as plain
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
+from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import KeyMask
 from worker.registry import resolve
 

@@ -20,12 +20,12 @@ from tests.support.engines import running
 from tests.support.prompts import problem_ids
 from worker.api import Sampling
 from worker.attention import triton as triton_backend
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import SHORT_KEYS
 from worker.attention.qk_rope_store import store_kv_ref
 from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
+from worker.config.backends import ATTENTION
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context

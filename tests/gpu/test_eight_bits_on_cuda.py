@@ -15,6 +15,7 @@ from worker.cache.layout import KVLayout, KVRegion
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.config.checkpoint.mask import CAUSAL, KeyMask
+from worker.config.checkpoint.quantization import SCALE_BLOCK as BLOCK
 from worker.forward.batch import Batch, HostLengths
 from worker.forward.context import forward_context
 from worker.ops.experts.product import expert_products, expert_products_ref
@@ -22,7 +23,6 @@ from worker.ops.experts.route import new_load, route
 from worker.ops.norms import add_rms_norm, swiglu
 from worker.ops.rope import rope_table
 from worker.ops.scaled import (
-    BLOCK,
     add_rms_norm_eight,
     eight_bits,
     eight_bits_ref,

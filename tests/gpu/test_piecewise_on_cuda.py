@@ -18,6 +18,7 @@ from tests.support.prompts import problem_ids
 from worker.plan import Chunk, Plan, RowPages
 from worker.run.compiled import TracedForward
 from worker.run.eager import EagerChunks
+from worker.run.flight import Step
 from worker.run.piecewise import PiecewiseChunks
 from worker.run.segments import GraphMemory
 
@@ -181,7 +182,7 @@ def test_auto_replays_chunks_on_either_worker(role: str) -> None:
         max_seq_len_ub=len(tokens),
     )
     step = engine.runner.launch(plan)
-    assert step is not None
+    assert isinstance(step, Step)
     engine.runner.settle(step)
     labels = {"model": "tiny", "role": role, "worker": f"{role}-0"}
     replayed = [

@@ -20,7 +20,7 @@ from cluster.diagnose.checks import check_model, check_port, of_start
 from cluster.diagnose.facts import count_gpus, read_facts
 from cluster.diagnose.finding import refuse
 from tests.support.commands import REPOSITORY
-from worker.attention.backends import ATTENTION
+from worker.config.backends import ATTENTION
 from worker.errors import UserError
 from worker.transfer import mooncake_libraries
 from worker.transfer.base import KINDS, TRANSPORTS

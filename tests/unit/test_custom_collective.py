@@ -15,7 +15,8 @@ from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
-from worker.model.layers import Placement, RowParallelLinear, VocabParallelEmbedding
+from worker.model.layers import RowParallelLinear, VocabParallelEmbedding
+from worker.model.placement import Placement
 from worker.peers import custom
 from worker.peers.custom import (
     NCCL,

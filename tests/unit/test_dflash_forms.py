@@ -26,8 +26,8 @@ from worker.drafts.drafter_shape import DFlashShape
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch
 from worker.forward.context import forward_context
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 
 FULL = "full_attention"

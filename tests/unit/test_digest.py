@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tests.support import identity
 from worker.config import ModelConfig
+from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.quantization import Quantization
 from worker.config.checkpoint.shape import read_model_shape
-from worker.model.layers import Placement
 from worker.model.load import load_model
+from worker.model.placement import Placement
 from worker.peers.base import SingleCollective
 from worker.start.digest import (
     NOT_OF_KV,
@@ -147,6 +148,8 @@ def test_of_the_configuration_what_kv_depends_on_counts() -> None:
                 other = (7,)
             case None if field.name == "quantization":
                 other = Quantization("e4m3", 128)
+            case None if field.name == "experts":
+                other = ExpertShape(4, 2, 128, renormalizes=True)
             case None:
                 other = "another"
             case _:
@@ -174,3 +177,14 @@ def test_bundled_models_are_what_they_were_to_workers_of_an_older_version():
     found = identity.identities(("bfloat16",))
     assert len(found) == 2 * len(identity.MODELS)
     assert found == {name: recorded[name] for name in found}
+
+
+def test_what_experts_say_beyond_the_usual_is_in_the_digest():
+    plain = read_model_shape(ModelConfig(path="tiny-moe").directory)
+    assert plain.experts is not None
+    others = [
+        dataclasses.replace(plain, experts=plain.experts._replace(**{field: value}))
+        for field, value in (("scoring", "sigmoid"), ("is_biased", True), ("factor", 2.5))
+    ]
+    digests = {model_digest(shape, "") for shape in (plain, *others)}
+    assert len(digests) == 1 + len(others)

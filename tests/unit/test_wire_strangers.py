@@ -17,7 +17,6 @@ from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
 from worker.keyring import (
     HANDSHAKE_MS,
     Keyring,
-    Refusals,
 )
 from worker.observe.metrics import WorkerMetrics, watch_wire
 from worker.wire import MAX_TURN_FRAMES, _Links, _pack
@@ -262,7 +261,7 @@ class Flood:
 
 
 def test_a_flood_gives_others_their_turn() -> None:
-    links, flood = _Links("w/1", FAST, lambda: None, None, Refusals()), Flood()
+    links, flood = _Links("w/1", FAST, lambda: None, None), Flood()
     flood.heard(links)
     assert flood.num_taken == MAX_TURN_FRAMES
     links.close()
@@ -274,15 +273,14 @@ def test_a_peer_that_floods_is_unheard_until_it_is_quiet(
     """Over new links, too. Others are heard, and the log has few lines of it."""
     for name, value in (("UNITS_PER_S", 0), ("MAX_UNITS", 1000), ("LINK_UNITS", 500)):
         monkeypatch.setattr(keyring, name, value)
-    refusals = Refusals()
-    links, flood = _Links("w/1", FAST, lambda: None, None, refusals), Flood()
+    links, flood = _Links("w/1", FAST, lambda: None, None), Flood()
     found: Counter[str] = sum((flood.heard(links) for _ in range(4)), Counter())
     assert (found["Lost"], 490 < found["Ack"] < 500) == (1, True)  # bytes count, too
     for flood.link in (2, 3):
         flood.num_taken = 0
         assert not flood.heard(links)
     assert Flood("c/1").heard(links) == Counter(Ack=MAX_TURN_FRAMES)
-    assert refusals.num_messages == 6 * MAX_TURN_FRAMES - found["Ack"]
+    assert links.refusals.num_messages == 6 * MAX_TURN_FRAMES - found["Ack"]
     told = [each.getMessage() for each in caplog.records if "has to say" in each.getMessage()]
     assert [each.partition("say")[2] for each in told] == [
         "",

@@ -28,6 +28,7 @@ class AttentionShape:
     cap: float = 0.0  # scores are cap · tanh(score / cap); 0: as they are
     sinks: bool = False  # heads have logits of their own, which take weight and have no value
     dtype: str = ""  # of queries, where the region's is eight bits
+    kind: str = "heads"  # of the layers: a name of worker.config.backends.BACKENDS
 
     @property
     def features(self) -> frozenset[str]:
@@ -45,6 +46,7 @@ class AttentionCaps:
     head_dims: frozenset[int] | None = None
     page_sizes: frozenset[int] | None = None
     features: frozenset[str] | None = None  # of AttentionShape.features
+    parts: int = 2  # of a token's row: keys and values
 
     def lacks(self, shape: AttentionShape) -> str:
         """Why the shape is not served, for people; "": it is."""
@@ -67,10 +69,10 @@ class AttentionCaps:
                 f"the KV layout has {region.num_kv_heads} kv heads of {region.head_dim}, "
                 f"the model {kv[0]} of {kv[1]}"
             )
-        if (region.parts, region.rows) != (2, "token"):
+        if (region.parts, region.rows) != (self.parts, "token"):
             raise Unsupported(
                 f"the KV region {region.name!r} has {region.parts} parts a {region.rows}; attention"
-                " needs 2 a token"
+                f" needs {self.parts} a token"
             )
         checks = (
             ("device", pool.device.type, self.devices),

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionBackend, Attentions, AttentionShape
 from worker.cache.pool import KVPool
+from worker.config.backends import BACKENDS
 from worker.config.checkpoint.mask import KeyMask
 from worker.errors import Unsupported, UserError
 from worker.forward.batch import Batch, Bounds
@@ -60,7 +60,7 @@ def build_attentions(
         param = f"engine.attention.{kind}"
         if name not in built:
             try:
-                cls = resolve("attention backend", name, ATTENTION)
+                cls = resolve("attention backend", name, BACKENDS[shape.kind])
                 shapes = {mask: replace(shape, mask=mask) for mask in masks or (shape.mask,)}
                 made = {mask: cls(pool, masked, sinks) for mask, masked in shapes.items()}
                 alone = made[masks[0] if masks else shape.mask]

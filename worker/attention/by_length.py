@@ -5,9 +5,9 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
-from worker.attention.backends import ATTENTION
 from worker.attention.base import AttentionBackend, AttentionCaps, AttentionShape
 from worker.cache.pool import KVPool
+from worker.config.backends import ATTENTION
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current, forward_context
 from worker.registry import resolve

@@ -58,7 +58,7 @@ def draw_ref(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw one token for each row: [n] i64; of equal values the lowest id.
+    """Draw one token a row: [n] i64; of equal values the lowest id.
 
     A row's token is the same under every tail that serves it, and with `changes` that do not
     concern it.
@@ -126,7 +126,7 @@ class Draws(NamedTuple):
     tail: Tail  # which kernels are needed, see `sampler.sample`
     penalized: bool = False  # some row has a penalty slot
     num_logprobs: int = -1  # likeliest alternatives to report; -1 = no logprobs
-    masks: Masks | None = None  # what grammars allow in each of n * width draws, on the device
+    masks: Masks | None = None  # what grammars allow in n * width draws, on the device
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class Result:
         )
 
     def read(self) -> list[Drawn]:
-        """One entry for each sampled row. Call it only once the device has finished."""
+        """One entry a sampled row. Call it only once the device has finished."""
         lines, width = self.drawn.tolist(), self.drawn.shape[1] // 2
         if self.values is None or self.ids is None:
             if width == 1:  # the common case, quick for hundreds of rows
@@ -182,7 +182,7 @@ def draw(
     hidden: Tensor,
     draws: Draws,
 ) -> Result:
-    """Draw a window of tokens for each of `sampled` and advance its row by those that count.
+    """Draw a window of tokens for the rows of `sampled`, and advance a row by those that count.
 
     Enqueues device work only. hidden: [n * width, hidden] after the final norm.
     """

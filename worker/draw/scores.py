@@ -49,13 +49,13 @@ def pinned_copy(tensor: Tensor) -> Tensor:
 def read_logprobs(values: Tensor, ids: Tensor) -> list[TokenLogprob]:
     """What stands in both: of the token, then of the likeliest; [n, 1 + num_logprobs]."""
     return [
-        TokenLogprob(of_each[0], tuple(zip(each[1:], of_each[1:], strict=True)))
-        for of_each, each in zip(values.tolist(), ids.tolist(), strict=True)
+        TokenLogprob(numbers[0], tuple(zip(tokens[1:], numbers[1:], strict=True)))
+        for numbers, tokens in zip(values.tolist(), ids.tolist(), strict=True)
     ]
 
 
 def score(head: Head, hidden: Tensor, at: Tensor, token: Tensor, num_logprobs: int) -> Scores:
-    """Logprobs of tokens [n] i64, each behind hidden[at[i]]; device work only.
+    """Logprobs of tokens [n] i64, token i behind hidden[at[i]]; device work only.
 
     hidden: [num_tokens, hidden]; at: [n] i64. A few rows at a time: the logits of a whole chunk
     would be gigabytes.

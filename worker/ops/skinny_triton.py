@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
-from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled import E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
@@ -247,7 +248,7 @@ def skinny_gemm(
     of_rows, scales = scaled or (None, None)
     assert out.dtype in DTYPES
     assert x.dtype == w.dtype == (out.dtype if scales is None else E4M3)
-    assert scales is None or tile.block_k == BLOCK
+    assert scales is None or tile.block_k == SCALE_BLOCK
     assert of_rows is None or of_rows.stride(0) == 1
     assert 0 < m <= tile.block_m
     assert w.is_contiguous()

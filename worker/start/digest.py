@@ -16,6 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from worker.config.checkpoint.experts import ExpertShape
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.peers.rank_group import RankGroup
 from worker.weights.loader import Loadable
@@ -23,6 +24,7 @@ from worker.weights.shard import Key, Shard
 
 # No KV depends on these: where a text ends, how it is drawn, how long it may be, how it was stored.
 NOT_OF_KV = ("eos_token_ids", "penalizes", "max_position_embeddings", "dtype")
+NUM_EARLY = 5  # fields of ExpertShape
 # Elements of a block, whose products take 8 bytes an element: for a CPU's cache, and to fill a GPU.
 CPU_BLOCK, GPU_BLOCK = 1 << 18, 1 << 24
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,7 +81,18 @@ def model_digest(shape: LayerShape, weights: str) -> str:
         held = shape.quantization
         del fields["quantization"]
         fields["eight"] = None if held is None else (held.group > 0, held.ignored)
+        fields["experts"] = None if shape.experts is None else _said(shape.experts)
     return _sha256([fields, weights])
+
+
+def _said(experts: ExpertShape) -> list[object]:
+    """The fields that digests have always had, then those of the later ones that say something.
+
+    So workers of an older version still exchange KV of models that say nothing there.
+    """
+    later = dict(zip(experts._fields[NUM_EARLY:], experts[NUM_EARLY:], strict=True))
+    said = {name: x for name, x in later.items() if x != experts._field_defaults[name]}
+    return [*experts[:NUM_EARLY], *[said] * bool(said)]
 
 
 def combined(digests: Mapping[str, str]) -> str:

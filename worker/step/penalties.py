@@ -1,4 +1,4 @@
-"""PenaltyTables: what penalties and logit biases need of each row that has some."""
+"""PenaltyTables: what penalties and logit biases need of the rows that have some."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ def _read_rows_kernel(
     BLOCK_PAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (n, blocks of pages). ints: i64: live [n]; from `start` on, `stride` apart: position,
-    next position, token, slot, each [n, WIDTH]."""
+    next position, token, slot: [n, WIDTH]."""
     enter(PDL)
     at, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + at)
@@ -73,8 +73,8 @@ def read_rows_triton(
             BLOCK_PAGES=BLOCK_PAGES, num_warps=1,
         ),
     )  # fmt: skip
-    each = ints[start:].view(4, stride)[:, : n * width]
-    positions, following, tokens, slots = each.unbind()
+    parts = ints[start:].view(4, stride)[:, : n * width]
+    positions, following, tokens, slots = parts.unbind()
     return StepRows(ints[:n], valid, positions, following, tokens, seq_lens, slots, table)
 
 
@@ -135,7 +135,7 @@ def accept_rows_triton(
 ) -> Tensor:
     """One launch. Rows that are not valid are inactive already."""
     rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
-    assert all(each.is_contiguous() for each in (rows, position, valid, draws, stop_ids, min_len))
+    assert all(x.is_contiguous() for x in (rows, position, valid, draws, stop_ids, min_len))
     n, num_stops, num_drafts = len(rows), stop_ids.shape[1], columns.drafts.shape[1]
     result = torch.empty(n, 2 * width + 1, dtype=torch.int64, device=rows.device)
     _accept_rows_kernel[(n,)](
@@ -184,7 +184,7 @@ def _gather_rows_kernel(
 
 
 def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) -> Gathered:
-    assert all(each.is_contiguous() for each in (*ints, *floats, table, rows))
+    assert all(x.is_contiguous() for x in (*ints, *floats, table, rows))
     n, width = len(rows), table.shape[1]
     stride = aligned(n)
     out_ints = torch.empty(len(ints), stride, dtype=torch.int64, device=rows.device)

@@ -1,6 +1,6 @@
-"""StepState: what the device keeps of each row between steps, without asking the host.
+"""StepState: what the device keeps of rows between steps, without asking the host.
 
-`apply_rows` and `apply_pages` fill it from a Plan; each step's tail advances it. (Pages of
+`apply_rows` and `apply_pages` fill it from a Plan; the tails of steps advance it. (Pages of
 rows with chunks come with `BatchBuffers.chunks`.) Row 0 is the sink: it stands in for inactive and
 padded rows, so whatever they write is harmless.
 """
@@ -71,7 +71,7 @@ class StepState:
         self._pin = device.type == "cuda"  # whether host tensors are pinned
         self._eos_ids = tuple(eos_ids)
         padded = -(-n // ALIGNMENT) * ALIGNMENT  # all columns begin aligned for the kernels
-        # One line for each column, so that one copy moves what a row starts with.
+        # One line a column, so that one copy moves what a row starts with.
         num_ints, num_floats = len(IntColumns._fields), len(FloatColumns._fields)
         self._ints = torch.zeros(num_ints, padded, dtype=torch.int64, device=device)
         self._floats = torch.zeros(num_floats, padded, dtype=torch.float32, device=device)
@@ -82,7 +82,7 @@ class StepState:
         self._flat_table = self.page_table.view(-1)
         # Ids that end the row; -1 = unused.
         self.stop_ids = torch.zeros(n, MAX_STOP_IDS, dtype=torch.int64, device=device)
-        # Bound of each row's KV length after the last step applied, counted on the host from plans.
+        # Bounds of KV lengths by row after the last step applied, counted on the host from plans.
         # Exact if all widths were 1 and the row has not ended on the device.
         self.seq_len_ub = [0] * n
         self.columns = RowColumns(
@@ -94,7 +94,7 @@ class StepState:
             self.page_table,
             torch.zeros(n, max_width - 1, dtype=torch.int64, device=device),
         )
-        # Known tokens of each row by position, for a drafter that reads text; None: there is none.
+        # Known tokens of the rows by position, for a drafter that reads text; None: there is none.
         self.text: Tensor | None = None
         if max_text:
             self.text = torch.full((n, max_text), -1, dtype=torch.int32, device=device)
@@ -130,16 +130,16 @@ class StepState:
         """Write new page-table entries (those of rows with chunks are uploaded with the batch)."""
         if not new:
             return
-        num, width = sum(len(each.pages) for each in new), self.page_table.shape[1]
+        num, width = sum(len(entry.pages) for entry in new), self.page_table.shape[1]
         host = self._staged(num + -(-num // 2))  # table indices in i64, then page ids in i32
         flat, last = host.numpy(), 0
         pages = flat[num:].view(np.int32)
-        for each in new:
-            first, last = last, last + len(each.pages)
-            assert each.first + len(each.pages) <= width
-            begin = each.row * width + each.first
-            flat[first:last] = np.arange(begin, begin + len(each.pages))
-            pages[first:last] = each.pages
+        for entry in new:
+            first, last = last, last + len(entry.pages)
+            assert entry.first + len(entry.pages) <= width
+            begin = entry.row * width + entry.first
+            flat[first:last] = np.arange(begin, begin + len(entry.pages))
+            pages[first:last] = entry.pages
         at, sent = host.to(self.device, non_blocking=True).split_with_sizes([num, len(host) - num])
         self._flat_table.index_copy_(0, at, sent.view(torch.int32)[:num])
 
@@ -213,7 +213,7 @@ class Windows:
         self._query_start = [ends * width for width in range(max_width + 1)]  # by width
 
     def batch(self, rows: Tensor, window: WindowShape) -> tuple[Batch, SampledRows]:
-        """A window for each of `rows` [n] i64; inactive ones are padding. Device work only."""
+        """Windows for `rows` [n] i64; inactive ones are padding. Device work only."""
         width, max_seq_len_ub, host = window
         num_pages = -(-max_seq_len_ub // self._page_size)
         read = read_rows(rows, self._state.columns, self._page_size, num_pages, width)

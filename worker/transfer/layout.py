@@ -41,7 +41,7 @@ def num_pool_pages(layout: KVLayout, endpoint: Endpoint) -> int:
     sizes = [region.num_bytes for region in endpoint.regions]
     if layout.state is not None and (not sizes or sizes.pop() % layout.state.slot_bytes):
         raise Incompatible("its last region is not a number of slots of state")
-    num_pages = sizes[0] // layout.regions[0].page_bytes if sizes else 0
+    num_pages = sizes[0] // layout.target.page_bytes if sizes else 0
     if sizes != [num_pages * region.page_bytes for region in layout.regions]:
         raise Incompatible(f"regions of {sizes} bytes are not the same number of pages each")
     return num_pages

@@ -265,7 +265,7 @@ class LocalRank:
                 figures = sources.measure(self._dialled.ends)
         except (TransferError, OSError) as error:
             return PullPath(member.peer, transport, error=str(error))
-        return PullPath(member.peer, sources.transport, *figures, self.model.regions[0].page_size)
+        return PullPath(member.peer, sources.transport, *figures, self.model.page_size)
 
     def _dial(self, member: Member) -> Link | DialFailed:
         try:

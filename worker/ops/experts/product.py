@@ -28,7 +28,6 @@ def expert_products_ref(
     to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
-    n, k = routes.ids.shape
     # Of all tokens with all experts: no shape depends on where they go, as in a graph.
     if scales is None:
         hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
@@ -40,14 +39,25 @@ def expert_products_ref(
         products = torch.stack([
             scaled_product_ref(*gated, low, of_low, torch.float32) for gated, low, of_low in inner
         ])  # fmt: skip
+    total = weighted_sum(products, routes, held, x.dtype)
+    return total if out is None else out.copy_(total)
+
+
+def weighted_sum(products: Tensor, routes: Routes, held: Held, dtype: torch.dtype) -> Tensor:
+    """What expert_products adds up, [n, hidden_size] of `dtype`, in plain torch.
+
+    products: [count, n, hidden_size] f32, of all tokens with all experts of this rank.
+    """
+    n, k = routes.ids.shape
     local = routes.ids.long() - held.first
     here = (local >= 0) & (local < held.count)
-    parts = products[local.clamp(0, held.count - 1), torch.arange(n, device=x.device)[:, None]]
-    parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(x.dtype)
+    tokens = torch.arange(n, device=products.device)[:, None]
+    parts = products[local.clamp(0, held.count - 1), tokens]
+    parts = torch.where(here[..., None], parts * routes.weights[..., None], 0).to(dtype)
     total = parts[:, 0].float()
     for place in range(1, k):
         total = total + parts[:, place]
-    return total.to(x.dtype) if out is None else out.copy_(total)
+    return total.to(dtype)
 
 
 expert_products = op(expert_products_ref)

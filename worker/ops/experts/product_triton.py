@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from worker.config.checkpoint.experts import Held
+from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.route import Routes
 from worker.ops.jit import INTERPRETED, enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 from worker.ops.norms_triton import silu_and_mul
-from worker.ops.scaled import BLOCK, E4M3, strides_of
+from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
 
 
@@ -50,7 +51,7 @@ def choose(
     tokens = min(max(16, share), max(_EIGHT if eight else _TABLE))
     if eight:
         rows, num_warps, num_stages = _EIGHT[tokens]
-        return Tile(tokens, rows, BLOCK, num_warps, num_stages)
+        return Tile(tokens, rows, SCALE_BLOCK, num_warps, num_stages)
     shapes = next(shapes for most, shapes in _TABLE.items() if tokens <= most)
     return Tile(tokens, *shapes[not gated])
 

@@ -5,6 +5,7 @@ counted by atomics, so a replay of a graph and an eager step have the same. Toke
 no expert.
 """
 
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,12 @@ def new_load(held: Held, device: torch.device) -> Tensor:
     return torch.zeros(2, held.count + 1, dtype=torch.int64, device=device)
 
 
+# By ExpertShape.scoring: scores of all experts, of their logits; both [n, num_experts] f32.
+SCORINGS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+}
+
+
 def route_ref(
     x: Tensor,
     gate: Tensor,
@@ -41,20 +48,25 @@ def route_ref(
     shape: ExpertShape,
     held: Held,
     load: Tensor,
+    bias: Tensor | None = None,
 ) -> Routes:
-    """Softmax of all experts' logits in f32, then the k largest; the lower index wins a tie.
+    """Scores of all experts' logits in f32, then the k largest; the lower index wins a tie.
+
+    With a bias, [num_experts] f32, those whose score and bias are the largest together.
 
     x: [n, hidden_size]; gate: [num_experts, hidden_size] of x's dtype; slots: [n] i64, where a
     token's KV goes: below `sink` it is padding; None: no token is. A NaN wins after all numbers,
     and makes a NaN of its weight, so every id is one of an expert. load: [2, count + 1] i64, see
     `new_load`; is added to.
     """
-    scores = (x.float() @ gate.float().t()).softmax(-1)
-    ranked = scores.nan_to_num(nan=-1.0).sort(dim=-1, descending=True, stable=True).indices
+    scores = SCORINGS[shape.scoring](x.float() @ gate.float().t())
+    chosen = scores if bias is None else scores + bias
+    ranked = chosen.nan_to_num(nan=float("-inf")).sort(dim=-1, descending=True, stable=True).indices
     ids = ranked[:, : shape.top_k]
     weights = scores.gather(1, ids)
     if shape.renormalizes:
         weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights * shape.factor if shape.factor != 1 else weights
     if slots is not None:
         ids = ids.masked_fill((slots < sink)[:, None], shape.num_experts)
     local = ids.flatten() - held.first
