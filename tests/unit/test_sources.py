@@ -114,7 +114,7 @@ class Scripted:
             raise Unreachable(f"{endpoint.name} is gone")
         self.open.append(endpoint.name)
         remove = lambda: self.open.remove(endpoint.name)  # noqa: E731
-        return SimpleNamespace(close=remove, pull=self.pull, road="a/b")
+        return SimpleNamespace(close=remove, pull=self.pull, transport="a/b")
 
     def pull(self, runs: Sequence[Run]) -> ScriptedPull:
         self.runs += runs

@@ -32,8 +32,7 @@ def delta_chunk_ref(
 ) -> None:
     """Fill `out` and the requests' slots.
 
-    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of its dtype, contiguous;
-    padded tokens become zero.
+    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
     """
     shape = state.shape
     widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
@@ -63,8 +62,7 @@ def delta_chunk_ref(
 def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
     """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
 
-    s: [value_heads, key_dim, value_dim] f32. The arithmetic of a token does not depend on how many
-    follow it.
+    s: [value_heads, key_dim, value_dim] f32. A token's arithmetic depends on none that follow it.
     """
     count = len(x.g)
     q, k, v, g, beta = (part.transpose(0, 1) for part in x)

@@ -1,4 +1,4 @@
-"""Kernels of chunk.py: convolution, each block's matrices, the scan over blocks, gated norm."""
+"""Kernels of chunk.py: convolution, blocks' matrices, the scan over blocks, gated norm."""
 
 import torch
 from torch import Tensor
@@ -141,8 +141,7 @@ def _matrices_kernel(
         tl.store(scratch + square, tl.where(i[:, None] > i[None, :], a, 0.0))
         tl.debug_barrier()
 
-        # The diagonal blocks, all four at once: column c of the inverse over its rows r, so that no
-        # sum leaves a warp.
+        # The diagonal blocks at once, column c of the inverse over rows r: sums stay in a warp.
         d, c = tl.arange(0, 4)[:, None, None], tl.arange(0, 16)[None, :, None]
         r = tl.arange(0, 16)[None, None, :]
         diagonal = scratch + d * (16 * BLOCK + 16)
