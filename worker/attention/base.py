@@ -1,8 +1,11 @@
 """The contract of attention over the paged cache: a shape, caps that accept it, a backend."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
 
 from worker.cache.layout import KVRegion
 from worker.cache.pool import KVPool
@@ -114,6 +117,26 @@ class AttentionBackend(LayerAttention, Protocol):
         The first launch of a variant may wait for a compiler.
         """
         ...
+
+
+class PoolAttention:
+    """Base of backends that attend themselves over a region of the pool."""
+
+    caps: ClassVar[AttentionCaps]
+
+    def __init__(self, pool: KVPool, shape: AttentionShape, sinks: Sequence[Tensor] = ()) -> None:
+        self.region = self.caps.region(pool, shape)
+        assert bool(sinks) == shape.sinks
+        self.sinks = sinks or [None] * self.region.num_layers
+        self.shape, self.heads = shape, (shape.num_heads, shape.num_kv_heads)
+        self.dtype: torch.dtype = getattr(torch, shape.dtype or self.region.dtype)
+        self._layers = pool.layers(shape.region)
+
+    def kv(self, layer_id: int) -> tuple[Tensor, ...]:
+        return self._layers[layer_id]
+
+    def variant(self, bounds: Bounds) -> Hashable:
+        return None  # nothing is compiled for a batch
 
 
 @dataclass(frozen=True, slots=True)

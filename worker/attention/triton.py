@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from worker.attention.base import AttentionCaps, AttentionShape
+from worker.attention.base import AttentionCaps, AttentionShape, PoolAttention
 from worker.attention.paged_plan_triton import PagedPlan, plan_items
 from worker.attention.paged_tiles import MAX_BLOCK, PagedTiles, choose
 from worker.attention.paged_triton import constants_of, options_of, paged_attention
-from worker.attention.pooled import PoolAttention
 from worker.attention.prompt_triton import (
     PromptPlan,
     num_rows,

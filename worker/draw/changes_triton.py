@@ -165,9 +165,9 @@ def rules_of(logits: Tensor, params: DrawParams, changes: Changes | None) -> Rul
 
 
 @triton.jit
-def best_of(best, row, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
+def best_of(best, row, BLOCKS: tl.constexpr):
     """The row's largest logit."""
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     return tl.max(tl.load(best + row * BLOCKS + at, mask=at < BLOCKS, other=float("-inf")), 0)
 
 
@@ -244,9 +244,9 @@ def threshold_of(
 
 
 @triton.jit
-def winner_of(values, ids, row, vocab, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr):
+def winner_of(values, ids, row, vocab, BLOCKS: tl.constexpr):
     """The lowest id among the blocks' largest values."""
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     inside = at < BLOCKS
     value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
     token = tl.load(ids + row * BLOCKS + at, mask=inside, other=vocab - 1)

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+from worker.ops.best_pairs_triton import key_of, value_of
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 from worker.ops.philox_triton import natural_log
 
 VOCAB_BLOCK, WARPS = 1024, 4
@@ -17,9 +18,7 @@ def _ranked(logits, row, block, vocab, stride, BLOCK: tl.constexpr):
     inside = tokens < vocab
     x = tl.load(logits + row * stride + tokens, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == 0.0, 0.0, x)
-    bits = x.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits).to(tl.int64)
-    ranked = (order << 32) + (0x7FFFFFFF - tokens).to(tl.int64)
+    ranked = (key_of(x, 32).to(tl.int64) << 32) + (0x7FFFFFFF - tokens).to(tl.int64)
     return x, tl.where(inside, ranked, -9223372036854775808)
 
 
@@ -42,20 +41,17 @@ def _blocks_kernel(
 @triton.jit
 def _value_of(ranked):
     """The logit within a rank."""
-    order = (ranked >> 32).to(tl.int32)
-    bits = tl.where(order < 0, -order | -2147483648, order)
-    return bits.to(tl.float32, bitcast=True)
+    return value_of((ranked >> 32).to(tl.int32), 32)
 
 
 @triton.jit(do_not_specialize=["num_top"])
 def _walk_kernel(
     logits, token, first, sums, values, ids, vocab, stride, num_top,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, BLOCKS_2)
+    blocks = tl.arange(0, triton.next_power_of_2(BLOCKS))
     here = blocks < BLOCKS
     firsts = tl.load(first + row * BLOCKS + blocks, mask=here, other=-9223372036854775808)
     highest = _value_of(tl.max(firsts, 0))
@@ -97,8 +93,7 @@ def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor
     _walk_kernel[(n,)](
         logits, token, first, sums, values, ids, vocab, logits.stride(0), num_top,
         **overlap(
-            logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks),
-            EXACT=logits.is_cuda, num_warps=WARPS,
+            logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, EXACT=logits.is_cuda, num_warps=WARPS
         ),
     )  # fmt: skip
     return values, ids

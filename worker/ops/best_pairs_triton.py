@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.launch import overlap
 
 ROWS = 128  # of a program
 
@@ -35,13 +35,11 @@ def id_of(pair):
 
 
 @triton.jit
-def _best_pairs_kernel(
-    values, ids, pairs, no_id, BLOCKS: tl.constexpr, BLOCKS_2: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
+def _best_pairs_kernel(values, ids, pairs, no_id, BLOCKS: tl.constexpr, PDL: tl.constexpr):
     """One program a row: the pair of the best of its blocks."""
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCKS_2)
+    at = tl.arange(0, triton.next_power_of_2(BLOCKS))
     inside = at < BLOCKS
     value = tl.load(values + row * BLOCKS + at, mask=inside, other=float("-inf"))
     token = tl.load(ids + row * BLOCKS + at, mask=inside, other=no_id).to(tl.int64)
@@ -60,9 +58,8 @@ def best_pairs_triton(values: Tensor, ids: Tensor, no_id: int) -> Tensor:
     n, blocks = values.shape
     pairs = torch.empty(n, dtype=torch.int64, device=values.device)
     _best_pairs_kernel[(n,)](
-        values, ids, pairs, no_id,
-        **overlap(values, BLOCKS=blocks, BLOCKS_2=power_of_two(blocks), num_warps=1),
-    )  # fmt: skip
+        values, ids, pairs, no_id, **overlap(values, BLOCKS=blocks, num_warps=1)
+    )
     return pairs
 
 

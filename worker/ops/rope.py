@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import RopeScaling
 
 
 def rope_inv_freq(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:

@@ -4,8 +4,13 @@ import torch
 from torch import Tensor
 
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.attention.recurrent.gated_norm_triton import gated_norm_triton
-from worker.attention.recurrent.window_triton import part_of, silu, softplus, taps
+from worker.attention.recurrent.window_triton import (
+    gated_norm_triton,
+    part_of,
+    silu,
+    softplus,
+    taps,
+)
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton

@@ -11,8 +11,14 @@ from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
-from worker.config.checkpoint.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import (
+    PLAIN,
+    ROPE_TYPES,
+    Rope,
+    RopeScaling,
+    read_local_rope,
+    read_rope,
+)
 from worker.config.checkpoint.windows import FULL, SLIDING, read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
