@@ -31,7 +31,7 @@ def messages_of(items: Sequence[Mapping[str, Any]], param: str) -> list[dict[str
             _turn(messages, ("reasoning", "content", "tool_calls"))["reasoning"] = texts(
                 parts, where
             )
-        elif kind in CALLS:
+        elif isinstance(kind, str) and kind in CALLS:
             of, text = CALLS[kind]
             called = {name: word(item, name, where) for name in ("name", text)}
             call = {"id": word(item, "call_id", where), "type": of, of: called}
