@@ -26,7 +26,7 @@ from worker.peers.custom import (
     table_of,
 )
 from worker.peers.gloo import GlooCollective
-from worker.peers.peer_layout import MIB, PeerLayout
+from worker.peers.peer_layout import FAULT, MIB, PeerLayout
 from worker.peers.rank_group import exchange
 
 KIB = 1 << 10
@@ -62,9 +62,6 @@ class GlooBeside(GlooCollective):
         self, rank: int, size: int, device: torch.device, init_method: str, store: Any
     ) -> None:
         super().__init__(rank, size, "cpu", f"{init_method}-beside")
-
-    def abort(self) -> None:
-        self.close()
 
 
 def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
@@ -132,7 +129,7 @@ else:
         empty = torch.empty(0, 1024)
         assert collective.all_reduce(empty) is empty
         collective.check()
-        collective.abort()
+        collective._control[FAULT] = 1  # as a kernel does
         with pytest.raises(PeerLost, match=f"custom rank {rank} of 2"):
             collective.check()
         collective.close()

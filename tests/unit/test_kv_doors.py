@@ -24,12 +24,12 @@ from worker.transfer.doors import (
     MAX_STRANGERS,
     NONCE_BYTES,
     PIECE,
-    Door,
+    KVDoor,
     proof,
     received,
 )
-from worker.transfer.memory import BATCH_BYTES, DirectLane, Lane, Piece, StagedLane
-from worker.transfer.sockets import batches, dial
+from worker.transfer.memory import PORTION_BYTES, DirectLane, Lane, Piece, StagedLane
+from worker.transfer.sockets import dial, portions
 
 SECRET, HOST = b"s" * 32, "127.0.0.1"
 NUM_BYTES = 6 << 20
@@ -47,7 +47,7 @@ def region_of(memory: ctypes.Array) -> MemoryRegion:
 @pytest.fixture
 def endpoint(memory: ctypes.Array) -> Iterator[Endpoint]:
     regions = [region_of(memory)]
-    door = Door(HOST, SECRET, regions)
+    door = KVDoor(HOST, SECRET, regions)
     yield describe("sockets", "tcp", f"{HOST}:{door.port}", regions, SECRET)
     door.close()
 
@@ -140,7 +140,7 @@ def test_a_slow_stranger_is_cut_in_time(
         COUNT.pack(1) + PIECE.pack(0, 0, 0),
         COUNT.pack(1) + PIECE.pack(0, NUM_BYTES - 1, 2),
         COUNT.pack(1) + PIECE.pack(0, 2**64 - 1, 2),
-        COUNT.pack(2) + 2 * PIECE.pack(0, 0, BATCH_BYTES),
+        COUNT.pack(2) + 2 * PIECE.pack(0, 0, PORTION_BYTES),
     ],
     ids=["none", "many", "region", "empty", "end", "wraps", "large"],
 )
@@ -203,12 +203,12 @@ def test_both_ways_move_the_same_bytes(staged: bool, memory: ctypes.Array) -> No
 
 
 def test_batches_hold_every_byte_once() -> None:
-    runs = [Run(0, 0, 9, 3 * BATCH_BYTES + 1), *(Run(1, i, 2 * i, 1) for i in range(1000))]
-    made = list(batches(runs))
+    runs = [Run(0, 0, 9, 3 * PORTION_BYTES + 1), *(Run(1, i, 2 * i, 1) for i in range(1000))]
+    made = list(portions(runs))
     assert all(len(each.here) <= MAX_PIECES for each in made)
-    assert all(sum(p.num_bytes for p in each.there) <= BATCH_BYTES for each in made)
+    assert all(sum(p.num_bytes for p in each.there) <= PORTION_BYTES for each in made)
     moved = [(a, b) for each in made for a, b in zip(each.here, each.there, strict=True)]
     assert [a.num_bytes for a, _ in moved] == [b.num_bytes for _, b in moved]
-    assert sum(a.num_bytes for a, _ in moved) == 3 * BATCH_BYTES + 1 + 1000
+    assert sum(a.num_bytes for a, _ in moved) == 3 * PORTION_BYTES + 1 + 1000
     assert all(a.region == b.region for a, b in moved)
     assert {b.offset - a.offset for a, b in moved if a.region == 0} == {9}

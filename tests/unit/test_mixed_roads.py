@@ -61,7 +61,7 @@ def test_each_peer_is_reached_by_the_fastest_road(seen, road, sides, caplog) -> 
         array[:] = np.random.default_rng(3).integers(0, 256, len(array), np.uint8)
     with caplog.at_level(logging.WARNING):
         peer = mixed.connect(seen(endpoint), CONNECT_S)
-    assert peer.road == road
+    assert peer.transport == road
     assert ("reached by sockets" in caplog.text) is (seen is unreadable)
     runs = [Run(n, 0, 0, region.num_bytes) for n, region in enumerate(memory.regions)]
     assert ended(peer.pull(runs)) is OK

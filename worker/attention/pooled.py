@@ -1,4 +1,4 @@
-"""PoolAttention: what backends share that attend over a region of the pool themselves."""
+"""PoolAttention: base of backends that attend over a region of the pool themselves."""
 
 from collections.abc import Hashable, Sequence
 from typing import ClassVar
@@ -12,7 +12,7 @@ from worker.forward.batch import Bounds
 
 
 class PoolAttention:
-    """The region, its layers and the shape; `caps` refuse what a backend cannot serve."""
+    """The region, its layers and the shape; `caps` refuse shapes that a backend cannot serve."""
 
     caps: ClassVar[AttentionCaps]
 

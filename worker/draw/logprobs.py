@@ -1,6 +1,6 @@
 """Log-probabilities of the drawn and the likeliest tokens, without [rows, vocab] in f32.
 
-One pass finds the largest logit and the sum of each block of the vocabulary. Then one program a row
+One pass finds the largest logits and the sums of blocks of the vocabulary. Then one program a row
 takes the likeliest block leader again and again, and reads that block once more for its next
 leader. So only blocks with a reported token are read again.
 """
@@ -14,8 +14,7 @@ from worker.ops.op import op
 def logprobs_ref(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
     """Values [n, 1 + num_top] f32 and ids i64: of the drawn token, then of the likeliest ones.
 
-    logits: [n, vocab], unchanged; token: [n] i64. Of equally likely tokens the lowest ids come
-    first.
+    logits: [n, vocab], unchanged; token: [n] i64. Of equally likely tokens lower ids come first.
     """
     x = logits.float() + 0.0  # no -0
     bits = x.view(torch.int32).long()

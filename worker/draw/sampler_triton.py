@@ -3,12 +3,12 @@
 The definition is `sampler.draw_ref`; `changes_triton.py` changes logits before a draw. A row is cut
 into blocks of the vocabulary. The passes are:
 
-  best      the largest logit of each block
+  best      blocks' largest logits
   try       a draw without top_p, for rows with a high top_p and no top_k
-  tops      each row's largest logit, and the token that it tried
+  tops      rows' largest logits, and the tokens that they tried
   check     whether top_p keeps the token that a row tried; if so, it is the row's
   search    four bits of the threshold of top_k, then of top_p
-  ties      number of each block's tokens with the threshold's logit
+  ties      numbers of blocks' tokens with the threshold's logit
   draw      the largest perturbed logit that is left, by block
   winner    the same by row
 """
@@ -40,7 +40,7 @@ SEARCH_BLOCK, SEARCH_WARPS = 4096, 4
 RADIX_BITS = 4
 # By itself the compiler takes up to 255, and then two programs run at a time instead of three.
 BEST_REGISTERS, WALK_REGISTERS = 128, 168
-NUM_DRAWING = 1056  # programs of the last pass, eight on each multiprocessor: they are small
+NUM_DRAWING = 1056  # programs of the last pass, eight a multiprocessor: they are small
 Searched = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # best, tops, keys, sums, ties
 TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that it mostly saves
 
@@ -157,8 +157,7 @@ def _narrow(
 ):  # fmt: skip
     """Find four more bits of the row's threshold; the sums of all blocks have been stored.
 
-    keys: [2, n], one for each search. sums: [2, 3, n]: weight above the threshold, weight at or
-    above it, target.
+    keys: [2, n], of two searches. sums: [2, 3, n]: weight above the threshold, from it on, target.
     """
     blocks, digits = tl.arange(0, BLOCKS_2), tl.arange(0, RADIX)
     at = (row * BLOCKS + blocks)[:, None] * RADIX + digits[None, :]
@@ -194,7 +193,7 @@ def _search_kernel(
     WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
     PROBABLE: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): the weight at or above each of RADIX keys.
+    """Grid (blocks, rows at once): the weights at or above RADIX keys.
 
     The block that arrives last runs _narrow. PROBABLE: search for top_p; else for top_k.
     """
@@ -237,7 +236,7 @@ def _ties_kernel(
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
     BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows at once): how many tokens of each block are at the threshold."""
+    """Grid (blocks, rows at once): how many tokens of a block are at the threshold."""
     enter(PDL)
     block, i = tl.program_id(0), tl.program_id(1)
     num = tl.load(rows)
@@ -316,7 +315,7 @@ def _draw_kernel(
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
     EXACT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks, rows): the largest perturbed logit of each block, the lowest id with it.
+    """Grid (blocks, rows): a block's largest perturbed logit, the lowest id with it.
 
     FILTERED: some row may have filters. TRY: draw without top_p, for rows that try. FILTERED and
     not TRY: draw for the list `rows`, grid (blocks, rows at once).
@@ -497,7 +496,7 @@ def draw_triton(
     changes: Changes | None = None,
     part: VocabPart | None = None,
 ) -> Tensor:
-    """Draw with no host sync, fit for a CUDA graph. Rows of logits and each tensor are contiguous.
+    """Draw with no host sync, fit for a CUDA graph; see draw_ref. Rows and tensors are contiguous.
 
     The tokens kept may differ from draw_ref's in two cases. The probability before a token is
     within f32's rounding of top_p: sums are pairwise here and sequential there. Or, in f32, two

@@ -6,7 +6,7 @@ from torch import Tensor
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
 
-BLOCK = 128
+ROWS = 128  # of a program
 
 
 @triton.jit
@@ -52,9 +52,9 @@ def _best_pairs_kernel(
 
 
 def best_pairs_triton(values: Tensor, ids: Tensor, no_id: int) -> Tensor:
-    """The pair of each row's best block; one launch.
+    """The pairs of rows' best blocks; one launch.
 
-    values: [n, blocks] f32, the largest of each; ids: [n, blocks] of integers, their ids.
+    values: [n, blocks] f32, the blocks' largest; ids: [n, blocks] of integers, their ids.
     no_id: as large as any id; goes with a row of NaN. Returns [n] i64.
     """
     n, blocks = values.shape
@@ -82,7 +82,7 @@ def best_ids_triton(pairs: Tensor) -> Tensor:
     assert pairs.is_contiguous()
     ranks, n = pairs.shape
     out = torch.empty(n, dtype=torch.int64, device=pairs.device)
-    _best_ids_kernel[(-(-n // BLOCK),)](
-        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=BLOCK, num_warps=4)
+    _best_ids_kernel[(-(-n // ROWS),)](
+        pairs, out, n, **overlap(pairs, RANKS=ranks, BLOCK=ROWS, num_warps=4)
     )
     return out

@@ -6,7 +6,7 @@ from worker.attention.recurrent.delta_net import DeltaShape, DeltaWeights
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
 
-ROWS = 8  # of a program: a head of a token each; 4 take 1.6 times as long for 8,192 tokens
+ROWS = 8  # heads of tokens of a program; 4 take 1.6 times as long for 8,192 tokens
 
 
 @triton.jit

@@ -31,8 +31,7 @@ def silu(x):
 
 @triton.jit
 def _row(at, live, state_slot, folded, seq_len, width):
-    """Of live[at]: (row, slot, tokens in its state, those of this step that are pending, that are
-    kept)."""
+    """Of live[at]: (row, slot, tokens in its state, tokens of this step pending, and kept)."""
     row = tl.load(live + at)
     start = tl.load(folded + row)
     pending = tl.where(row > 0, tl.load(seq_len + row) - start, 0).to(tl.int32)
@@ -45,7 +44,7 @@ def part_of(
     KEY_HEADS: tl.constexpr, RATIO: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
 ):  # fmt: skip
     """Of program_id(1), a head of q, then of k, then of v: (is it of v, which head, its first
-    channel, key head, its place in what a slot holds of that key head)."""
+    channel, key head, its place in that key head's part of a slot)."""
     part = tl.program_id(1)
     is_value = part >= 2 * KEY_HEADS
     head = tl.where(is_value, part - 2 * KEY_HEADS, part % KEY_HEADS)  # of values, or of keys
@@ -58,7 +57,7 @@ def part_of(
 
 @triton.jit
 def taps(weight, lanes, inside):
-    """A convolution's four weights of each lane, f32."""
+    """A convolution's four weights of lanes, f32."""
     at = weight + lanes * 4
     w0 = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     w1 = tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
@@ -77,7 +76,7 @@ def _inputs_kernel(
 ):  # fmt: skip
     """Grid (rows, heads of q, then of k, then of v): convolution, lengths of q and k, gates.
 
-    Writes the raw inputs that the next step needs to slot and ring, once it has read what is there.
+    Writes the raw inputs that the next step needs to slot and ring, once it has read theirs.
     """
     HEADS: tl.constexpr = KEY_HEADS * RATIO
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM

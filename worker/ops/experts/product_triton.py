@@ -1,9 +1,8 @@
 """Kernels of product.py: grouped products whose weights are the left operand, then a sum.
 
 A program has some rows of one expert's weights and some of that expert's rows of tokens. Which
-ones, it finds from `starts`: the grid is as large as any routing may need, and what is beyond the
-rows that are there ends at once. Sums over K ascend; how many tokens stand beside each other
-changes no sum of a row.
+ones, it finds from `starts`: the grid is as large as any routing may need, and programs beyond the
+rows end at once. Sums over K ascend; the number of tokens side by side changes no sum of a row.
 """
 
 from dataclasses import dataclass
@@ -61,7 +60,7 @@ def choose(
 def _item(starts, item, COUNT: tl.constexpr, COUNT_POW2: tl.constexpr, BLOCK_T: tl.constexpr):
     """(expert, first row, row behind its last) of an item; expert -1: there is no such item."""
     experts = tl.arange(0, COUNT_POW2)
-    at = starts + experts  # beside the L1, which may hold what was there before the kernel waits
+    at = starts + experts  # beside the L1, which may hold numbers of before the kernel waits
     begins = tl.load(at, mask=experts < COUNT, other=0, cache_modifier=".cg")
     ends = tl.load(at + 1, mask=experts < COUNT, other=0, cache_modifier=".cg")
     items = (ends - begins + BLOCK_T - 1) // BLOCK_T
