@@ -19,7 +19,7 @@ from tests.support.prompts import problem_ids
 from worker.api import FinishReason, Sampling
 from worker.errors import Busy, PeerLost, Revoked, TransferError, TransferTimeout
 from worker.plan import RowStart
-from worker.run import runner
+from worker.run import chunks
 from worker.schedule import prefill as prefill_schedule
 from worker.step.rows import SampledRows
 
@@ -259,7 +259,7 @@ def without_minimum(*args: Any, **kwargs: Any) -> RowStart:
 
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
-    [(runner, "SampledRows", one_later), (prefill_schedule, "RowStart", without_minimum)],
+    [(chunks, "SampledRows", one_later), (prefill_schedule, "RowStart", without_minimum)],
 )
 def test_the_same_check_fails_when_it_is_drawn_otherwise(owner, name, wrong, asked, expected):
     with running(sections("always")) as cluster, mock.patch.object(owner, name, wrong):
