@@ -13,9 +13,10 @@ import torch
 
 from tests.contract.test_collective import check_promises
 from tests.support.interpreted import INTERPRETED
+from tests.support.peer_interpreted import access_by_interpreter
 from tests.support.processes import run_ranks
 from worker.errors import PeerLost, Unsupported, UserError
-from worker.peers import custom
+from worker.peers import all_reduce_triton, custom
 from worker.peers.custom import (
     NCCL,
     ONE_SHOT,
@@ -72,6 +73,7 @@ def collective_of(rank: int, size: int, folder: str) -> CustomCollective:
     changed.PeerLayout = lambda world: PeerLayout(world, 256 * KIB)
     changed.pinned_zeros = lambda count: torch.zeros(count, dtype=torch.int64)
     changed.synchronize = lambda device: None
+    access_by_interpreter(all_reduce_triton)
     return CustomCollective(rank, size, torch.device("cpu"), f"file://{folder}/rendezvous")
 
 
