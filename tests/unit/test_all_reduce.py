@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
+from tests.support.peer_interpreted import access_by_interpreter
 from tests.support.processes import run_ranks
 from worker.ops.jit import HAS_TRITON
 from worker.ops.launch import power_of_two
@@ -36,6 +37,9 @@ from worker.peers.peer_layout import (
     share_of,
     two_shot_tiles,
 )
+
+if INTERPRETED:  # in ranks' processes too, which import this file
+    access_by_interpreter(all_reduce)
 
 HANG_NS = 60 * 10**9
 BUFFER_BYTES = 1 << 20
@@ -234,6 +238,7 @@ else:
         spec = spec_from_file_location("changed_kernels", path)
         kernels: Any = module_from_spec(spec)
         spec.loader.exec_module(kernels)
+        access_by_interpreter(kernels)
         if rank == 0:  # slow to read what has come
             kernels.poll_chunks = hold(kernels.poll_chunks)
             kernels.load_chunks = hold_shared(kernels.load_chunks)

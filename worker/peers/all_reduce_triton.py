@@ -11,14 +11,12 @@ late beyond a limit sets a fault and ends (`peer_layout`); result and regions ar
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from worker.ops.jit import INTERPRETED, enter, tl, triton
+from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap, power_of_two
-from worker.peers import peer_interpreted, peer_ptx
 from worker.peers.peer_layout import (
     CHANNELS,
     CHUNK_BYTES,
@@ -29,14 +27,17 @@ from worker.peers.peer_layout import (
     tiles_of,
     two_shot_tiles,
 )
+from worker.peers.peer_ptx import (
+    load_chunks,
+    poll_chunks,
+    poll_flags,
+    poll_marked,
+    store_chunks,
+    store_flags,
+    store_marked,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-access: Any = peer_interpreted if INTERPRETED else peer_ptx
-load_chunks, store_chunks = access.load_chunks, access.store_chunks
-poll_chunks = access.poll_chunks
-store_marked, poll_marked = access.store_marked, access.poll_marked
-store_flags, poll_flags = access.store_flags, access.poll_flags
 
 
 def all_reduce_ref(parts: Sequence[Tensor]) -> Tensor:
@@ -63,7 +64,7 @@ def _end_turn(at, turn):
 @triton.jit
 def _sendable(address, mask):
     """Chunks of this rank's part, without ABSENT words."""
-    a, b, c, d = load_chunks(address, mask)
+    a, b, c, d = load_chunks(address, mask)  # pyright: ignore
     return (
         tl.where(a == -1, 0x7FFF7FFF, a),
         tl.where(b == -1, 0x7FFF7FFF, b),

@@ -5,13 +5,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.config import (
-    EngineConfig,
-    ModelConfig,
-    SpecConfig,
-    TransportConfig,
-    check_length,
-)
+from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
 from worker.config.backends import BACKENDS
 from worker.config.checkpoint.experts import Division, rank_experts
 from worker.config.checkpoint.refusals import check_path

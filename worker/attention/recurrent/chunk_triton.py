@@ -11,7 +11,7 @@ from worker.attention.recurrent.window_triton import (
     softplus,
     taps,
 )
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.batch import StateChunks
 from worker.ops.jit import enter, tl, triton
 from worker.ops.launch import overlap
@@ -282,14 +282,14 @@ def delta_chunk_triton(
     decays = torch.empty(2, num_tokens, heads, dtype=torch.float32, device=packed.device)
     w = packed.new_empty(num_tokens, heads, shape.key_dim)
     u = packed.new_empty(num_tokens, heads, shape.value_dim)
-    p = packed.new_empty(num_blocks, heads, BLOCK, BLOCK)
+    p = packed.new_empty(num_blocks, heads, DELTA_BLOCK, DELTA_BLOCK)
     scratch = torch.empty(p.shape, dtype=torch.float32, device=packed.device)
     sizes = overlap(
         packed, KEY_HEADS=shape.key_heads, RATIO=shape.ratio, KEY_DIM=shape.key_dim,
-        VALUE_DIM=shape.value_dim, BLOCK=BLOCK,
+        VALUE_DIM=shape.value_dim, BLOCK=DELTA_BLOCK,
     )  # fmt: skip
     strides = conv.stride(0), conv.stride(1), conv.stride(2)
-    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, BLOCK // CONVOLVED)](
+    _convolve_kernel[(num_blocks, 2 * shape.key_heads + heads, DELTA_BLOCK // CONVOLVED)](
         packed, weights.conv, weights.a_log, weights.dt_bias, conv, chunks.query_start,
         chunks.seq_lens, chunks.slots, chunks.blocks, mixed, decays[0], decays[1],
         packed.stride(0), *strides, num_reqs, num_blocks, LANES=max(shape.key_dim, shape.value_dim),

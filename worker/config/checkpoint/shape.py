@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.config.checkpoint.delta_shape import BLOCK, DeltaShape, read_delta
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
@@ -152,7 +152,7 @@ class ModelShape(LayerShape):
     @property
     def grain(self) -> int:
         """Chunks of a prompt that are not its last end at multiples of it."""
-        return 1 if self.delta is None else BLOCK
+        return 1 if self.delta is None else DELTA_BLOCK
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -1,6 +1,7 @@
 """peer_ptx under Triton's interpreter: plain loads and stores of memory that processes share."""
 
 import time
+from types import ModuleType
 from typing import Any
 
 from worker.ops.jit import tl, triton
@@ -90,3 +91,12 @@ def poll_flags(address, mark, control, mask):
     return _poll(
         lambda: tl.load(at, mask, 0), lambda flags: ((flags >> 32) != mark) & mask, control
     )
+
+
+def access_by_interpreter(kernels: ModuleType) -> None:
+    """Have the kernels of all_reduce_triton, or of a copy, access memory by what is here."""
+    for access in (
+        *(load_chunks, store_chunks, poll_chunks, store_marked, poll_marked),
+        *(store_flags, poll_flags),
+    ):
+        setattr(kernels, access.__name__, access)
