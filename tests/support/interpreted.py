@@ -129,7 +129,8 @@ def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
 
 def type_of(value: Any) -> Any:
     if isinstance(value, tuple):
-        return type(value)(*map(type_of, value))
+        types = tuple(map(type_of, value))
+        return type(value)(*types) if hasattr(value, "_fields") else types
     if value is None:
         return "constexpr"
     if isinstance(value, Tensor):

@@ -5,6 +5,7 @@ norms_triton has kernels that make x in eight bits at once, skinny_triton produc
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from torch import Tensor
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.e4m3_triton import block_in_e4m3
 from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.launch import aligned, has_dependent_launch, overlap
 from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
-from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
+from worker.ops.product import OWN_ROWS, tile_for, workspace_of
 from worker.ops.scaled import E4M3, room, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
-from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
+from worker.ops.skinny_triton import SkinnyTile, skinny_gemm
 
 # Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: of 8 rows
 # 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
@@ -179,8 +180,8 @@ def scaled_product_triton(
     out = torch.empty(m, n, dtype=dtype, device=values.device) if out is None else out
     if m == 0:
         return out
-    if (tile := _tile(m, w, dtype)) is not None:
-        return _streamed(values, of_rows, w, scales, out, tile)
+    if (tile := tile_for(m, w, dtype)) is not None:
+        return _streamed(values, w, out, tile, scaled=(of_rows, scales))
     return scaled_gemm(values, of_rows, w, scales, out, choose_scaled(m, n))
 
 
@@ -193,12 +194,13 @@ def scaled_gated_product_triton(
     whole_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     m, n = len(values), len(w)
-    tile = _tile(m, w, dtype, product_follows=True)
+    tile = tile_for(m, w, dtype, product_follows=True)
     if tile is None or not tile.gates(n):
         y = scaled_product_triton(values, of_rows, w, scales, dtype, whole_blocks)
         return swiglu_eight_triton(y)
     out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
-    return eight_bits_triton(_streamed(values, of_rows, w, scales, out, tile, gated=True))
+    scaled = of_rows, scales
+    return eight_bits_triton(_streamed(values, w, out, tile, gated=True, scaled=scaled))
 
 
 def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,26 +212,6 @@ def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _tile(
-    m: int, w: Tensor, dtype: torch.dtype, *, product_follows: bool = False
-) -> SkinnyTile | None:
-    """That of the kernel for few rows; None: there are many."""
-    if dtype not in DTYPES or not 0 < m <= OWN_ROWS:
-        return None
-    tile = choose(m, *w.shape, product_follows=product_follows, eight=True)
-    return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
-
-
-def _streamed(
-    values: Tensor,
-    of_rows: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    out: Tensor,
-    tile: SkinnyTile,
-    *,
-    gated: bool = False,
-) -> Tensor:
-    workspace, pdl = workspace_of(values.device), overlap(values)["PDL"]
-    both = of_rows, scales
-    return skinny_gemm(values, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=both)
+def _streamed(values: Tensor, w: Tensor, out: Tensor, tile: SkinnyTile, **options: Any) -> Tensor:
+    pdl = has_dependent_launch(values)
+    return skinny_gemm(values, w, out, workspace_of(values.device), tile, pdl=pdl, **options)

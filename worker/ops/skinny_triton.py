@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
@@ -29,13 +28,6 @@ from worker.ops.scaled import E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def skinny_gemm_ref(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w.T with f32 accumulation, rounded once. x: [m, k]; w: [n, k]; returns [m, n]."""
-    if x.dtype == torch.float32:
-        return F.linear(x, w)
-    return F.linear(x.float(), w.float()).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -9,8 +9,6 @@ A row's sums, choice and weights depend on that row alone, bit for bit. So no su
 layout of a block, which follows from how many tokens are in it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -71,15 +69,15 @@ def _scores(logits, SCORING: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
-    PARTS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
 
     ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
     """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    EXPERTS: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     experts = tl.arange(0, EXPERTS)
     real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
     at = parts + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
@@ -194,12 +192,12 @@ def route_triton(
         ),
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
-    sizes: dict[str, Any] = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
     _route_kernel[(-(-n // tokens),)](
         logits, slots, ids, weights, starts, order, load, n, sink, *held,
         **overlap(
-            x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), SCORING=shape.scoring,
-            RENORMALIZES=shape.renormalizes, ALONE=n <= tokens, num_warps=tokens, **sizes,
+            x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
+            SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, ALONE=n <= tokens,
+            num_warps=tokens,
         ),
     )  # fmt: skip
     if n <= tokens:
