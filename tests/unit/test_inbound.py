@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.support.pulls import VOCAB, DecodeSide
+from tests.support.pulls import PAGE_SIZE, VOCAB, DecodeSide
 from worker.api import Error, KVReady, PrefillRefused, Sampling
 from worker.transfer.fetch import Fetch
 from worker.transfer.seal import sealed
@@ -24,10 +24,17 @@ GROUPS = 2
 class Decode(DecodeSide):
     """One request that is fetched."""
 
-    def __init__(self) -> None:
-        super().__init__(GROUPS, draws=True)
-        self.req = self.request(40, PLAIN)
+    def __init__(self, num_tokens: int = 40, span: int = 0) -> None:
+        super().__init__(GROUPS, draws=True, span=span)
+        self.req = self.request(num_tokens, PLAIN)
         self.start(self.req, PEERS)
+
+    def tell(self, first: int, num_pages: int, groups: range = range(GROUPS), **more: Any) -> bool:
+        """An announcement of the present attempt; whether it brought the request its token."""
+        pages = tuple(range(1 + first, 1 + first + num_pages))
+        rest: dict[str, Any] = {"last": False} | more
+        message = KVReady(self.asked.xfer, first, pages, groups.start, len(groups), **rest)
+        return self.hears(message) is self.req
 
     def poll(self) -> list[Fetch]:
         return self.inbound.poll(time.monotonic())
@@ -36,6 +43,49 @@ class Decode(DecodeSide):
         (fetch,) = self.poll()
         assert fetch.landed
         return fetch
+
+
+@pytest.mark.parametrize("landed", [0, 1])
+def test_pages_that_nobody_will_read_are_not_pulled(landed: int) -> None:
+    """The first attempt fails after some pages; so does the second, or all are here."""
+    first = 8  # ten are whole: 160 tokens, and behind them 33 are read
+    decode = Decode(165, span=2 * PAGE_SIZE + 1)
+    book, hold = decode.book, decode.req.hold
+    before = book.num_available
+    assert decode.asked.num_matched == first * PAGE_SIZE
+    for attempt in range(2):
+        decode.tell(first + attempt * landed, landed)
+        decode.poll()
+        decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error("", "")))
+        decode.poll()
+        assert decode.asked.num_matched == (first + (attempt + 1) * landed) * PAGE_SIZE
+    decode.tell(0, 11, last=landed > 0, token=TOKEN if landed else None)
+    if landed:
+        decode.landed()
+        assert decode.req.num_computed_tokens == 165
+        assert (hold.num_trimmed, len(hold.private)) == (first, 11 - first)
+        return
+    decode.inbound.on_refused(decode.peer, PrefillRefused(decode.asked.xfer, Error("", "")))
+    (fetch,) = decode.poll()
+    assert not fetch.landed
+    assert (decode.req.num_computed_tokens, hold.pages) == (0, []), "all is to be computed here"
+    assert book.num_available == before
+    book.bind(hold, 166)
+
+
+def test_an_attempt_that_fails_later_leaves_the_token() -> None:
+    """The next worker makes its KV's beginning, and draws nothing: the hold has no more pages."""
+    decode = Decode()
+    first = decode.asked.xfer
+    assert decode.hears(KVReady(first, 0, (), 0, GROUPS, True, token=TOKEN)) is decode.req
+    decode.inbound.on_lost(PEERS[0])
+    assert not decode.poll()
+    again = decode.asked
+    assert (again.xfer.attempt, again.tokens) == (2, (*range(40), TOKEN))
+    assert again.sampling is None
+    assert decode.hears(KVReady(again.xfer, 0, (1, 2, 3), 0, GROUPS, True, token=6)) is None
+    assert decode.req.tokens == [*range(40), TOKEN]
+    decode.landed()
 
 
 def test_only_who_was_asked_may_answer() -> None:

@@ -2,11 +2,13 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
 from tests.support.pulls import FAILED, OK, ended
 from tests.support.ranks import NUM_GROUPS, Ranks, content, memory, model_layout, share
+from worker.errors import Incompatible
 
 OURS, THEIRS = 9, 12  # pages
 SIZES = (1, 2, 4, 8)
@@ -68,5 +70,25 @@ def test_a_page_that_the_peer_does_not_have_fails_the_pull(remote: int) -> None:
     for held, old in zip(memory(decode.pools[0]), ours, strict=True):
         assert np.array_equal(held, old)
     sources.close()
+    prefill.close()
+    decode.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "reason"),
+    [
+        (lambda ends: ends[:3], "has 3 ranks: 4 kv heads cannot be shared"),
+        (lambda ends: (), "does not say how to reach it"),
+        # Two ranks of four heads say that they are two of two: they hold half of what they should.
+        (lambda ends: ends[:2], "not the same number of pages"),
+        (lambda ends: (*ends[:3], b"?"), "rank 3"),
+    ],
+)
+def test_peers_that_no_rank_can_pull_from_are_incompatible(endpoints, reason) -> None:
+    layout = model_layout(4)
+    prefill, decode = (Ranks(layout, tp, content(layout, OURS, 1)) for tp in (4, 1))
+    changed = msgspec.structs.replace(prefill.member, endpoints=endpoints(prefill.member.endpoints))
+    with pytest.raises(Incompatible, match=reason):
+        decode.local(0).connect(changed)
     prefill.close()
     decode.close()
