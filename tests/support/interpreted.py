@@ -111,8 +111,6 @@ def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
                 return
             types = dict(zip(names, map(type_of, args), strict=False))
             given |= {"PDL": True, "launch_pdl": True}
-            if "EXACT" in names:
-                given["EXACT"] = True
             constants = {each: given.pop(each) for each in names if each in given}
             ptx = ptx_of(self.kernel, types, constants, **given)
             found[name] = ptx

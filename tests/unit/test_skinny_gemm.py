@@ -56,7 +56,7 @@ if not INTERPRETED:
         types |= {name if name.isupper() else f"stride_{name}": "i32" for name in sizes}
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": 128, "SPLIT": split, "STEPS": 16,
-            "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+            "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7,
             "GATED": gated, "GRAIN": 0, "STAGES": None,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)

@@ -83,13 +83,10 @@ def _gather_kernel(
 def _units(
     acc, weight, top, q_tile, keys, values, first_row, begin, stop, position, scale,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys begin..stop - 1; without MASKED every row sees all of them."""
     unit = 1.0 if CAP > 0 else scale  # of scores, for exp2
-    for key in tl.range(  # type: ignore[misc]
-        bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N
-    ):
+    for key in tl.range(bound_of(begin), bound_of(stop), BLOCK_N):  # type: ignore[misc]
         k_tile = keys.load([first_row + key, 0])
         v_tile = values.load([first_row + key, 0])
         dtype = v_tile.dtype
@@ -124,7 +121,7 @@ def _prompt_kernel(
     q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, stride_q, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of tokens · query heads,); the last tiles, whose keys are the most, go first.
 
@@ -164,24 +161,22 @@ def _prompt_kernel(
             first = tl.minimum(tl.cdiv(first, BLOCK_N) * BLOCK_N, end)
             acc, weight, top = _units(  # type: ignore[misc]
                 acc, weight, top, q_tile, keys, values, first_row, begin, first, position, scale,
-                True, BLOCK_N, WINDOW, CAP, INTERPRETED,
+                True, BLOCK_N, WINDOW, CAP,
             )  # fmt: skip
             begin, seen = first, tl.maximum(first, seen)
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, begin, seen, position, scale,
-            False, BLOCK_N, WINDOW, CAP, INTERPRETED,
+            False, BLOCK_N, WINDOW, CAP,
         )  # fmt: skip
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, seen, end, position, scale,
-            True, BLOCK_N, WINDOW, CAP, INTERPRETED,
+            True, BLOCK_N, WINDOW, CAP,
         )  # fmt: skip
         whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
         out_at = out + (row * HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(out_at, whole.to(out.dtype.element_ty), mask=here)
 
-    zero_padding(  # type: ignore[misc]
-        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D, INTERPRETED
-    )
+    zero_padding(out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +200,7 @@ def serves(k_cache: Tensor, dtype: torch.dtype) -> bool:
     """
     _, _, page_size, head_dim = k_cache.shape
     known = dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
-    return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
+    return known and page_size >= 16 and (bool(INTERPRETED) or _has_room(k_cache))
 
 
 def _has_room(x: Tensor) -> bool:
@@ -300,5 +295,4 @@ def prompt_constants(shape: AttentionShape) -> dict[str, Any]:
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[wide], "HEAD_DIM": shape.head_dim, "BLOCK_D": wide,
         "HEADS": shape.num_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "FIELDS": FIELDS, "WINDOW": shape.mask.window or 0, "CAP": shape.cap,
-        "INTERPRETED": INTERPRETED,
     }  # fmt: skip

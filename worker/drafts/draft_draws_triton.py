@@ -16,7 +16,7 @@ BLOCK, WARPS = 1024, 4
 def _best_draft_kernel(
     logits, rows, position, seed, temperature, ids, values, tokens, first, num_ids, stride,
     NUM: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, MAPPED: tl.constexpr,
-    GREEDY: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    GREEDY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, n * NUM): the largest perturbed logit of each block, the lowest id with it.
 
@@ -36,9 +36,9 @@ def _best_draft_kernel(
             here, key = tl.load(position + i) + 1, tl.load(seed + row)
             x = tl.div_rn(x, scale)
             if MAPPED:
-                x += gumbel_at(key, here, token, EXACT)
+                x += gumbel_at(key, here, token)
             else:
-                x += gumbel_block(key, here, first + block * BLOCK, BLOCK, EXACT)
+                x += gumbel_block(key, here, first + block * BLOCK, BLOCK)
     most = tl.max(x, 0)
     best = (x == most) & (at < num_ids)  # -inf beyond, which is most if all else is NaN
     tl.store(values + i * BLOCKS + block, most)
@@ -86,7 +86,7 @@ def draw_drafts_triton(logits: Tensor, draws: DraftDraws, drafts: Tensor) -> Ten
         0 if part is None else part.first, num_ids, logits.stride(0),
         **overlap(
             logits, NUM=num, BLOCK=BLOCK, BLOCKS=blocks, MAPPED=ids is not None,
-            GREEDY=seed is None, EXACT=logits.is_cuda, num_warps=WARPS,
+            GREEDY=seed is None, num_warps=WARPS,
         ),
     )  # fmt: skip
     pairs = None

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if TYPE_CHECKING:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+    INTERPRETED: Any
     enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
@@ -24,6 +24,8 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
+    # Whether kernels run in the interpreter: a constant that they read as well.
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
     # Programmatic dependent launch (sm_90): let the next kernel start; wait for the one before.
     gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
     gdc_wait = tl.extra.cuda.gdc_wait
@@ -40,7 +42,7 @@ else:
         return function if function is not None else _jit
 
     triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
-    enter = gdc_launch_dependents = gdc_wait = None
+    INTERPRETED, enter, gdc_launch_dependents, gdc_wait = False, None, None, None
 
 
 @contextmanager

@@ -28,7 +28,7 @@ ROWS, ROWS_OF_MANY, MANY_ROWS = 8, 32, 1024
 @triton.jit(do_not_specialize=["M", "stride_scales"])
 def _eight_bits_kernel(
     x, values, scales, M, K, stride_x, stride_scales,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of columns, rows / ROWS)."""
     block = tl.program_id(0)
@@ -38,7 +38,7 @@ def _eight_bits_kernel(
     inside = here[:, None] & (at < K)[None, :]
     enter(PDL)
     x_tile = tl.load(x + rows[:, None] * stride_x + at[None, :], mask=inside, other=0.0)
-    eight, scale = block_in_e4m3(x_tile, INTERPRETED)  # pyright: ignore
+    eight, scale = block_in_e4m3(x_tile)  # pyright: ignore
     tl.store(values + rows[:, None] * K + at[None, :], eight, mask=inside)
     tl.store(scales + block.to(tl.int64) * stride_scales + rows, scale, mask=here)
 
@@ -50,7 +50,7 @@ def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = ROWS_OF_MANY if m >= MANY_ROWS else ROWS
     _eight_bits_kernel[(of_rows.shape[1], -(-m // rows))](
         x, values, of_rows, m, k, x.stride(0), of_rows.stride(1),
-        **overlap(x, ROWS=rows, BLOCK=SCALE_BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
+        **overlap(x, ROWS=rows, BLOCK=SCALE_BLOCK, num_warps=4),
     )  # fmt: skip
     return values, of_rows
 
@@ -76,8 +76,7 @@ def swiglu_eight_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled_gemm_kernel(
     x, of_rows, w, of_weights, out, M, N, K, stride_column, stride_rows, stride_blocks, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x · tiles of w); GROUP tiles of x follow one another over all tiles of w.
 
@@ -104,7 +103,7 @@ def _scaled_gemm_kernel(
             inside = (begin + ks < K)[None, :]
             x_tile = tl.load(x_at, mask=inside, other=0.0)
             w_tile = tl.load(w_at, mask=inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:
             x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
         scale = tl.load(row_at)[:, None] * tl.load(weight_at)[None, :]
         acc += tl.dot(x_tile, tl.trans(w_tile)) * scale
@@ -152,8 +151,8 @@ def scaled_gemm(
         x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=SCALE_BLOCK, GRAIN=n // len(scales),
-            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % SCALE_BLOCK == 0, UPCAST=INTERPRETED,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % SCALE_BLOCK == 0, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         ),
     )  # fmt: skip
     return out

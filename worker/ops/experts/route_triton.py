@@ -24,9 +24,8 @@ AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
-    x, gate, out, num_tokens, num_experts, K, stride_x,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x, gate, out, num_tokens, num_experts, K, stride_x, BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, experts]."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -42,7 +41,7 @@ def _router_kernel(
         x_at = x + tokens.to(tl.int64)[:, None] * stride_x + at[None, :]
         w = tl.load(gate_at, mask=(experts < num_experts)[:, None] & inside, other=0.0)
         y = tl.load(x_at, mask=(tokens < num_tokens)[:, None] & inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:
             w, y = w.to(tl.float32), y.to(tl.float32)
         acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
     at = part.to(tl.int64) * num_tokens + tokens
@@ -129,8 +128,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _arrange_kernel(
-    ids, starts, order, load, num_rows, first, count,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    ids, starts, order, load, num_rows, first, count, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (count + 1): an expert's rows begin behind those of the experts before it.
 
@@ -187,8 +185,7 @@ def route_triton(
     _router_kernel[(-(-n // block_t), -(-num_experts // 64), len(logits))](
         x, gate, logits, n, num_experts, k, x.stride(0),
         **overlap(
-            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, UPCAST=INTERPRETED,
-            num_warps=4, num_stages=3,
+            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, num_warps=4, num_stages=3
         ),
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
