@@ -167,7 +167,7 @@ def route_triton(
     load: Tensor,
     bias: Tensor | None = None,
 ) -> Routes:
-    """See route_ref, and computed.py for what of a shape is not computed here."""
+    """See route_ref, and IN_KERNELS for what of a shape is computed here."""
     assert bias is None
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
