@@ -13,8 +13,7 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
-from worker.ops.jit import INTERPRETED, tl, triton
-from worker.ops.launch import power_of_two
+from worker.ops.jit import INTERPRETED, power_of_two, tl, triton
 
 FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
 

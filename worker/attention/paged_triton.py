@@ -34,8 +34,15 @@ from worker.attention.eight_bits_triton import (
 )
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at
 from worker.attention.paged_tiles import PagedTiles
-from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import (
+    INTERPRETED,
+    gdc_launch_dependents,
+    gdc_wait,
+    overlap,
+    power_of_two,
+    tl,
+    triton,
+)
 
 
 @triton.jit

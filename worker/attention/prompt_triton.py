@@ -23,8 +23,7 @@ from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
 from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.forward.batch import Bounds
-from worker.ops.jit import INTERPRETED, tl, triton
-from worker.ops.launch import has_dependent_launch, power_of_two
+from worker.ops.jit import INTERPRETED, has_dependent_launch, power_of_two, tl, triton
 
 BLOCK_M = 128
 UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it

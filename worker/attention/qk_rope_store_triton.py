@@ -9,8 +9,7 @@ from torch import Tensor
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.cache.eight_bits import E4M3
 from worker.ops.e4m3_triton import to_e4m3
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import gdc_launch_dependents, gdc_wait, overlap, power_of_two, tl, triton
 
 MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
 

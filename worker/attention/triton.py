@@ -25,8 +25,7 @@ from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
-from worker.ops.jit import HAS_TRITON, INTERPRETED
-from worker.ops.launch import power_of_two
+from worker.ops.jit import HAS_TRITON, INTERPRETED, power_of_two
 
 log = logging.getLogger("kvlane.attention")
 

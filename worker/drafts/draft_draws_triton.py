@@ -5,8 +5,7 @@ from torch import Tensor
 
 from worker.drafts.draft_draws import DraftDraws
 from worker.ops.best_pairs_triton import best_pairs_triton, id_of
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 from worker.ops.philox_triton import gumbel_at, gumbel_block
 
 BLOCK, WARPS = 1024, 4

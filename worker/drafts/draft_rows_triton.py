@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.drafts.draft_rows import DraftSteps
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import aligned, enter, overlap, tl, triton
 from worker.step.rows import RowColumns, SampledRows
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs_triton import value_of
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import INTERPRETED, enter, overlap, tl, triton
 from worker.ops.philox_triton import natural_log
 
 STUCK_BLOCK, STUCK_WARPS = 4096, 4

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.best_pairs_triton import key_of, value_of
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 from worker.ops.philox_triton import natural_log
 
 VOCAB_BLOCK, WARPS = 1024, 4

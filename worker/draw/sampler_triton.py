@@ -30,8 +30,7 @@ from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tri
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import INTERPRETED, aligned, enter, overlap, tl, triton
 from worker.ops.philox_triton import gumbel_block
 from worker.plan import Tail
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.e4m3_triton import store_in_e4m3
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 
 @triton.jit(do_not_specialize=["stride_scales"])

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.ops.jit import HAS_TRITON
-from worker.ops.launch import has_dependent_launch
+from worker.ops.jit import HAS_TRITON, has_dependent_launch
 from worker.ops.lt_gemm import tuned_gemm
 from worker.ops.norms import swiglu
 from worker.ops.scaled import E4M3

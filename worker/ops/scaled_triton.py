@@ -12,8 +12,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.e4m3_triton import block_in_e4m3
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import aligned, has_dependent_launch, overlap
+from worker.ops.jit import INTERPRETED, aligned, enter, has_dependent_launch, overlap, tl, triton
 from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
 from worker.ops.product import OWN_ROWS, tile_for, workspace_of
 from worker.ops.scaled import E4M3, room, strides_of

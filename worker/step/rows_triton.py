@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import aligned, enter, overlap, tl, triton
 from worker.step.rows import Floats, Gathered, Ints, RowColumns, SampledRows, StepRows
 
 BLOCK_PAGES = 256

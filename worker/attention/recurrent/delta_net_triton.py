@@ -12,8 +12,7 @@ from torch import Tensor
 from worker.attention.recurrent.delta_net import DeltaShape, DeltaState, DeltaWeights
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.forward.batch import StateChunks, StateWindows
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 
 ROWS = 8  # heads of tokens of a program; 4 take 1.6 times as long for 8,192 tokens
 STAGES = 3  # tokens whose inputs are loaded at once

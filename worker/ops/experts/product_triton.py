@@ -14,8 +14,7 @@ from torch import Tensor
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.route import Routes
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.route import Routes
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # of a program of `route`, a warp each
