@@ -34,15 +34,7 @@ from worker.attention.eight_bits_triton import (
 )
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at
 from worker.attention.paged_tiles import PagedTiles
-from worker.ops.jit import (
-    INTERPRETED,
-    gdc_launch_dependents,
-    gdc_wait,
-    overlap,
-    power_of_two,
-    tl,
-    triton,
-)
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 
 @triton.jit
@@ -327,9 +319,7 @@ def _attend_kernel(
     partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     num_pairs = tl.load(counts) * KV_HEADS
     num_rows = tl.load(counts + 1)
     # `items` has room for one item a program, so this load need not wait for the number of items.
@@ -420,26 +410,19 @@ def _attend_kernel(
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PagedPlan,
-    out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, out: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """Rows' attention to the keys of their requests that they see; padded rows are zero.
 
     q: [num_tokens, heads, head_dim], rows contiguous; k_cache, v_cache: a layer's
     [num_pages, kv_heads, page_size, head_dim] views; sinks: [heads], where the plan's shape has
-    some. Returns [num_tokens, heads, head_dim], contiguous: `out` if it is given.
+    some. Returns `out`: [num_tokens, heads, head_dim], contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     tiles, shape = plan.tiles, plan.shape
     assert num_heads == shape.num_heads
     assert k_cache.stride() == v_cache.stride()
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
     options = overlap(q)
     if not tiles.early:

@@ -250,12 +250,7 @@ def plan_prompts(
 
 
 def prompt_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PromptPlan,
-    out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PromptPlan, out: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """As paged_attention, for a plan by plan_prompts."""
     num_tokens, num_heads, head_dim = q.shape
@@ -264,8 +259,6 @@ def prompt_attention(
     assert num_heads == shape.num_heads
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
     keys, values = plan.gathered
     num_pages = num_rows([plan.max_seq_len]) // page_size

@@ -9,7 +9,7 @@ from torch import Tensor
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.cache.eight_bits import E4M3
 from worker.ops.e4m3_triton import to_e4m3
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, overlap, power_of_two, tl, triton
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
 
@@ -58,9 +58,7 @@ def _qk_rope_store_kernel(
     HEADS divides both head counts, so a program has heads of q, of k or of v only.
     BLOCK: power of two >= HEAD_DIM / 2. A head is handled as two halves, which rope pairs.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     if LAYERS:  # rows of qkv hold all layers, one behind the other; so does k_weight
