@@ -17,9 +17,13 @@ from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
 from benchmarks.timing import DEVICE, Layers, layers_times, read_bandwidth
-from worker.attention.recurrent.chunk import delta_chunk
-from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights, delta_states
-from worker.attention.recurrent.window import delta_window
+from worker.attention.recurrent.delta_net import (
+    DeltaState,
+    DeltaWeights,
+    delta_chunk,
+    delta_states,
+    delta_window,
+)
 from worker.cache.layout import KVLayout, KVRegion, StateRegion
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.delta_shape import DeltaShape, block_table

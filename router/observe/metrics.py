@@ -10,14 +10,7 @@ from router.observe.tally import Tallies
 from router.observe.vllm import Live, VllmMetrics
 from router.text.encoder import Encoder
 from worker.api import Role
-from worker.observe.metrics import (
-    WIRE_REFUSED,
-    Families,
-    counter,
-    gauge,
-    histogram,
-    reading,
-)
+from worker.observe.metrics import WIRE_REFUSED, Families, counter, gauge, histogram, reading
 
 TTFT_BUCKETS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,

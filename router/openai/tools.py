@@ -15,16 +15,7 @@ from router.openai.schema import ChatBody
 from router.text.bounded import Bounds
 from router.text.call_formats import CHANNEL, ENDS, MESSAGE, Bare, Harmony, Marked
 from router.text.grammar import Part, quoted, schema_part
-from router.text.parsers import (
-    CALL,
-    CALL_END,
-    Calls,
-    FirstCallOnly,
-    Hermes,
-    Llama3,
-    Parser,
-    Plain,
-)
+from router.text.parsers import CALL, CALL_END, Calls, FirstCallOnly, Hermes, Llama3, Parser, Plain
 
 # Keys of `parameters` that say nothing of what parameters there are.
 WITHOUT_NAMES = frozenset({"type", "title", "description", "required", "$schema", "$defs"})

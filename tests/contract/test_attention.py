@@ -573,7 +573,7 @@ if not INTERPRETED:
         types |= dict.fromkeys(("max_tiles", "shortest", "most", "stride_table"), "i32")
         constants = {
             "BLOCK_M": 16, "BLOCK_N": 64, "GROUP": 4, "PAGE": 64, "BLOCK_R": 256, "BLOCK_S": 64,
-            "FIELDS": paged.FIELDS, "INTERPRETED": False, "CAUSAL": mask.causal, "SORTED": True,
+            "FIELDS": paged.FIELDS, "CAUSAL": mask.causal, "SORTED": True,
             "WINDOW": mask.window or 0,
         }  # fmt: skip
         assert "st.global" in ptx_of(paged._plan_kernel, types, constants)

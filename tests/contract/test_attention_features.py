@@ -173,7 +173,7 @@ if not INTERPRETED:
     @pytest.mark.parametrize("head_dim", [96, 256])
     def test_the_kernels_of_long_chunks_with_all_of_it_compile_for_an_h200(head_dim: int):
         from worker.attention import prompt_triton as prompt
-        from worker.ops.launch import power_of_two
+        from worker.ops.jit import power_of_two
 
         wide = power_of_two(head_dim)
         types = dict.fromkeys(("q", "out", "sinks"), "*bf16")

@@ -96,7 +96,7 @@ MUTATED = "mutated\n"  # what a process of its own says before the law
 # Law -> where -> (what the line says, what it says in the mutant).
 MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
     rule: {
-        "attention.recurrent.window:delta_window_ref": [
+        "attention.recurrent.delta_net:delta_window_ref": [
             ("- folded) * active", "- folded + (folded > 0)) * active"),  # pending tokens
             ("(i < kept)", "(i < kept + width - 1)"),  # rejected drafts are folded
             ("state.ring[rows.live]\n", "state.ring[rows.live.roll(1)]\n"),  # another row's
@@ -110,7 +110,7 @@ MUTANTS: dict[Law, dict[str, list[tuple[str, str]]]] = {
             ("rows.live > 0", "rows.live >= 0"),  # a row that is not there
             ("pending + (width == 1)", "pending"),  # a window of one lags
         ],
-        "attention.recurrent.chunk:delta_chunk_ref": [
+        "attention.recurrent.delta_net:delta_chunk_ref": [
             ("if lengths[i] == count:", "if False:"),  # read at position 0
             ("starts[i + 1])", "max(starts[i + 1], (i == len(starts) - 2) * len(packed)))"),
             ("raw[None, 1 - TAPS :]", "raw[None, -TAPS:-1]"),

@@ -11,9 +11,14 @@ from tests.support.prompts import problem_ids
 from tests.support.reference import sampling_of
 from tests.unit import test_recurrent as rule
 from worker.api import Sampling
-from worker.attention.recurrent.chunk import delta_chunk, delta_chunk_ref
-from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.attention.recurrent.window import delta_window, delta_window_ref
+from worker.attention.recurrent.delta_net import (
+    DeltaState,
+    DeltaWeights,
+    delta_chunk,
+    delta_chunk_ref,
+    delta_window,
+    delta_window_ref,
+)
 from worker.config.checkpoint.delta_shape import DeltaShape, block_table
 from worker.forward.batch import StateChunks, StateWindows
 

@@ -8,7 +8,7 @@ from tests.support.interpreted import asm_of
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import choose
 from worker.forward.batch import Bounds
-from worker.ops.launch import power_of_two
+from worker.ops.jit import power_of_two
 
 
 def attend_asm(

@@ -111,8 +111,6 @@ def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
                 return
             types = dict(zip(names, map(type_of, args), strict=False))
             given |= {"PDL": True, "launch_pdl": True}
-            if "EXACT" in names:
-                given["EXACT"] = True
             constants = {each: given.pop(each) for each in names if each in given}
             ptx = ptx_of(self.kernel, types, constants, **given)
             found[name] = ptx
@@ -129,7 +127,8 @@ def compiling(module: Any, *only: str) -> Iterator[dict[str, str]]:
 
 def type_of(value: Any) -> Any:
     if isinstance(value, tuple):
-        return type(value)(*map(type_of, value))
+        types = tuple(map(type_of, value))
+        return type(value)(*types) if hasattr(value, "_fields") else types
     if value is None:
         return "constexpr"
     if isinstance(value, Tensor):

@@ -16,8 +16,7 @@ from tests.support import pairwise
 from tests.support.interpreted import INTERPRETED, WHY, ptx_of
 from tests.support.peer_interpreted import access_by_interpreter
 from tests.support.processes import run_ranks
-from worker.ops.jit import HAS_TRITON
-from worker.ops.launch import power_of_two
+from worker.ops.jit import HAS_TRITON, power_of_two
 from worker.ops.norms import rms_norm_ref
 from worker.peers import all_reduce_triton as all_reduce
 from worker.peers.all_reduce_triton import (

@@ -18,7 +18,7 @@ from tests.support.pairwise import in_whole, more
 from tests.unit.test_draft_rows import draws_case
 from tests.unit.test_kernels_triton import rows_of
 from worker.api import MAX_STOP_IDS
-from worker.drafts import draft_draws, draft_draws_triton
+from worker.drafts import draft_steps, draft_steps_triton
 from worker.draw import sampler
 from worker.draw import sampler_triton as draw
 from worker.draw.sampler import SamplingRows
@@ -44,7 +44,7 @@ def small_blocks() -> Iterator[None]:
     """Several blocks a rank, although the rows are short."""
     with (
         mock.patch.object(draw, "DRAW_BLOCK", 64),
-        mock.patch.object(draft_draws_triton, "BLOCK", 64),
+        mock.patch.object(draft_steps_triton, "BLOCK", 64),
         mock.patch.object(best_pairs_triton, "ROWS", 4),
     ):
         yield
@@ -88,7 +88,7 @@ def target(rows: SamplingRows, tail: Tail) -> Draw:
 def drafter(case: tuple[Any, ...], *, greedy: bool) -> Draw:
     """Those of a drafter, and what they leave in the state."""
     draws = case[1]._replace(seed=None) if greedy else case[1]
-    op = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+    op = draft_steps_triton.draw_drafts_triton if INTERPRETED else draft_steps.draw_drafts_ref
 
     def drafted(logits: Tensor, part: VocabPart | None) -> Tensor:
         drafts = torch.full((6, 1), 5)
@@ -249,7 +249,7 @@ if not INTERPRETED:
     @pytest.mark.parametrize(
         ("name", "owner", "law"),
         [(name, sampler, check_targets) for name in WRONG]
-        + [(name, draft_draws, check_all_drafts) for name in IN_DRAFTS],
+        + [(name, draft_steps, check_all_drafts) for name in IN_DRAFTS],
     )
     def test_what_is_wrong_is_found(name, owner, law) -> None:
         attribute, wrong = WRONG[name]

@@ -9,20 +9,20 @@ from torch import Tensor
 from tests.support.interpreted import INTERPRETED, WHY, check_columns, compiling
 from tests.support.stepped_rows import PAGE_SIZE, columns_of, step_of
 from worker.attention import qk_rope_store, qk_rope_store_triton
-from worker.drafts import draft_draws, draft_draws_triton, draft_rows, draft_rows_triton
-from worker.drafts.draft_draws import DraftDraws
+from worker.drafts import draft_steps, draft_steps_triton
+from worker.drafts.draft_steps import DraftDraws
 from worker.ops.jit import HAS_TRITON
 from worker.ops.philox import gumbel_ref
 from worker.ops.rope import rope_inv_freq, rope_table
 from worker.step.rows import RowColumns, SampledRows
 
 CPU = torch.device("cpu")
-DRAW = draft_draws_triton.draw_drafts_triton if INTERPRETED else draft_draws.draw_drafts_ref
+DRAW = draft_steps_triton.draw_drafts_triton if INTERPRETED else draft_steps.draw_drafts_ref
 
 
 def expected(columns: RowColumns, sampled: SampledRows, drawn: Tensor) -> dict[str, list[Any]]:
     rows, position, valid, width = sampled.rows, sampled.position, sampled.valid, sampled.width
-    found: dict[str, list[Any]] = {name: [] for name in draft_rows.DraftSteps._fields}
+    found: dict[str, list[Any]] = {name: [] for name in draft_steps.DraftSteps._fields}
     ahead: list[list[tuple[int, int, int]]] = []
     for i, row in enumerate(rows.tolist()):
         pages, longest = columns.page_table[row].tolist(), int(columns.max_len[row])
@@ -57,7 +57,7 @@ def test_rows_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(100 + seed))
     step = step_of(columns, width, seed)
     wanted = expected(columns, *step)
-    op = draft_rows_triton.draft_rows_triton if INTERPRETED else draft_rows.draft_rows_ref
+    op = draft_steps_triton.draft_rows_triton if INTERPRETED else draft_steps.draft_rows_ref
     found = op(*step, columns, PAGE_SIZE)
     for name, value in found._asdict().items():
         assert value.tolist() == wanted[name], name
@@ -109,7 +109,7 @@ def test_drafts_are_drawn_with_the_targets_noise_each_at_its_own_position(
 def test_kept_tokens_go_where_plain_loops_say(width: int, seed: int) -> None:
     columns = columns_of(torch.Generator().manual_seed(200 + seed))
     sampled, drawn = step_of(columns, width, seed)
-    op = draft_rows_triton.kept_rows_triton if INTERPRETED else draft_rows.kept_rows_ref
+    op = draft_steps_triton.kept_rows_triton if INTERPRETED else draft_steps.kept_rows_ref
     positions, slots = op(sampled, drawn, columns, PAGE_SIZE)
     check_columns((positions, slots))
     wanted = []
@@ -129,13 +129,13 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_hopper_without_one() -> None:
         columns = columns_of(torch.Generator().manual_seed(0))
-        with compiling(draft_rows_triton):
-            draft_rows_triton.draft_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
-            draft_rows_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
+        with compiling(draft_steps_triton, "_draft_rows_kernel", "_kept_rows_kernel"):
+            draft_steps_triton.draft_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
+            draft_steps_triton.kept_rows_triton(*step_of(columns, 4, 0), columns, PAGE_SIZE)
         for mapped in (False, True):
             logits, draws = draws_case(97, mapped, 3)
-            with compiling(draft_draws_triton):
-                draft_draws_triton.draw_drafts_triton(
+            with compiling(draft_steps_triton, "_best_draft_kernel", "_keep_draft_kernel"):
+                draft_steps_triton.draw_drafts_triton(
                     logits.bfloat16(), draws, torch.full((6, 3), 5)
                 )
         kv, table = torch.empty(2, 2048).bfloat16(), torch.empty(64, 128)

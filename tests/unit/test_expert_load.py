@@ -5,8 +5,7 @@ import torch
 
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.observe.fresh import Fresh
-from worker.ops.experts.load import Load, load_of
-from worker.ops.experts.route import new_load, route_ref
+from worker.ops.experts.route import Load, load_of, new_load, route_ref
 
 
 def test_readings_are_of_all_layers_and_steps_of_this_rank() -> None:

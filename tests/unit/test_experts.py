@@ -21,10 +21,9 @@ from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.errors import Unsupported
 from worker.ops import scaled_triton
 from worker.ops.experts import product_triton, route_triton
-from worker.ops.experts.computed import refuse_others
 from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
-from worker.ops.experts.route import new_load, route_ref
+from worker.ops.experts.route import new_load, refuse_others, route_ref
 from worker.ops.experts.route_triton import route_triton as route
 from worker.weights.eight_bits import as_e4m3
 

@@ -318,7 +318,7 @@ else:
         words = tl.philox(tl.load(seed), block, counter, zero, zero)
         for i in tl.static_range(4):
             tl.store(out + start + at * 4 + i, words[i].to(tl.int64))
-        drawn = philox_triton.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK, False)
+        drawn = philox_triton.gumbel_block(tl.load(seed), tl.load(position), start, BLOCK)
         tl.store(noise + start + tl.arange(0, BLOCK), drawn)
 
     @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from worker.config import ModelConfig, SpecConfig
 from worker.config.checkpoint.families import FAMILIES, served
-from worker.config.checkpoint.refusals import ADVISED, NEEDED, READ
+from worker.config.checkpoint.refusals import NEEDED, READ
 from worker.config.checkpoint.shape import read_model_shape
 from worker.errors import Unsupported, UserError
 from worker.start.check import EIGHT_BITS, check_directories, check_kv
@@ -22,6 +22,15 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 SU = {"type": "su", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
 DENSE = "take a dense model, as Qwen/Qwen3-8B"
+# Models that refusals advise to take, by the architecture of their files.
+ADVISED = {
+    "Qwen/Qwen3-30B-A3B": "Qwen3MoeForCausalLM", "Qwen/Qwen3-8B": "Qwen3ForCausalLM",
+    "Qwen/Qwen3.5-9B": "Qwen3_5ForConditionalGeneration",
+    "meta-llama/Llama-3.1-8B-Instruct": "LlamaForCausalLM",
+    "mistralai/Mistral-Nemo-Instruct-2407": "MistralForCausalLM",
+    "allenai/OLMo-2-1124-7B-Instruct": "Olmo2ForCausalLM",
+    "microsoft/phi-4": "Phi3ForCausalLM", "google/gemma-3-1b-it": "Gemma3ForCausalLM",
+}  # fmt: skip
 # Architecture, fields beside SIZES, what the refusal says.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DbrxForCausalLM", {}, "experts of another form.*Qwen/Qwen3-30B-A3B"),

@@ -20,11 +20,10 @@ from worker.forward.batch import StateChunks, StateWindows
 from worker.ops.jit import HAS_TRITON
 
 if INTERPRETED:
-    from worker.attention.recurrent.chunk_triton import delta_chunk_triton as delta_chunk
-    from worker.attention.recurrent.window_triton import delta_window_triton as delta_window
+    from worker.attention.recurrent.delta_net_triton import delta_chunk_triton as delta_chunk
+    from worker.attention.recurrent.delta_net_triton import delta_window_triton as delta_window
 else:
-    from worker.attention.recurrent.chunk import delta_chunk
-    from worker.attention.recurrent.window import delta_window
+    from worker.attention.recurrent.delta_net import delta_chunk, delta_window
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +31,6 @@ SHAPES = [DeltaShape(2, 1, 16, 32), DeltaShape(1, 2, 32, 16), DeltaShape(2, 3, 1
 WIDEST = 4
 BOUND = 4e-5
 NAN = float("nan")
-KERNELS = "_convolve_kernel", "_matrices_kernel", "_scan_kernel"
 
 
 @pytest.fixture(autouse=True)
@@ -226,9 +224,9 @@ if not INTERPRETED:
     @pytest.mark.skipif(not HAS_TRITON, reason=WHY)
     def test_the_kernels_compile_for_an_h200_one_for_all_widths() -> None:
         """With the sizes of a 9B. Widths are arguments that nothing is specialised for."""
-        from worker.attention.recurrent import chunk_triton, window_triton
+        from worker.attention.recurrent import delta_net_triton as kernels
 
-        for kernel in (window_triton._inputs_kernel, window_triton._state_kernel):
+        for kernel in (kernels._inputs_kernel, kernels._state_kernel):
             numbers = {param.name for param in kernel.params if param.do_not_specialize}
             assert {"width", "max_tokens"} <= numbers
             assert not {"width", "WIDTH"} & {p.name for p in kernel.params if p.is_constexpr}
@@ -243,9 +241,8 @@ if not INTERPRETED:
         blocks = torch.tensor(block_table([0, 8], 8), dtype=torch.int32)
         chunks = StateChunks(start, lengths, live[:1].int(), blocks)
         out = packed.new_empty(8, net.shape.value_width)
-        with compiling(window_triton) as made:
-            window_triton.delta_window_triton(packed, weights, state, rows)
-            assert ".reqntid 32" in made["_state_kernel"], "sums over keys cross warps"
-            with compiling(chunk_triton, *KERNELS) as made:
-                chunk_triton.delta_chunk_triton(packed, weights, state, chunks, out)
-            assert "wgmma" in made["_scan_kernel"]
+        with compiling(kernels) as made:
+            kernels.delta_window_triton(packed, weights, state, rows)
+            kernels.delta_chunk_triton(packed, weights, state, chunks, out)
+        assert ".reqntid 32" in made["_state_kernel"], "sums over keys cross warps"
+        assert "wgmma" in made["_scan_kernel"]

@@ -116,7 +116,7 @@ if not INTERPRETED:
         types |= {name if name.isupper() else f"stride_{name}": "i32" for name in sizes}
         constants = {
             "BLOCK_M": block_m, "BLOCK_N": 64, "BLOCK_K": BLOCK, "SPLIT": split, "STEPS": 16,
-            "STAGES": 4, "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7, "UPCAST": False,
+            "STAGES": 4, "EVEN_N": True, "EVEN_K": True, "PDL": True, "TRIGGER": 7,
             "GATED": gated, "GRAIN": grain,
         }  # fmt: skip
         ptx = ptx_of(_skinny_gemm_kernel, types, constants, num_warps=4, num_stages=4)
@@ -132,7 +132,7 @@ if not INTERPRETED:
         types |= {"out": "*bf16", **dict.fromkeys(sizes, "i32")}
         constants = {
             "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK": BLOCK, "GRAIN": grain, "GROUP": 8,
-            "STAGES": 4, "EVEN_K": True, "UPCAST": False, "PDL": True,
+            "STAGES": 4, "EVEN_K": True, "PDL": True,
         }  # fmt: skip
         ptx = ptx_of(_scaled_gemm_kernel, types, constants, num_warps=4, num_stages=4)
         assert "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3" in ptx

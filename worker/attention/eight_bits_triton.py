@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from worker.ops.jit import tl, triton
+from worker.ops.jit import INTERPRETED, tl, triton
 
 # One instruction of sm_89 and later widens two numbers to f16, which holds all of e4m3, NaN too.
 _KEYS: Any = tl.constexpr("""{
@@ -91,7 +91,7 @@ def weight_power(exponents, MORE: tl.constexpr):
 
 
 @triton.jit
-def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def in_16_bits(tile, DTYPE: tl.constexpr):
     """A tile, converted before it is laid out for the tensor cores.
 
     Triton would convert it behind that, and then add products in another order than those of a
@@ -107,7 +107,6 @@ def in_16_bits(tile, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 @triton.jit
 def _widened(
     words, ASM: tl.constexpr, REGISTERS: tl.constexpr, PACK: tl.constexpr, DTYPE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """The four numbers of words, by instructions that take PACK words at once."""
     if INTERPRETED:
@@ -139,9 +138,9 @@ def key_dims(BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def key_tile(words, DTYPE: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as numbers [BLOCK_D, keys], in the order of key_dims."""
-    a, b, c, d = _widened(words, _KEYS, "=h,=h,=h,=h,r", 1, tl.float16, INTERPRETED)  # type: ignore[misc]
+    a, b, c, d = _widened(words, _KEYS, "=h,=h,=h,=h,r", 1, tl.float16)  # type: ignore[misc]
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
     pairs = tl.join(tl.join(a, b), tl.join(c, d))  # [.., of a pair, which pair]
@@ -150,14 +149,12 @@ def key_tile(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def value_tiles(words, DTYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+def value_tiles(words, DTYPE: tl.constexpr):
     """[keys, BLOCK_D / 4] i32 as the words' first numbers, their second ones, ...
 
     They are 2^-120 of the true numbers.
     """
-    a, b, c, d = _widened(  # type: ignore[misc]
-        words, _VALUES, "=r,=r,=r,=r,r,r", 2, tl.bfloat16, INTERPRETED
-    )
+    a, b, c, d = _widened(words, _VALUES, "=r,=r,=r,=r,r,r", 2, tl.bfloat16)  # type: ignore[misc]
     if INTERPRETED:
         low: tl.constexpr = 2**-120
         a, b = a.to(tl.float32) * low, b.to(tl.float32) * low

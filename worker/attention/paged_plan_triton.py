@@ -13,14 +13,13 @@ from torch import Tensor
 
 from worker.attention.base import AttentionShape
 from worker.attention.paged_tiles import MAX_SPLITS, PagedTiles
-from worker.ops.jit import INTERPRETED, tl, triton
-from worker.ops.launch import power_of_two
+from worker.ops.jit import INTERPRETED, power_of_two, tl, triton
 
 FIELDS = 8  # i32 words of an item, see item_at: one sector of the L2
 
 
 @triton.jit
-def bound_of(x, INTERPRETED: tl.constexpr):
+def bound_of(x):
     """x for range(): the interpreter's scalars are arrays of one element, which range refuses."""
     if INTERPRETED:
         return x.handle.data.item()
@@ -66,7 +65,7 @@ def _plan_kernel(
     query_start, seq_lens, page_table, items, counts, max_tiles, shortest, most, stride_table,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, FIELDS: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr, INTERPRETED: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Grid (requests,): a program writes its request's items behind those of all before it.
 
@@ -77,7 +76,7 @@ def _plan_kernel(
     own_seq_len = tl.load(seq_lens + req)
     before = tl.zeros((BLOCK_R,), tl.int32)
     everything = tl.zeros((BLOCK_R,), tl.int32)
-    for first in range(0, bound_of(num_reqs, INTERPRETED), BLOCK_R):
+    for first in range(0, bound_of(num_reqs), BLOCK_R):
         others = first + tl.arange(0, BLOCK_R)
         there = others < num_reqs
         other_start = tl.load(query_start + others, mask=there, other=0)
@@ -88,7 +87,7 @@ def _plan_kernel(
         if SORTED:
             earlier &= other_seq_len == own_seq_len
             earlier |= other_seq_len > own_seq_len
-        for tile in range(bound_of(max_tiles, INTERPRETED)):
+        for tile in range(bound_of(max_tiles)):
             num_keys = _num_keys(tile, other_len, other_seq_len, BLOCK_M, GROUP, CAUSAL)
             num_keys -= _first_key(tile, other_len, other_seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
             num_splits, length = _cut(num_keys, shortest, most, BLOCK_N)
@@ -104,7 +103,7 @@ def _plan_kernel(
     split = tl.arange(0, BLOCK_S)
     table = page_table + req.to(tl.int64) * stride_table
     num_tiles = tl.cdiv(query_len * GROUP, BLOCK_M)
-    for tile in range(bound_of(num_tiles, INTERPRETED)):
+    for tile in range(bound_of(num_tiles)):
         num_keys = _num_keys(tile, query_len, seq_len, BLOCK_M, GROUP, CAUSAL)
         first = _first_key(tile, query_len, seq_len, BLOCK_M, BLOCK_N, GROUP, WINDOW)
         num_splits, length = _cut(num_keys - first, shortest, most, BLOCK_N)
@@ -187,7 +186,7 @@ def plan_items(
         "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "PAGE": page_size,
         "GROUP": shape.num_heads // shape.num_kv_heads, "BLOCK_R": 256, "BLOCK_S": MAX_SPLITS,
         "FIELDS": FIELDS, "CAUSAL": shape.mask.causal, "WINDOW": shape.mask.window or 0,
-        "SORTED": tiles.longest_first, "INTERPRETED": INTERPRETED,
+        "SORTED": tiles.longest_first,
     }  # fmt: skip
     _plan_kernel[(seq_lens.shape[0],)](
         query_start, seq_lens, page_table, plan.items, plan.counts, tiles.max_tiles,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from worker.forward.batch import SHORT_KEYS, Bounds
-from worker.ops.launch import power_of_two
+from worker.ops.jit import power_of_two
 
 MAX_SPLITS = 64
 MAX_BLOCK = 64  # keys that one step of the loop loads, at most

@@ -34,8 +34,7 @@ from worker.attention.eight_bits_triton import (
 )
 from worker.attention.paged_plan_triton import FIELDS, PagedPlan, bound_of, item_at
 from worker.attention.paged_tiles import PagedTiles
-from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def sink_of(sinks, heads):
 @triton.jit
 def _combine(
     partial, stats, first_slot, num_splits, here, BLOCK_D: tl.constexpr, KV_HEADS: tl.constexpr,
-    ROWS: tl.constexpr, USED: tl.constexpr, UNROLL: tl.constexpr, INTERPRETED: tl.constexpr,
+    ROWS: tl.constexpr, USED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """[USED, BLOCK_D] f32: the splits of one tile, added in their order; here: [USED].
 
@@ -64,7 +63,7 @@ def _combine(
     top = tl.full((USED,), float("-inf"), tl.float32)
     weight = tl.zeros((USED,), tl.float32)
     total = tl.zeros((USED, BLOCK_D), tl.float32)
-    for first in range(0, bound_of(num_splits, INTERPRETED), UNROLL):
+    for first in range(0, bound_of(num_splits), UNROLL):
         for i in tl.static_range(UNROLL):  # so many loads are in flight together
             slot = first_slot + (first + i) * KV_HEADS
             known = here & (first + i < num_splits)
@@ -92,15 +91,13 @@ def _row_offset(row, start, head, stride, GROUP: tl.constexpr, HEAD_DIM: tl.cons
 @triton.jit
 def zero_padding(
     out, num_rows, num_tokens, program, num_programs,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, INTERPRETED: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Zeros into the tokens num_rows..num_tokens - 1 of `out`; all programs share the work."""
     dims = tl.arange(0, BLOCK_D)
     last = num_tokens * HEADS
-    for first in range(
-        bound_of(num_rows * HEADS + program * 16, INTERPRETED), bound_of(last, INTERPRETED),
-        bound_of(num_programs * 16, INTERPRETED),
-    ):  # fmt: skip
+    start = bound_of(num_rows * HEADS + program * 16)
+    for first in range(start, bound_of(last), bound_of(num_programs * 16)):
         padding = first + tl.arange(0, 16)
         zero = tl.zeros((16, BLOCK_D), out.dtype.element_ty)
         zero_at = out + padding.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
@@ -157,7 +154,6 @@ def _blocks(
     begin, stop, end, position, limit, scale, DTYPE: tl.constexpr, MASKED: tl.constexpr,
     BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the blocks of keys begin..stop - 1; limit: the last key a row sees.
 
@@ -175,7 +171,7 @@ def _blocks(
         acc_0, acc_1, acc_2, acc_3 = apart(acc)  # type: ignore[misc]
     dims = tl.arange(0, COLUMNS)
     block = tl.arange(0, BLOCK_N)
-    for key in range(bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N):
+    for key in range(bound_of(begin), bound_of(stop), BLOCK_N):
         keys = key + block
         k_rows = _rows_at(k_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
         v_rows = _rows_at(v_head, page, key, block, stride_page, HEAD_DIM, PAGE, BLOCK_N)
@@ -203,11 +199,11 @@ def _blocks(
             k_head, v_head, page, key + BLOCK_N, block, stride_page, HEAD_DIM, PAGE, BLOCK_N
         )
         if WORDS:
-            k_tile = key_tile(k_tile, q_tile.dtype, INTERPRETED)
+            k_tile = key_tile(k_tile, q_tile.dtype)
         else:
             if EIGHT:
-                k_tile = in_16_bits(k_tile, DTYPE, INTERPRETED)
-                v_tile = in_16_bits(v_tile, DTYPE, INTERPRETED)
+                k_tile = in_16_bits(k_tile, DTYPE)
+                v_tile = in_16_bits(v_tile, DTYPE)
             k_tile = tl.trans(k_tile)
         if INTERPRETED:
             k_tile = k_tile.to(tl.float32)
@@ -242,7 +238,7 @@ def _blocks(
         if INTERPRETED:
             p = p.to(tl.float32)
         if WORDS:
-            v_0, v_1, v_2, v_3 = value_tiles(v_tile, DTYPE, INTERPRETED)  # type: ignore[misc]
+            v_0, v_1, v_2, v_3 = value_tiles(v_tile, DTYPE)  # type: ignore[misc]
             acc_0 = tl.dot(p, v_0, acc_0 * shrink[:, None], input_precision="ieee")
             acc_1 = tl.dot(p, v_1, acc_1 * shrink[:, None], input_precision="ieee")
             acc_2 = tl.dot(p, v_2, acc_2 * shrink[:, None], input_precision="ieee")
@@ -263,7 +259,7 @@ def _online(
     top, weight, DTYPE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MANY: tl.constexpr,
     FIRST_KEY: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, WORDS: tl.constexpr,
-    APART: tl.constexpr, INTERPRETED: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Softmax over keys begin..end - 1, not yet divided: sums, sum of weights, highest score.
 
@@ -288,12 +284,12 @@ def _online(
         acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
             acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values,
             stride_page, begin, tl.minimum(masked, end), end, position, limit, scale, DTYPE, False,
-            BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
+            BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS,
         )  # fmt: skip
     acc, weight, top, page, of_keys, of_values = _blocks(  # type: ignore[misc]
         acc, weight, top, q_tile, k_head, v_head, table, page, of_keys, of_values,
         stride_page, masked, end, end, position, limit, scale, DTYPE, True, BLOCK_N, HEAD_DIM,
-        BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS, INTERPRETED,
+        BLOCK_D, PAGE, FIRST_KEY, WINDOW, CAP, WORDS,
     )  # fmt: skip
     if APART:
         weight = tl.sum(weight, 1)
@@ -310,7 +306,7 @@ def _attend_kernel(
     PAGE: tl.constexpr, GROUP: tl.constexpr, KV_HEADS: tl.constexpr, ROWS: tl.constexpr,
     USED: tl.constexpr, UNROLL: tl.constexpr, FIELDS: tl.constexpr, MANY: tl.constexpr,
     FIRST_KEY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    WORDS: tl.constexpr, APART: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    WORDS: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: any number of programs, which divide the pairs (item, kv head) among themselves.
 
@@ -323,9 +319,7 @@ def _attend_kernel(
     partial: f32 [items, KV_HEADS, ROWS, BLOCK_D]; stats: f32 [items, KV_HEADS, 2, ROWS].
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     num_pairs = tl.load(counts) * KV_HEADS
     num_rows = tl.load(counts + 1)
     # `items` has room for one item a program, so this load need not wait for the number of items.
@@ -336,10 +330,7 @@ def _attend_kernel(
     local = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     q_dims = key_dims(BLOCK_D) if WORDS else dims
-    for turn in range(
-        bound_of(program, INTERPRETED), bound_of(num_pairs, INTERPRETED),
-        bound_of(num_programs, INTERPRETED),
-    ):  # fmt: skip
+    for turn in range(bound_of(program), bound_of(num_pairs), bound_of(num_programs)):
         flat = num_pairs - 1 - turn if MANY else turn
         head = flat % KV_HEADS
         split, num_splits = cut % 256, cut // 256 % 256
@@ -375,7 +366,6 @@ def _attend_kernel(
             q_tile, k_cache + head * stride_head, v_cache + head * stride_head, table, page,
             stride_page, begin, end, position, limit, row_scale, top, weight, q.dtype.element_ty,
             BLOCK_M, BLOCK_N, HEAD_DIM, BLOCK_D, PAGE, MANY, FIRST_KEY, WINDOW, CAP, WORDS, APART,
-            INTERPRETED,
         )  # fmt: skip
 
         stride_out = KV_HEADS * GROUP * HEAD_DIM
@@ -401,7 +391,7 @@ def _attend_kernel(
                 real = used < num_r
                 total = _combine(
                     partial, stats, first_slot, num_splits, real, BLOCK_D, KV_HEADS, ROWS, USED,
-                    UNROLL, INTERPRETED,
+                    UNROLL,
                 )  # fmt: skip
                 used_at = _row_offset(used, start, head, stride_out, GROUP, HEAD_DIM)[:, None]
                 total = total.to(out.dtype.element_ty)
@@ -415,33 +405,24 @@ def _attend_kernel(
             items, following // KV_HEADS, (following >= 0) & (following < num_pairs), FIELDS
         )
 
-    zero_padding(  # type: ignore[misc]
-        out, num_rows, num_tokens, program, num_programs, KV_HEADS * GROUP, HEAD_DIM, BLOCK_D,
-        INTERPRETED,
-    )  # fmt: skip
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    zero_padding(out, num_rows, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D)
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PagedPlan,
-    out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PagedPlan, out: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """Rows' attention to the keys of their requests that they see; padded rows are zero.
 
     q: [num_tokens, heads, head_dim], rows contiguous; k_cache, v_cache: a layer's
     [num_pages, kv_heads, page_size, head_dim] views; sinks: [heads], where the plan's shape has
-    some. Returns [num_tokens, heads, head_dim], contiguous: `out` if it is given.
+    some. Returns `out`: [num_tokens, heads, head_dim], contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     tiles, shape = plan.tiles, plan.shape
     assert num_heads == shape.num_heads
     assert k_cache.stride() == v_cache.stride()
     assert q.stride()[1:] == k_cache.stride()[2:] == (head_dim, 1)
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
     options = overlap(q)
     if not tiles.early:
@@ -473,8 +454,7 @@ def constants_of(
         "PAGE": page_size, "GROUP": shape.num_heads // shape.num_kv_heads,
         "KV_HEADS": shape.num_kv_heads, "ROWS": tiles.rows, "USED": used,
         "UNROLL": min(max(64 // used, 1), 16), "FIELDS": FIELDS, "MANY": tiles.max_tiles > 1,
-        "APART": tiles.block_m <= FEW_ROWS,
-        **shape.mask.constants(), "INTERPRETED": INTERPRETED,
+        "APART": tiles.block_m <= FEW_ROWS, **shape.mask.constants(),
     }  # fmt: skip
 
 

@@ -23,8 +23,7 @@ from worker.attention.paged_tiles import PagedTiles
 from worker.attention.paged_triton import capped, scale_of, sink_of, zero_padding
 from worker.config.checkpoint.mask import KEY_BLOCK
 from worker.forward.batch import Bounds
-from worker.ops.jit import INTERPRETED, tl, triton
-from worker.ops.launch import has_dependent_launch, power_of_two
+from worker.ops.jit import INTERPRETED, has_dependent_launch, power_of_two, tl, triton
 
 BLOCK_M = 128
 UNIT = KEY_BLOCK  # gathered rows of a request are a multiple of it
@@ -83,13 +82,10 @@ def _gather_kernel(
 def _units(
     acc, weight, top, q_tile, keys, values, first_row, begin, stop, position, scale,
     MASKED: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys begin..stop - 1; without MASKED every row sees all of them."""
     unit = 1.0 if CAP > 0 else scale  # of scores, for exp2
-    for key in tl.range(  # type: ignore[misc]
-        bound_of(begin, INTERPRETED), bound_of(stop, INTERPRETED), BLOCK_N
-    ):
+    for key in tl.range(bound_of(begin), bound_of(stop), BLOCK_N):  # type: ignore[misc]
         k_tile = keys.load([first_row + key, 0])
         v_tile = values.load([first_row + key, 0])
         dtype = v_tile.dtype
@@ -124,7 +120,7 @@ def _prompt_kernel(
     q, out, keys, values, items, counts, first_rows, sinks, num_tokens, num_rows, stride_q, scale,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, FIELDS: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, INTERPRETED: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of tokens · query heads,); the last tiles, whose keys are the most, go first.
 
@@ -164,24 +160,22 @@ def _prompt_kernel(
             first = tl.minimum(tl.cdiv(first, BLOCK_N) * BLOCK_N, end)
             acc, weight, top = _units(  # type: ignore[misc]
                 acc, weight, top, q_tile, keys, values, first_row, begin, first, position, scale,
-                True, BLOCK_N, WINDOW, CAP, INTERPRETED,
+                True, BLOCK_N, WINDOW, CAP,
             )  # fmt: skip
             begin, seen = first, tl.maximum(first, seen)
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, begin, seen, position, scale,
-            False, BLOCK_N, WINDOW, CAP, INTERPRETED,
+            False, BLOCK_N, WINDOW, CAP,
         )  # fmt: skip
         acc, weight, top = _units(  # type: ignore[misc]
             acc, weight, top, q_tile, keys, values, first_row, seen, end, position, scale,
-            True, BLOCK_N, WINDOW, CAP, INTERPRETED,
+            True, BLOCK_N, WINDOW, CAP,
         )  # fmt: skip
         whole = acc / tl.where(weight > 0, weight, 1.0)[:, None]  # 0 where there is no key
         out_at = out + (row * HEADS + head) * HEAD_DIM + dims[None, :]
         tl.store(out_at, whole.to(out.dtype.element_ty), mask=here)
 
-    zero_padding(  # type: ignore[misc]
-        out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D, INTERPRETED
-    )
+    zero_padding(out, num_computed, num_tokens, program, num_programs, HEADS, HEAD_DIM, BLOCK_D)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +199,7 @@ def serves(k_cache: Tensor, dtype: torch.dtype) -> bool:
     """
     _, _, page_size, head_dim = k_cache.shape
     known = dtype.itemsize == 2 and UNIT % page_size == 0 and head_dim in HEAD_DIMS
-    return known and page_size >= 16 and (INTERPRETED or _has_room(k_cache))
+    return known and page_size >= 16 and (bool(INTERPRETED) or _has_room(k_cache))
 
 
 def _has_room(x: Tensor) -> bool:
@@ -256,12 +250,7 @@ def plan_prompts(
 
 
 def prompt_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    plan: PromptPlan,
-    out: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, plan: PromptPlan, out: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """As paged_attention, for a plan by plan_prompts."""
     num_tokens, num_heads, head_dim = q.shape
@@ -270,8 +259,6 @@ def prompt_attention(
     assert num_heads == shape.num_heads
     assert q.stride()[1:] == (head_dim, 1)
     assert k_cache.stride() == v_cache.stride()
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     assert out.is_contiguous()
     keys, values = plan.gathered
     num_pages = num_rows([plan.max_seq_len]) // page_size
@@ -300,5 +287,4 @@ def prompt_constants(shape: AttentionShape) -> dict[str, Any]:
         "BLOCK_M": BLOCK_M, "BLOCK_N": BLOCKS_N[wide], "HEAD_DIM": shape.head_dim, "BLOCK_D": wide,
         "HEADS": shape.num_heads, "GROUP": shape.num_heads // shape.num_kv_heads,
         "FIELDS": FIELDS, "WINDOW": shape.mask.window or 0, "CAP": shape.cap,
-        "INTERPRETED": INTERPRETED,
     }  # fmt: skip

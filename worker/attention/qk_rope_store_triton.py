@@ -9,8 +9,7 @@ from torch import Tensor
 from worker.attention.qk_rope_store import HeadNorms, Rotation
 from worker.cache.eight_bits import E4M3
 from worker.ops.e4m3_triton import to_e4m3
-from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 MAX_HEADS = 8  # of one program: 1024 numbers at head_dim 128
 
@@ -24,10 +23,7 @@ def _normed(x, scale, weight, inside, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(
-    cache, start, exponents, of_head, lanes, a, b, both,
-    HALF: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+def _store_rows(cache, start, exponents, of_head, lanes, a, b, both, HALF: tl.constexpr):
     """Rows of heads, two halves a, b: [HEADS, BLOCK], into a slot; see eight_bits.quantized.
 
     start, exponents: of the slot's row and exponent in the first head; of_head: [HEADS] from there.
@@ -40,8 +36,8 @@ def _store_rows(
         exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
         exponent = tl.maximum(exponent, 1)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-        tl.store(to, to_e4m3(a * inverse, INTERPRETED), mask=both)
-        tl.store(to + HALF, to_e4m3(b * inverse, INTERPRETED), mask=both)
+        tl.store(to, to_e4m3(a * inverse), mask=both)
+        tl.store(to + HALF, to_e4m3(b * inverse), mask=both)
         at = cache.to(tl.pointer_type(tl.uint8)) + exponents + of_head
         tl.store(at, exponent.to(tl.uint8))
     else:
@@ -55,16 +51,14 @@ def _qk_rope_store_kernel(
     stride_qkv, stride_layer, stride_page, stride_head, stride_token, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
-    LAYERS: tl.constexpr, NORM: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    LAYERS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, heads / HEADS), or with LAYERS (tokens, heads / HEADS, layers).
 
     HEADS divides both head counts, so a program has heads of q, of k or of v only.
     BLOCK: power of two >= HEAD_DIM / 2. A head is handled as two halves, which rope pairs.
     """
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
+    enter(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     if LAYERS:  # rows of qkv hold all layers, one behind the other; so does k_weight
@@ -124,10 +118,10 @@ def _qk_rope_store_kernel(
         exponents = page * stride_page + PAGE_SIZE * HEAD_DIM + (slot - page * PAGE_SIZE)
         if first < NUM_HEADS + NUM_KV_HEADS:
             of_head = (heads - NUM_HEADS) * stride_head
-            _store_rows(k_cache, start, exponents, of_head, lanes, a, b, both, HALF, INTERPRETED)
+            _store_rows(k_cache, start, exponents, of_head, lanes, a, b, both, HALF)
         else:
             of_head = (heads - NUM_HEADS - NUM_KV_HEADS) * stride_head
-            _store_rows(v_cache, start, exponents, of_head, lanes, a, b, both, HALF, INTERPRETED)
+            _store_rows(v_cache, start, exponents, of_head, lanes, a, b, both, HALF)
 
 
 def qk_rope_store_triton(
@@ -160,7 +154,6 @@ def qk_rope_store_triton(
             qkv, NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
             ROTARY_DIM=rotary_dim, PAGE_SIZE=page_size, HEADS=per_program,
             BLOCK=power_of_two(head_dim // 2), LAYERS=num_layers > 1, NORM=norms is not None,
-            INTERPRETED=INTERPRETED,
             num_warps=max(1, per_program // 2),
             enable_fp_fusion=False,  # rope rounds products, as torch does
         ),

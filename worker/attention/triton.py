@@ -25,8 +25,7 @@ from worker.config.checkpoint.mask import CAUSAL
 from worker.errors import Unsupported
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import current
-from worker.ops.jit import HAS_TRITON, INTERPRETED
-from worker.ops.launch import power_of_two
+from worker.ops.jit import HAS_TRITON, INTERPRETED, power_of_two
 
 log = logging.getLogger("kvlane.attention")
 
@@ -117,8 +116,8 @@ class TritonAttention(PoolAttention):
         return choose(bounds, self.heads, head_dim, item_bytes, self._num_sms)
 
     def forward(self, q: Tensor, layer_id: int, out: Tensor | None = None) -> Tensor:
-        plan = current().attn_plan
-        keys, values = self._layers[layer_id]
+        plan, (keys, values) = current().attn_plan, self._layers[layer_id]
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
         if isinstance(plan, PromptPlan):
             return prompt_attention(q, keys, values, plan, out, self.sinks[layer_id])
         assert isinstance(plan, PagedPlan), "the plan must be this backend's own"

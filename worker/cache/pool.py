@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from worker.cache.eight_bits import E4M3, exponents_of
-from worker.cache.layout import (
-    ITEM_BYTES,
-    STATE,
-    KVLayout,
-    KVRegion,
-    MemoryRegion,
-    StateRegion,
-)
+from worker.cache.layout import ITEM_BYTES, STATE, KVLayout, KVRegion, MemoryRegion, StateRegion
 from worker.errors import UserError
 
 

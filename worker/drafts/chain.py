@@ -17,8 +17,7 @@ from torch import Tensor
 from worker.attention.base import AttentionBackend
 from worker.cache.pool import KVPool
 from worker.drafts.base import Drafter
-from worker.drafts.draft_draws import DraftDraws, draw_drafts
-from worker.drafts.draft_rows import DraftSteps, draft_rows
+from worker.drafts.draft_steps import DraftDraws, DraftSteps, draft_rows, draw_drafts
 from worker.drafts.drafter import DrafterModel, Features, Stack, stored_tokens
 from worker.drafts.drafter_shape import ChainShape
 from worker.forward.batch import Batch

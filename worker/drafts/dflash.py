@@ -22,8 +22,7 @@ from worker.attention.qk_rope_store import Rotation, layers_rope_store
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import KeyMask
 from worker.drafts.base import Drafter
-from worker.drafts.draft_draws import DraftDraws, draw_drafts
-from worker.drafts.draft_rows import kept_rows
+from worker.drafts.draft_steps import DraftDraws, draw_drafts, kept_rows
 from worker.drafts.drafter import DrafterModel, Features, Stack, stored_tokens
 from worker.drafts.drafter_shape import DFlashShape
 from worker.forward.batch import Batch

@@ -7,12 +7,12 @@ from worker.config import SpecConfig
 from worker.config.checkpoint.fields import Fields
 from worker.config.checkpoint.mask import KeyMask
 from worker.config.checkpoint.shape import ModelShape, read_dtype
+from worker.config.checkpoint.windows import FULL, SLIDING
 from worker.drafts.draft_file import DrafterFile
 from worker.drafts.drafter_shape import ChainShape, DFlashShape, DrafterShape
 from worker.errors import Unsupported, UserError
 
 IDS, FUSES = "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state"
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def read_chain_shape(path: Path, target: ModelShape) -> ChainShape:

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 from worker.step.rows import RowColumns, SampledRows
 
 BLOCK, WARPS = 2048, 4

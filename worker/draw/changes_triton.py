@@ -18,8 +18,7 @@ from torch import Tensor
 
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs_triton import value_of
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import INTERPRETED, enter, overlap, tl, triton
 from worker.ops.philox_triton import natural_log
 
 STUCK_BLOCK, STUCK_WARPS = 4096, 4
@@ -46,17 +45,17 @@ class Rules(NamedTuple):
 
 
 @triton.jit
-def _product(x, y, EXACT: tl.constexpr):
+def _product(x, y):
     """x * y, rounded before anything is added to it."""
-    if EXACT:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return x * y
+    if INTERPRETED:
+        return x * y
+    return tl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit
-def _penalized(x, row, slot, tokens, vocab, rules, WIDTH: tl.constexpr, EXACT: tl.constexpr):
+def _penalized(x, row, slot, tokens, vocab, rules, WIDTH: tl.constexpr):
     """`penalize`, for some tokens of a row with a penalty slot; loads no table that is neutral."""
     at = slot * vocab + tokens
     inside = tokens < vocab
@@ -74,17 +73,16 @@ def _penalized(x, row, slot, tokens, vocab, rules, WIDTH: tl.constexpr, EXACT: t
                 counts += (tokens == draft).to(tl.int32)
         if repetition != 1.0:
             seen = tl.load(rules.in_prompt + at, mask=inside, other=0) != 0
-            changed = tl.where(x > 0.0, tl.div_rn(x, repetition), _product(x, repetition, EXACT))
+            changed = tl.where(x > 0.0, tl.div_rn(x, repetition), _product(x, repetition))
             x = tl.where(seen | (counts > 0), changed, x)
-        x -= _product(frequency, counts.to(tl.float32), EXACT)
+        x -= _product(frequency, counts.to(tl.float32))
         x -= tl.where(counts > 0, presence, 0.0)
     return x
 
 
 @triton.jit
 def changed_logits(
-    logits, row, tokens, vocab, stride, rules,
-    STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
+    logits, row, tokens, vocab, stride, rules, STOPS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Logits of `tokens` with all changes, in f32; -inf beyond the vocabulary.
 
@@ -95,7 +93,7 @@ def changed_logits(
     if rules.counts is not None:
         slot = tl.load(rules.slot + row)
         if slot > 0:
-            x = _penalized(x, row, slot, tokens, vocab, rules, WIDTH, EXACT)
+            x = _penalized(x, row, slot, tokens, vocab, rules, WIDTH)
     x = tl.where(x == 0.0, 0.0, x)  # -0 and 0 are equal, their bits are not
     early = tl.load(rules.position + row) < tl.load(rules.min_len + row)
     if rules.stuck is not None:
@@ -115,8 +113,7 @@ def changed_logits(
 @triton.jit
 def _stuck_kernel(
     logits, rules, stuck, vocab, stride,
-    BLOCK: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, EXACT: tl.constexpr,
-    PDL: tl.constexpr,
+    BLOCK: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): whether mask and early stops leave nothing. Few rows have both."""
     enter(PDL)
@@ -126,7 +123,7 @@ def _stuck_kernel(
     start = 0
     while (nothing != 0) & (start < vocab):
         tokens = start + tl.arange(0, BLOCK)
-        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH)
         if tl.max((x != float("-inf")).to(tl.int32), 0) > 0:
             nothing = nothing * 0
         start += BLOCK
@@ -158,7 +155,7 @@ def rules_of(logits: Tensor, params: DrawParams, changes: Changes | None) -> Rul
         logits, rules, stuck, vocab, logits.stride(0),
         **overlap(
             logits, BLOCK=STUCK_BLOCK, STOPS=params.stop_ids.shape[1], WIDTH=changes.width,
-            EXACT=logits.is_cuda, num_warps=STUCK_WARPS,
+            num_warps=STUCK_WARPS,
         ),
     )  # fmt: skip
     return rules._replace(stuck=stuck)
@@ -172,11 +169,11 @@ def best_of(best, row, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def is_likely(x, highest, temperature, min_p, EXACT: tl.constexpr):
+def is_likely(x, highest, temperature, min_p):
     """Which tokens min_p keeps, rounded as in the definition; never tokens at -inf."""
     likely = x > float("-inf")
     if min_p > 0.0:
-        bound = tl.div_rn(highest, temperature) + natural_log(min_p, EXACT)
+        bound = tl.div_rn(highest, temperature) + natural_log(min_p)
         likely = likely & (tl.div_rn(x, temperature) >= bound)
     return likely
 
@@ -189,14 +186,13 @@ def probability(x, highest, temperature):
 
 @triton.jit
 def weights_of(
-    x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
-    PROBABLE: tl.constexpr, EXACT: tl.constexpr,
+    x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE: tl.constexpr,
 ):  # fmt: skip
     """1 a token, or with PROBABLE its relative probability; 0 for tokens filtered out.
 
     At top_k's threshold only some of the tokens stay. They weigh the same, so they count in part.
     """
-    likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+    likely = is_likely(x, highest, temperature, tl.load(min_p + row))
     if PROBABLE:
         weight = tl.where(likely, probability(x, highest, temperature), 0.0)
         k = tl.load(top_k + row)
@@ -223,9 +219,7 @@ def room_of(key, row, n, highest, temperature, sums, BITS: tl.constexpr):
 
 
 @triton.jit
-def threshold_of(
-    row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS: tl.constexpr
-):  # fmt: skip
+def threshold_of(row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS: tl.constexpr):
     """(key, room): tokens of higher keys stay, and the first `room` of the tokens with this key."""
     cut = tl.full((), -32768 if BITS == 16 else -2147483648, tl.int32)
     room = tl.full((), 1000000000, tl.int32)

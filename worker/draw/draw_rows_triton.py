@@ -7,8 +7,7 @@ many programs as run at once, and a program walks down a list of rows.
 
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 
 LISTED_ROWS, WARPS = 1024, 4  # rows that the program lists at once
 NUM_PROGRAMS = 396  # of a pass: as many as run at once, three a multiprocessor of 132

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from worker.ops.best_pairs_triton import key_of, value_of
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 from worker.ops.philox_triton import natural_log
 
 VOCAB_BLOCK, WARPS = 1024, 4
@@ -47,7 +46,7 @@ def _value_of(ranked):
 @triton.jit(do_not_specialize=["num_top"])
 def _walk_kernel(
     logits, token, first, sums, values, ids, vocab, stride, num_top,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     enter(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -58,7 +57,7 @@ def _walk_kernel(
     most = tl.where(here, _value_of(firsts), float("-inf"))
     share = tl.where(most > float("-inf"), tl.exp(most - highest), 0.0)
     total = tl.sum(share * tl.load(sums + row * BLOCKS + blocks, mask=here, other=0.0), 0)
-    log_sum = highest + natural_log(total, EXACT)
+    log_sum = highest + natural_log(total)
     drawn = tl.load(token + row)
     at = row * (num_top + 1)
     tl.store(ids + at, drawn)
@@ -92,8 +91,6 @@ def logprobs_triton(logits: Tensor, token: Tensor, num_top: int) -> tuple[Tensor
     )  # fmt: skip
     _walk_kernel[(n,)](
         logits, token, first, sums, values, ids, vocab, logits.stride(0), num_top,
-        **overlap(
-            logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, EXACT=logits.is_cuda, num_warps=WARPS
-        ),
+        **overlap(logits, BLOCK=VOCAB_BLOCK, BLOCKS=blocks, num_warps=WARPS),
     )  # fmt: skip
     return values, ids

@@ -30,8 +30,7 @@ from worker.draw.draw_rows_triton import NUM_LISTS, list_rows, rows_at_once, tri
 from worker.forward.draws import Changes, DrawParams
 from worker.ops.best_pairs import VocabPart
 from worker.ops.best_pairs_triton import best_ids_triton, best_pairs_triton, key_of
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import INTERPRETED, aligned, enter, overlap, tl, triton
 from worker.ops.philox_triton import gumbel_block
 from worker.plan import Tail
 
@@ -46,24 +45,24 @@ TRY_FROM = 0.5  # least top_p with which a try costs less than the searches that
 
 
 @triton.jit
-def _reaches(digit, least, EXACT: tl.constexpr):
+def _reaches(digit, least):
     """1.0 where digit >= least, else 0.0; both are whole numbers.
 
-    EXACT: one saturating addition, half the work of a comparison on a GPU.
+    By one saturating addition, half the work of a comparison.
     """
-    if EXACT:
-        return tl.inline_asm_elementwise(
-            "add.sat.f32 $0, $1, $2;", "=f,f,f", [digit, 1.0 - least],
-            dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    return tl.where(digit >= least, 1.0, 0.0)
+    if INTERPRETED:
+        return tl.where(digit >= least, 1.0, 0.0)
+    return tl.inline_asm_elementwise(
+        "add.sat.f32 $0, $1, $2;", "=f,f,f", [digit, 1.0 - least],
+        dtype=tl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n"])
 def _best_kernel(
     logits, rules, temperatures, best, keys, arrivals, kept, n, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows). Also resets the rest: the lowest key, no arrivals, no token kept."""
     enter(PDL)
@@ -77,7 +76,7 @@ def _best_kernel(
     if tl.load(temperatures + row) == 0.0:
         return
     tokens = block * BLOCK + tl.arange(0, BLOCK)
-    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH)
     tl.store(best + row * BLOCKS + block, tl.max(x, 0))
 
 
@@ -85,7 +84,7 @@ def _best_kernel(
 def _tops_kernel(
     logits, rules, temperatures, top_k, top_p, least, best, values, ids, tops, tried, n, vocab,
     stride, BLOCKS: tl.constexpr, DRAW_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
-    WIDTH: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row: its largest logit and, where it tried, the token and its logit.
 
@@ -100,7 +99,7 @@ def _tops_kernel(
     if tries(temperature, tl.load(top_k + row), tl.load(top_p + row), vocab, least):
         token = winner_of(values, ids, row, vocab, DRAW_BLOCKS)
         few = tl.arange(0, 16)
-        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        near = changed_logits(logits, row, token + few, vocab, stride, rules, STOPS, WIDTH)
         tl.store(tops + n + row, tl.max(tl.where(few == 0, near, float("-inf")), 0))
         tl.store(tried + row, token)
 
@@ -110,7 +109,7 @@ def _check_kernel(
     rows, logits, rules, temperatures, top_k, top_p, min_p,
     tops, tried, keys, sums, partial, arrivals, kept, n, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, RADIX: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    BITS: tl.constexpr, RADIX: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): weight of tokens before the one that was tried, and of all.
 
@@ -123,12 +122,12 @@ def _check_kernel(
         row = tl.load(rows + 1 + i).to(tl.int64)
         token, its = tl.load(tried + row), tl.load(tops + n + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH)
         highest, temperature = tl.load(tops + row), tl.load(temperatures + row)
+        key = key_of(x, BITS)
         weight = weights_of(
-            x, key_of(x, BITS), row, n, vocab, highest, temperature, top_k, min_p, keys, sums,
-            True, EXACT,
-        )  # fmt: skip
+            x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, True
+        )
         to = partial + (row * BLOCKS + block) * RADIX
         tl.store(to, tl.sum(tl.where(x > its, weight, 0.0), 0))
         tl.store(to + 1, tl.sum(weight, 0))
@@ -185,11 +184,10 @@ def _narrow(
 
 @triton.jit(do_not_specialize=["n", "shift"])
 def _search_kernel(
-    rows, logits, rules, temperatures, top_k, top_p, min_p,
-    tops, keys, sums, partial, arrivals, n, vocab, stride, shift,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr, PROBABLE: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    rows, logits, rules, temperatures, top_k, top_p, min_p, tops, keys, sums, partial, arrivals, n,
+    vocab, stride, shift, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr,
+    WIDTH: tl.constexpr, BITS: tl.constexpr, RADIX: tl.constexpr, RADIX_BITS: tl.constexpr,
+    PROBABLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): the weights at or above RADIX keys.
 
@@ -203,18 +201,18 @@ def _search_kernel(
         temperature = tl.load(temperatures + row)
         limit = tl.load((top_p if PROBABLE else top_k) + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH)
         key = key_of(x, BITS)
         highest = tl.load(tops + row)
         weight = weights_of(
-            x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE, EXACT
+            x, key, row, n, vocab, highest, temperature, top_k, min_p, keys, sums, PROBABLE
         )
         prefix = tl.load(keys + PROBABLE * n + row)
         digit = ((key - prefix).to(tl.uint32, bitcast=True) >> shift).to(tl.float32)
         digit = tl.where(key < prefix, -1.0, digit)
         to = partial + (row * BLOCKS + block) * RADIX
         for least in tl.static_range(RADIX):
-            tl.store(to + least, tl.sum(weight * _reaches(digit, least, EXACT), 0))
+            tl.store(to + least, tl.sum(weight * _reaches(digit, least), 0))
         tl.debug_barrier()  # all threads' sums are written before the one atomic releases them
         arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
         if arrived == BLOCKS - 1:
@@ -226,10 +224,9 @@ def _search_kernel(
 
 @triton.jit(do_not_specialize=["n"])
 def _ties_kernel(
-    rows, logits, rules, temperatures, top_k, top_p, min_p,
-    tops, keys, sums, ties, n, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
-    BITS: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr,
+    rows, logits, rules, temperatures, top_k, top_p, min_p, tops, keys, sums, ties, n, vocab,
+    stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr,
+    BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows at once): how many tokens of a block are at the threshold."""
     enter(PDL)
@@ -239,12 +236,12 @@ def _ties_kernel(
         row = tl.load(rows + 1 + i).to(tl.int64)
         temperature = tl.load(temperatures + row)
         tokens = block * BLOCK + tl.arange(0, BLOCK)
-        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+        x = changed_logits(logits, row, tokens, vocab, stride, rules, STOPS, WIDTH)
         highest = tl.load(tops + row)
         threshold = threshold_of(
             row, n, vocab, highest, temperature, top_k, top_p, keys, sums, BITS
         )
-        likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+        likely = is_likely(x, highest, temperature, tl.load(min_p + row))
         here = likely & (key_of(x, BITS) == threshold[0])
         tl.store(ties + row * BLOCKS + block, tl.sum(here.to(tl.int32), 0))
         i += tl.num_programs(1)
@@ -256,7 +253,6 @@ def _draw_block(
     best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
     BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
     WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
-    EXACT: tl.constexpr,
 ):  # fmt: skip
     """Draw in the program's block of one row, whose tokens are first … vocab - 1.
 
@@ -265,12 +261,12 @@ def _draw_block(
     block = tl.program_id(0)
     start = first + block * BLOCK
     tokens = start + tl.arange(0, BLOCK)
-    x = changed_logits(logits - first, row, tokens, vocab, stride, rules, STOPS, WIDTH, EXACT)
+    x = changed_logits(logits - first, row, tokens, vocab, stride, rules, STOPS, WIDTH)
     temperature = tl.load(temperatures + row)
     if temperature != 0.0:
         if FILTERED:
             highest = best_of(best, row, SEARCH_BLOCKS) if TRY else tl.load(tops + row)
-            likely = is_likely(x, highest, temperature, tl.load(min_p + row), EXACT)
+            likely = is_likely(x, highest, temperature, tl.load(min_p + row))
             x = tl.where(likely, x, float("-inf"))
         if FILTERED and not TRY:
             key = key_of(x, BITS)
@@ -291,7 +287,7 @@ def _draw_block(
         if tl.max(x, 0) > float("-inf"):
             x = tl.div_rn(x, temperature)
             position = tl.load(rules.position + row)
-            x += gumbel_block(tl.load(seed + row), position, start, BLOCK, EXACT)
+            x += gumbel_block(tl.load(seed + row), position, start, BLOCK)
     most = tl.max(x, 0)
     tl.store(values + row * BLOCKS + block, most)
     tl.store(ids + row * BLOCKS + block, tl.min(tl.where(x == most, tokens, vocab - 1), 0))
@@ -299,11 +295,10 @@ def _draw_block(
 
 @triton.jit(do_not_specialize=["n", "least"])
 def _draw_kernel(
-    rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least,
-    best, tops, keys, sums, ties, values, ids, n, first, vocab, stride,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, SEARCH_BLOCKS: tl.constexpr, STOPS: tl.constexpr,
-    WIDTH: tl.constexpr, BITS: tl.constexpr, FILTERED: tl.constexpr, TRY: tl.constexpr,
-    EXACT: tl.constexpr, PDL: tl.constexpr,
+    rows, logits, rules, seed, temperatures, top_k, top_p, min_p, least, best, tops, keys, sums,
+    ties, values, ids, n, first, vocab, stride, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+    SEARCH_BLOCKS: tl.constexpr, STOPS: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr,
+    FILTERED: tl.constexpr, TRY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks, rows): a block's largest perturbed logit, the lowest id with it.
 
@@ -320,7 +315,7 @@ def _draw_kernel(
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
                 best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
-                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY, EXACT,
+                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY,
             )  # fmt: skip
             i += tl.num_programs(1)
     else:
@@ -333,7 +328,7 @@ def _draw_kernel(
             _draw_block(
                 logits, rules, seed, temperatures, top_k, top_p, min_p,
                 best, tops, keys, sums, ties, values, ids, row, n, first, vocab, stride,
-                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY, EXACT,
+                BLOCK, BLOCKS, SEARCH_BLOCKS, STOPS, WIDTH, BITS, FILTERED, TRY,
             )  # fmt: skip
 
 
@@ -372,9 +367,10 @@ class _Draw:
         # Only rows with a slot have keys of more than 16 bits; None: all rows may, or none does.
         self.long_slots = self.rules.slot if bf16 else None
         self.shared = dict(
-            STOPS=params.stop_ids.shape[1], WIDTH=1 if changes is None else changes.width,
-            BITS=self.bits, EXACT=logits.is_cuda,
-        )  # fmt: skip
+            STOPS=params.stop_ids.shape[1],
+            WIDTH=1 if changes is None else changes.width,
+            BITS=self.bits,
+        )
         self.blocks, self.search_blocks = max(1, -(-vocab // DRAW_BLOCK)), -(-vocab // SEARCH_BLOCK)
         self.values = self._scratch(n, self.blocks, dtype=torch.float32)
         self.ids = self._scratch(n, self.blocks, dtype=torch.int32)
@@ -438,7 +434,7 @@ class _Draw:
             n, vocab, stride,
             **overlap(
                 logits, BLOCKS=blocks, DRAW_BLOCKS=self.blocks, num_warps=1,
-                **{name: self.shared[name] for name in ("STOPS", "WIDTH", "EXACT")},
+                **{name: self.shared[name] for name in ("STOPS", "WIDTH")},
             ),
         )  # fmt: skip
         list_rows(limits[:3], kept, self.long_slots, lists, vocab, TRY_FROM, checked=False)

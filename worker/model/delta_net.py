@@ -6,9 +6,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from worker.attention.recurrent.chunk import delta_chunk
-from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights
-from worker.attention.recurrent.window import delta_window
+from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights, delta_chunk, delta_window
 from worker.config.checkpoint.delta_shape import TAPS
 from worker.config.checkpoint.shape import ModelShape
 from worker.forward.batch import StateChunks, StateWindows

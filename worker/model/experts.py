@@ -10,8 +10,7 @@ from worker.config.checkpoint.shape import ModelShape
 from worker.forward.context import current
 from worker.model.layers import ReplicatedLinear, selected
 from worker.model.placement import Placement
-from worker.ops.experts.computed import refuse_others
-from worker.ops.experts.route import new_load, route
+from worker.ops.experts.route import new_load, refuse_others, route
 from worker.weights.base import Parts
 from worker.weights.shard import Key, Part, Shard, all_of, whole
 

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 
 ROWS = 128  # of a program
 

@@ -1,10 +1,10 @@
 """Numbers in e4m3, as kernels make them."""
 
-from worker.ops.jit import tl, triton
+from worker.ops.jit import INTERPRETED, tl, triton
 
 
 @triton.jit
-def to_e4m3(x, INTERPRETED: tl.constexpr):
+def to_e4m3(x):
     """To nearest, ties to even, as the hardware does; the interpreter loses a carry, so it gets
     numbers that need no rounding."""
     if INTERPRETED:
@@ -16,26 +16,23 @@ def to_e4m3(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def block_in_e4m3(x, INTERPRETED: tl.constexpr):
+def block_in_e4m3(x):
     """128 columns of rows, [rows, 128], and the rows' scales, f32 [rows]; as eight_bits_ref."""
     x = x.to(tl.float32)
     amax = tl.maximum(tl.max(tl.abs(x), 1), 1e-10)
     values = x * tl.div_rn(448.0, amax)[:, None]
-    return to_e4m3(values, INTERPRETED), amax * (1 / 448.0)
+    return to_e4m3(values), amax * (1 / 448.0)
 
 
 @triton.jit
-def store_in_e4m3(
-    x, values, scales, row, first, width, stride_scales, BLOCK: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
+def store_in_e4m3(x, values, scales, row, first, width, stride_scales, BLOCK: tl.constexpr):
     """Columns `first` .. of a row, BLOCK of them, zero from `width` on, and their scales.
 
     x: [BLOCK], a multiple of 128; values: [rows, width]; scales: a column every `stride_scales`.
     """
     parts: tl.constexpr = BLOCK // 128
     blocks_of_x = tl.reshape(x, (parts, 128))
-    eight, scale = block_in_e4m3(blocks_of_x, INTERPRETED)  # pyright: ignore
+    eight, scale = block_in_e4m3(blocks_of_x)  # pyright: ignore
     at = first + tl.arange(0, parts)[:, None] * 128 + tl.arange(0, 128)[None, :]
     tl.store(values + row * width + at, eight, mask=at < width)
     blocks = first // 128 + tl.arange(0, parts)

@@ -1,22 +1,27 @@
-"""Triton where it is installed; without it the kernel files still import, for their torch twins.
+"""Triton where it is installed, and how kernels are launched.
 
-With TRITON_INTERPRET=1 set before the import, every kernel runs on CPU tensors instead.
+Without it the kernel files still import, for their torch twins. With TRITON_INTERPRET=1 set before
+the import, every kernel runs on CPU tensors instead.
 """
 
 import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 
 if TYPE_CHECKING:
     import triton  # pyright: ignore[reportMissingImports]
     import triton.language as tl  # pyright: ignore[reportMissingImports]
 
+    INTERPRETED: Any
     enter: Any
     gdc_launch_dependents: Any
     gdc_wait: Any
@@ -24,6 +29,8 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
+    # Whether kernels run in the interpreter: a constant that they read as well.
+    INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
     # Programmatic dependent launch (sm_90): let the next kernel start; wait for the one before.
     gdc_launch_dependents = tl.extra.cuda.gdc_launch_dependents
     gdc_wait = tl.extra.cuda.gdc_wait
@@ -40,7 +47,7 @@ else:
         return function if function is not None else _jit
 
     triton = tl = SimpleNamespace(jit=_jit, constexpr=lambda value: value)
-    enter = gdc_launch_dependents = gdc_wait = None
+    INTERPRETED, enter, gdc_launch_dependents, gdc_wait = False, None, None, None
 
 
 @contextmanager
@@ -52,3 +59,37 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, former)
+
+
+def overlap(x: Tensor, **options: Any) -> dict[str, Any]:
+    """`options`, and those by which a kernel over `x` starts while the kernel before it still ends.
+
+    Programmatic dependent launch, compute capability 9.0 and later. A program calls gdc_wait
+    before it touches anything but weights, so the kernel may follow any other kernel.
+    """
+    if has_dependent_launch(x):
+        return {"PDL": True, "launch_pdl": True, **options}
+    return {"PDL": False, **options}
+
+
+def has_dependent_launch(x: Tensor) -> bool:
+    """Whether the device of `x` starts a kernel while the one before it ends: Hopper and later."""
+    return x.is_cuda and _capability(x.device)[0] >= 9
+
+
+def aligned(n: int) -> int:
+    """The smallest multiple of 4 that is not below n: the stride of columns of n values.
+
+    Columns of 4 or 8 bytes a value then begin at multiples of 16 bytes, else Triton compiles anew.
+    """
+    return -(-n // 4) * 4
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n."""
+    return 1 << (n - 1).bit_length()
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)

@@ -4,15 +4,14 @@ import torch
 from torch import Tensor
 
 from worker.ops.e4m3_triton import store_in_e4m3
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 
 
 @triton.jit(do_not_specialize=["stride_scales"])
 def _rms_norm_kernel(
     x, residual, weight, normed, total, scales, stride_x, stride_residual, stride_total,
     stride_scales, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
-    EIGHT: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    EIGHT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a row; SIZE <= BLOCK. The order of its sum depends on SIZE alone.
 
@@ -33,7 +32,7 @@ def _rms_norm_kernel(
     y = y * tl.rsqrt(tl.sum(y * y, 0) / SIZE + eps)
     out = (y.to(weight.dtype.element_ty).to(tl.float32) * scale).to(dtype)
     if EIGHT:
-        store_in_e4m3(out, normed, scales, row, 0, SIZE, stride_scales, BLOCK, INTERPRETED)  # pyright: ignore
+        store_in_e4m3(out, normed, scales, row, 0, SIZE, stride_scales, BLOCK)  # pyright: ignore
     else:
         tl.store(normed + row * SIZE + at, out, mask=inside)
 
@@ -63,7 +62,7 @@ def launch_rms_norm(
         0 if scales is None else scales.stride(1), eps,
         **overlap(
             x, SIZE=size, BLOCK=block, ADD=total is not normed, EIGHT=scales is not None,
-            INTERPRETED=INTERPRETED, num_warps=min(max(block // 512, 1), 16),
+            num_warps=min(max(block // 512, 1), 16),
         ),
     )  # fmt: skip
 
@@ -160,7 +159,7 @@ def silu_and_mul(gate, up, dtype):
 @triton.jit(do_not_specialize=["stride_scales"])
 def _swiglu_kernel(
     gate_up, out, scales, stride, stride_scales, width, BLOCK: tl.constexpr, EIGHT: tl.constexpr,
-    INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, blocks of width). EIGHT: `out` is in e4m3 and has `scales`."""
     enter(PDL)
@@ -173,7 +172,7 @@ def _swiglu_kernel(
     up = tl.load(gate_up + row * stride + width + at, mask=inside, other=0.0).to(tl.float32)
     y = silu_and_mul(gate, up, dtype).to(dtype)
     if EIGHT:
-        store_in_e4m3(y, out, scales, row, first, width, stride_scales, BLOCK, INTERPRETED)  # pyright: ignore
+        store_in_e4m3(y, out, scales, row, first, width, stride_scales, BLOCK)  # pyright: ignore
     else:
         tl.store(out + row * width + at, y, mask=inside)
 
@@ -186,9 +185,7 @@ def launch_swiglu(rows: Tensor, out: Tensor, scales: Tensor | None = None) -> No
     _swiglu_kernel[(num_rows, -(-width // block))](
         rows, out, out if scales is None else scales, rows.stride(0),
         0 if scales is None else scales.stride(1), width,
-        **overlap(
-            rows, BLOCK=block, EIGHT=scales is not None, INTERPRETED=INTERPRETED, num_warps=4
-        ),
+        **overlap(rows, BLOCK=block, EIGHT=scales is not None, num_warps=4),
     )  # fmt: skip
 
 

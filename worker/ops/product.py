@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.ops.jit import HAS_TRITON
-from worker.ops.launch import has_dependent_launch
+from worker.ops.jit import HAS_TRITON, has_dependent_launch
 from worker.ops.lt_gemm import tuned_gemm
 from worker.ops.norms import swiglu
+from worker.ops.scaled import E4M3
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, SkinnyWorkspace, choose, skinny_gemm
 
 # Up to so many rows a product takes the time of reading its weights.
@@ -56,11 +56,19 @@ def gated_product(x: Tensor, w: Tensor) -> Tensor:
 
 def _tile(x: Tensor, w: Tensor, *, product_follows: bool = False) -> SkinnyTile | None:
     """The tile of our own kernel; None: the product is a library's."""
-    m, (n, k) = x.shape[0], w.shape
-    if not (HAS_TRITON and x.is_cuda and x.dtype in DTYPES and 0 < m <= OWN_ROWS):
+    if not (x.is_cuda and HAS_TRITON and has_dependent_launch(x)):
         return None
-    tile = choose(m, n, k, product_follows=product_follows)
-    return tile if tile.num_tiles(n) <= MAX_TILES and has_dependent_launch(x) else None
+    return tile_for(len(x), w, x.dtype, product_follows=product_follows)
+
+
+def tile_for(
+    m: int, w: Tensor, dtype: torch.dtype, *, product_follows: bool = False
+) -> SkinnyTile | None:
+    """The tile for m rows of x, w: [n, k] and a result of `dtype`; None: there are too many."""
+    if dtype not in DTYPES or not 0 < m <= OWN_ROWS:
+        return None
+    tile = choose(m, *w.shape, product_follows=product_follows, eight=w.dtype == E4M3)
+    return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
 
 
 @cache

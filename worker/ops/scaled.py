@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
-from worker.ops.launch import aligned
+from worker.ops.jit import aligned
 from worker.ops.norms import add_rms_norm_ref, swiglu_ref
 from worker.ops.op import op
 

@@ -5,19 +5,19 @@ norms_triton has kernels that make x in eight bits at once, skinny_triton produc
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.e4m3_triton import block_in_e4m3
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import INTERPRETED, aligned, enter, has_dependent_launch, overlap, tl, triton
 from worker.ops.norms_triton import launch_rms_norm, launch_swiglu
-from worker.ops.product import MAX_TILES, OWN_ROWS, workspace_of
+from worker.ops.product import OWN_ROWS, tile_for, workspace_of
 from worker.ops.scaled import E4M3, room, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
-from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
+from worker.ops.skinny_triton import SkinnyTile, skinny_gemm
 
 # Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: of 8 rows
 # 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
@@ -27,7 +27,7 @@ ROWS, ROWS_OF_MANY, MANY_ROWS = 8, 32, 1024
 @triton.jit(do_not_specialize=["M", "stride_scales"])
 def _eight_bits_kernel(
     x, values, scales, M, K, stride_x, stride_scales,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of columns, rows / ROWS)."""
     block = tl.program_id(0)
@@ -37,7 +37,7 @@ def _eight_bits_kernel(
     inside = here[:, None] & (at < K)[None, :]
     enter(PDL)
     x_tile = tl.load(x + rows[:, None] * stride_x + at[None, :], mask=inside, other=0.0)
-    eight, scale = block_in_e4m3(x_tile, INTERPRETED)  # pyright: ignore
+    eight, scale = block_in_e4m3(x_tile)  # pyright: ignore
     tl.store(values + rows[:, None] * K + at[None, :], eight, mask=inside)
     tl.store(scales + block.to(tl.int64) * stride_scales + rows, scale, mask=here)
 
@@ -49,7 +49,7 @@ def eight_bits_triton(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = ROWS_OF_MANY if m >= MANY_ROWS else ROWS
     _eight_bits_kernel[(of_rows.shape[1], -(-m // rows))](
         x, values, of_rows, m, k, x.stride(0), of_rows.stride(1),
-        **overlap(x, ROWS=rows, BLOCK=SCALE_BLOCK, INTERPRETED=INTERPRETED, num_warps=4),
+        **overlap(x, ROWS=rows, BLOCK=SCALE_BLOCK, num_warps=4),
     )  # fmt: skip
     return values, of_rows
 
@@ -75,8 +75,7 @@ def swiglu_eight_triton(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 def _scaled_gemm_kernel(
     x, of_rows, w, of_weights, out, M, N, K, stride_column, stride_rows, stride_blocks, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr, GRAIN: tl.constexpr,
-    STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of x · tiles of w); GROUP tiles of x follow one another over all tiles of w.
 
@@ -103,7 +102,7 @@ def _scaled_gemm_kernel(
             inside = (begin + ks < K)[None, :]
             x_tile = tl.load(x_at, mask=inside, other=0.0)
             w_tile = tl.load(w_at, mask=inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:
             x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
         scale = tl.load(row_at)[:, None] * tl.load(weight_at)[None, :]
         acc += tl.dot(x_tile, tl.trans(w_tile)) * scale
@@ -151,8 +150,8 @@ def scaled_gemm(
         x, of_rows, w, scales, out, m, n, k, of_rows.stride(1), *strides_of(scales), out.stride(0),
         **overlap(
             x, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK=SCALE_BLOCK, GRAIN=n // len(scales),
-            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % SCALE_BLOCK == 0, UPCAST=INTERPRETED,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            STAGES=tile.num_stages, GROUP=8, EVEN_K=k % SCALE_BLOCK == 0, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         ),
     )  # fmt: skip
     return out
@@ -179,8 +178,8 @@ def scaled_product_triton(
     out = torch.empty(m, n, dtype=dtype, device=values.device) if out is None else out
     if m == 0:
         return out
-    if (tile := _tile(m, w, dtype)) is not None:
-        return _streamed(values, of_rows, w, scales, out, tile)
+    if (tile := tile_for(m, w, dtype)) is not None:
+        return _streamed(values, w, out, tile, scaled=(of_rows, scales))
     return scaled_gemm(values, of_rows, w, scales, out, choose_scaled(m, n))
 
 
@@ -193,12 +192,13 @@ def scaled_gated_product_triton(
     whole_blocks: bool = False,
 ) -> tuple[Tensor, Tensor]:
     m, n = len(values), len(w)
-    tile = _tile(m, w, dtype, product_follows=True)
+    tile = tile_for(m, w, dtype, product_follows=True)
     if tile is None or not tile.gates(n):
         y = scaled_product_triton(values, of_rows, w, scales, dtype, whole_blocks)
         return swiglu_eight_triton(y)
     out = torch.empty(m, n // 2, dtype=dtype, device=values.device)
-    return eight_bits_triton(_streamed(values, of_rows, w, scales, out, tile, gated=True))
+    scaled = of_rows, scales
+    return eight_bits_triton(_streamed(values, w, out, tile, gated=True, scaled=scaled))
 
 
 def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,26 +210,6 @@ def _in_fours(values: Tensor, of_rows: Tensor) -> tuple[Tensor, Tensor]:
     )
 
 
-def _tile(
-    m: int, w: Tensor, dtype: torch.dtype, *, product_follows: bool = False
-) -> SkinnyTile | None:
-    """That of the kernel for few rows; None: there are many."""
-    if dtype not in DTYPES or not 0 < m <= OWN_ROWS:
-        return None
-    tile = choose(m, *w.shape, product_follows=product_follows, eight=True)
-    return tile if tile.num_tiles(len(w)) <= MAX_TILES else None
-
-
-def _streamed(
-    values: Tensor,
-    of_rows: Tensor,
-    w: Tensor,
-    scales: Tensor,
-    out: Tensor,
-    tile: SkinnyTile,
-    *,
-    gated: bool = False,
-) -> Tensor:
-    workspace, pdl = workspace_of(values.device), overlap(values)["PDL"]
-    both = of_rows, scales
-    return skinny_gemm(values, w, out, workspace, tile, pdl=pdl, gated=gated, scaled=both)
+def _streamed(values: Tensor, w: Tensor, out: Tensor, tile: SkinnyTile, **options: Any) -> Tensor:
+    pdl = has_dependent_launch(values)
+    return skinny_gemm(values, w, out, workspace_of(values.device), tile, pdl=pdl, **options)

@@ -19,23 +19,15 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from worker.config.checkpoint.quantization import SCALE_BLOCK
-from worker.ops.jit import gdc_launch_dependents, gdc_wait, tl, triton
+from worker.ops.jit import INTERPRETED, gdc_launch_dependents, gdc_wait, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import E4M3, strides_of
 
 MAX_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-
-
-def skinny_gemm_ref(x: Tensor, w: Tensor) -> Tensor:
-    """x @ w.T with f32 accumulation, rounded once. x: [m, k]; w: [n, k]; returns [m, n]."""
-    if x.dtype == torch.float32:
-        return F.linear(x, w)
-    return F.linear(x.float(), w.float()).to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,8 +36,7 @@ def _skinny_gemm_kernel(
     M, N, K, stride_x, stride_out, stride_column, stride_rows, stride_blocks,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GRAIN: tl.constexpr,
     SPLIT: tl.constexpr, STEPS: tl.constexpr, STAGES: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, UPCAST: tl.constexpr,
-    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles of w's rows, SPLIT).
 
@@ -57,7 +48,6 @@ def _skinny_gemm_kernel(
     STEPS: blocks of K in one of the SPLIT ranges (a constant, as the interpreter needs one).
     partial: f32 [tiles, SPLIT, BLOCK_M, BLOCK_N]. arrivals: i32 [tiles], all 0 before and after.
     TRIGGER: after which step the next kernel may start; below 0, at once.
-    UPCAST: the interpreter multiplies no bf16.
     """
     tile, part = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -91,7 +81,7 @@ def _skinny_gemm_kernel(
             inside = (k_begin + step * BLOCK_K + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here & inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:  # which multiplies no bf16
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         if GRAIN:
             known = tokens < M
@@ -261,8 +251,8 @@ def skinny_gemm(
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k,
         "SPLIT": tile.split, "STEPS": steps,
         "STAGES": None if scales is None else tile.num_stages, "EVEN_N": n % tile.block_n == 0,
-        "EVEN_K": steps * tile.block_k * tile.split == k, "UPCAST": not x.is_cuda,
-        "PDL": pdl, "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
+        "EVEN_K": steps * tile.block_k * tile.split == k, "PDL": pdl,
+        "TRIGGER": max(-1, steps - 1 - tile.trigger), "GATED": gated,
         "GRAIN": 0 if scales is None else n // len(scales),
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip

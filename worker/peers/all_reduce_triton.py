@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import enter, overlap, power_of_two, tl, triton
 from worker.peers.peer_layout import (
     CHANNELS,
     CHUNK_BYTES,

@@ -24,7 +24,7 @@ from torch import Tensor
 from worker.config.progress import Progress, no_progress
 from worker.forward.batch import Batch, Bounds
 from worker.forward.context import LayerHook, forward_context
-from worker.ops.launch import power_of_two
+from worker.ops.jit import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import Chunk, Plan
 from worker.run.base import BucketCheck, ChunkGraphs, Forward, LoadedModel, PaddedShape

@@ -25,7 +25,7 @@ from worker.observe.meter import StepMeter
 from worker.observe.metrics import WorkerMetrics
 from worker.observe.step_log import StepLog
 from worker.observe.tracing import tracer_of
-from worker.ops.experts.load import load_of
+from worker.ops.experts.route import load_of
 from worker.peers.rank_group import RankGroup
 from worker.registry import resolve
 from worker.run.base import BucketCheck

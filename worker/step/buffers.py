@@ -10,7 +10,7 @@ from torch import Tensor
 
 from worker.config.checkpoint.delta_shape import DELTA_BLOCK, block_table
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
-from worker.ops.launch import power_of_two
+from worker.ops.jit import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
 from worker.plan import LONG_STEP_TOKENS, Plan, RowPages
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, TOKEN_LINES, chunk_rows, line_width, pack

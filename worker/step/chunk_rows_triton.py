@@ -2,8 +2,7 @@
 
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import overlap
+from worker.ops.jit import enter, overlap, tl, triton
 from worker.step.chunk_rows import DRAFT_LINES, NUM_LINES, SentChunks
 
 BLOCK = 128

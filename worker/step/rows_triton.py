@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from worker.ops.jit import enter, tl, triton
-from worker.ops.launch import aligned, overlap
+from worker.ops.jit import aligned, enter, overlap, tl, triton
 from worker.step.rows import Floats, Gathered, Ints, RowColumns, SampledRows, StepRows
 
 BLOCK_PAGES = 256
@@ -154,25 +153,18 @@ BLOCK = 32
 
 @triton.jit(do_not_specialize=["n", "stride"])
 def _gather_rows_kernel(
-    rows, int0, int1, int2, int3, float0, float1, float2, float3, float4, float5, table,
-    ints, floats, picked, n, stride,
+    rows, int_columns, float_columns, table, ints, floats, picked, n, stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ints: [4, stride]; floats: [6, stride]; picked: [n, WIDTH]."""
+    """ints, floats: [columns, stride]; picked: [n, WIDTH]."""
     enter(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = at < n
     row = tl.load(rows + at, mask=here, other=0)
-    tl.store(ints + at, tl.load(int0 + row, mask=here), mask=here)
-    tl.store(ints + stride + at, tl.load(int1 + row, mask=here), mask=here)
-    tl.store(ints + 2 * stride + at, tl.load(int2 + row, mask=here), mask=here)
-    tl.store(ints + 3 * stride + at, tl.load(int3 + row, mask=here), mask=here)
-    tl.store(floats + at, tl.load(float0 + row, mask=here), mask=here)
-    tl.store(floats + stride + at, tl.load(float1 + row, mask=here), mask=here)
-    tl.store(floats + 2 * stride + at, tl.load(float2 + row, mask=here), mask=here)
-    tl.store(floats + 3 * stride + at, tl.load(float3 + row, mask=here), mask=here)
-    tl.store(floats + 4 * stride + at, tl.load(float4 + row, mask=here), mask=here)
-    tl.store(floats + 5 * stride + at, tl.load(float5 + row, mask=here), mask=here)
+    for i in tl.static_range(len(int_columns)):  # type: ignore
+        tl.store(ints + i * stride + at, tl.load(int_columns[i] + row, mask=here), mask=here)
+    for i in tl.static_range(len(float_columns)):  # type: ignore
+        tl.store(floats + i * stride + at, tl.load(float_columns[i] + row, mask=here), mask=here)
     cols = tl.arange(0, triton.next_power_of_2(WIDTH))
     both = here[:, None] & (cols < WIDTH)[None, :]
     found = tl.load(table + row[:, None] * WIDTH + cols[None, :], mask=both)
@@ -187,7 +179,7 @@ def gather_rows_triton(ints: Ints, floats: Floats, table: Tensor, rows: Tensor) 
     out_floats = torch.empty(len(floats), stride, dtype=torch.float32, device=rows.device)
     picked = torch.empty(n, width, dtype=torch.int64, device=rows.device)
     _gather_rows_kernel[(-(-n // BLOCK),)](
-        rows, *ints, *floats, table, out_ints, out_floats, picked, n, stride,
+        rows, ints, floats, table, out_ints, out_floats, picked, n, stride,
         **overlap(rows, WIDTH=width, BLOCK=BLOCK, num_warps=1),
     )  # fmt: skip
     return out_ints[:, :n].unbind(), out_floats[:, :n].unbind(), picked

@@ -36,7 +36,7 @@ class IntColumns(NamedTuple, Generic[T]):
     top_k: T  # 0 = off
     penalty_slot: T  # index into `StepState.penalties`; 0 = neutral
     state_slot: T  # of the row's state, where layers are recurrent
-    folded: T  # tokens that are in that state; see recurrent.window
+    folded: T  # tokens that are in that state; see recurrent.delta_net
 
 
 class FloatColumns(NamedTuple, Generic[T]):

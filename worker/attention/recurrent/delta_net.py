@@ -1,8 +1,19 @@
-"""The gated delta rule: inputs of its ops, one step of it, and the state's layout.
+"""The gated delta rule: chunks of prompts, decode steps, and the state's layout.
 
 Yang et al., "Gated Delta Networks" (arXiv:2412.06464), as Qwen3-Next computes it: a short causal
 convolution of q, k and v, then for a value head, in f32,
     S ← e^g · S;  δ = β · (v − Sᵀ k);  S ← S + k ⊗ δ;  o = Sᵀ q.
+
+A chunk goes 64 tokens at a time. Within a block the rule is a product of matrices (WY form: Yang et
+al., arXiv:2406.06484, section 3; with decay arXiv:2412.06464, section 3.3). Blocks begin at
+multiples of 64 of the request, and chunks that are not a prompt's last end there, so it does not
+matter how a prompt was cut.
+
+A decode step folds the tokens that the last step accepted, and computes a window. Speculation by
+replay: rejected drafts are never folded, so nothing is restored. A step reads the state of the
+first `folded` tokens, folds the `pending` ones, whose raw inputs the last window has left in the
+ring, stores the state, and computes its own window without storing. A window of one token is always
+accepted and folded at once.
 """
 
 from collections.abc import Sequence
@@ -12,7 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from worker.config.checkpoint.delta_shape import TAPS, VALUES, DeltaShape
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, TAPS, VALUES, DeltaShape
+from worker.forward.batch import StateChunks, StateWindows
+from worker.ops.op import op
 
 L2_EPS = 1e-6
 
@@ -144,3 +157,117 @@ def gated_norm(o: Tensor, z: Tensor, weights: DeltaWeights, shape: DeltaShape) -
     o = (o * torch.rsqrt(o.square().mean(-1, keepdim=True) + weights.eps)).to(z.dtype)
     gate = F.silu(z.float().unflatten(-1, (shape.value_heads, -1)))
     return ((o * weights.norm).float() * gate).to(z.dtype).flatten(1)
+
+
+def delta_chunk_ref(
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, chunks: StateChunks, out: Tensor
+) -> None:
+    """Fill `out` and the requests' slots.
+
+    packed: [num_tokens, packed_width]; out: [num_tokens, value_width] of that dtype; padding: 0.
+    """
+    shape = state.shape
+    widths = [shape.channels, shape.value_width, 2 * shape.value_heads]
+    qkv, z, ba = packed.split(widths, dim=-1)
+    out.zero_()
+    starts, lengths = chunks.query_start.tolist(), chunks.seq_lens.tolist()
+    for i in range(len(lengths)):
+        tokens = slice(starts[i], starts[i + 1])
+        count = tokens.stop - tokens.start
+        if not count:
+            continue
+        held = chunks.slots[i : i + 1]
+        s, early = read_states(state, held)[0], by_channel(state.conv[held], shape)[0]
+        if lengths[i] == count:  # nothing is read at position 0
+            s, early = torch.zeros_like(s), torch.zeros_like(early)
+        raw = torch.cat((early, qkv[tokens]))
+        x = inputs(convolved(raw, weights.conv), ba[tokens], weights, shape)
+        outputs = []
+        for at in range(0, count, DELTA_BLOCK):
+            s, o = delta_block(s, Inputs(*(part[at : at + DELTA_BLOCK] for part in x)))
+            outputs.append(o)
+        out[tokens] = gated_norm(torch.cat(outputs), z[tokens], weights, shape)
+        write_states(state, held, s[None])
+        state.conv[held] = by_head(raw[None, 1 - TAPS :], shape)
+
+
+def delta_block(s: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    """delta_step of up to 64 tokens at once: (state, outputs [tokens, value_heads, value_dim]).
+
+    s: [value_heads, key_dim, value_dim] f32. A token's arithmetic depends on none that follow it.
+    """
+    count = len(x.g)
+    q, k, v, g, beta = (part.transpose(0, 1) for part in x)
+    q, k, v = (F.pad(part, (0, 0, 0, DELTA_BLOCK - count)) for part in (q, k, v))
+    g, beta = (F.pad(part, (0, DELTA_BLOCK - count)) for part in (g, beta))
+    total = g.cumsum(1)
+    decay = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
+    mixed = (beta[..., None] * (k @ k.mT) * decay).tril(-1)
+    both = torch.cat((beta[..., None] * v, (beta * total.exp())[..., None] * k), dim=-1)
+    eye = torch.eye(DELTA_BLOCK, device=s.device)
+    u, w = torch.linalg.solve_triangular(eye + mixed, both, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    new = u - w @ s
+    o = (q * total.exp()[..., None]) @ s + (q @ k.mT * decay) @ new
+    last = total[:, -1:]
+    s = s * last[..., None].exp() + (k * (last - total).exp()[..., None]).mT @ new
+    return s, o[:, :count].transpose(0, 1)
+
+
+delta_chunk = op(delta_chunk_ref)
+
+
+def delta_window_ref(
+    packed: Tensor, weights: DeltaWeights, state: DeltaState, rows: StateWindows
+) -> Tensor:
+    """Returns [n · width, value_width] of the dtype of `packed`: the heads' normed, gated outputs.
+
+    packed: [n · width, packed_width]. Slots and ring are written.
+    """
+    shape, width, n = state.shape, rows.width, len(rows.live)
+    channels, ring = shape.channels, state.ring[rows.live]
+    num_lines = ring.shape[1]
+    active, slots = rows.live > 0, rows.state_slot[rows.live]
+    folded = rows.folded[rows.live]
+    pending = (rows.seq_len[rows.live] - folded) * active
+    started = (active & (folded > 0)).view(n, 1, 1)
+    qkv, z, ba = packed.split([channels, shape.value_width, 2 * shape.value_heads], dim=-1)
+    new = torch.cat((qkv, ba), dim=-1).view(n, width, -1)
+    conv = by_channel(state.conv[slots], shape)
+    known = torch.cat((ring, new), dim=1)
+    raw = torch.cat((torch.where(started, conv, 0), known[..., :channels]), dim=1)
+    # Behind a row's pending tokens come its window's: `at` is the tokens' lines of `known`.
+    token = torch.arange(num_lines + width)
+    at = token + (token >= pending[:, None]) * (num_lines - pending[:, None])
+    at = at.clamp(max=num_lines + width - 1)
+    early = torch.arange(TAPS - 1).expand(n, -1)
+    raw = _lines(raw, torch.cat((early, at + TAPS - 1), dim=1))
+    ba = _lines(known[..., channels:], at)
+    x = inputs(convolved(raw, weights.conv), ba, weights, shape)
+    held = read_states(state, slots)
+    s = torch.where(started.unsqueeze(-1), held, 0)
+    kept = pending + (width == 1)  # tokens that are folded now
+    after, outputs = held, list[Tensor]()
+    for i in range(num_lines + width):
+        s, o = delta_step(s, Inputs(*(part[:, i] for part in x)))
+        after = torch.where((i < kept).view(n, 1, 1, 1), s, after)
+        outputs.append(o)
+    window = pending[:, None] + torch.arange(width)
+    o = torch.stack(outputs, dim=1)[torch.arange(n)[:, None], window].flatten(0, 1)
+    # A row that is not there has slot 0 and row 0 of the ring, which nobody reads.
+    write_states(state, slots, after)
+    last = _lines(raw, kept[:, None] + torch.arange(TAPS - 1))
+    state.conv[slots] = by_head(torch.where((kept > 0).view(n, 1, 1), last, conv), shape)
+    if width > 1:
+        state.ring[rows.live, :width] = new
+    out = gated_norm(o, z, weights, shape)
+    return torch.where(active.repeat_interleave(width)[:, None], out, 0)
+
+
+def _lines(x: Tensor, at: Tensor) -> Tensor:
+    """x[i, at[i, j]] as [n, j, ..]; x: [n, lines, width]."""
+    return x.gather(1, at[..., None].expand(-1, -1, x.shape[2]))
+
+
+delta_window = op(delta_window_ref)

@@ -60,10 +60,8 @@ def rank_experts(
 
 def read_experts(fields: Fields, family: Family) -> dict[str, Any]:
     """What a ModelShape says of experts: Mixtral's have the feed-forward's own fields."""
-    num_layers, places = (
-        fields.integer("num_hidden_layers"),
-        (*("num_experts", "num_local_experts", "n_routed_experts"),),
-    )
+    num_layers = fields.integer("num_hidden_layers")
+    places = "num_experts", "num_local_experts", "n_routed_experts"
     num_experts = fields.integer(*places, default=0, least=0)
     first = fields.integer("first_k_dense_replace", default=0, least=0)
     dense = {*range(first), *fields.integers("mlp_only_layers")}

@@ -69,9 +69,8 @@ class Family:
     rotary: float | None = None
     # Layers without rope: those that `no_rope_layers` names, or all without a window.
     still: Literal["", "listed", "global"] = ""
-    scales: Literal["", "granite", "gemma2", "gemma3", "cohere"] = (
-        ""  # whose fields say what is multiplied
-    )
+    # Whose fields say what is multiplied.
+    scales: Literal["", "granite", "gemma2", "gemma3", "cohere"] = ""
     # Layers with a window of `sliding_window` tokens where `layer_types` is absent: "flag": as
     # `use_sliding_window` and `max_window_layers` say, n: all but each nth.
     windows: Literal["", "flag", "all"] | int = ""
@@ -84,6 +83,10 @@ class Family:
     def features(self, true: Collection[str]) -> Features:
         """Those of a model of which these flags are true."""
         return replace(self.layers, **{name: flag in true for name, flag in self.flags.items()})
+
+    def within(self, prefix: str) -> "Family":
+        """The same as the text model of several."""
+        return replace(self, nested=True, prefix=prefix)
 
 
 QKV = {"qkv_bias": "attention_bias"}
@@ -100,11 +103,11 @@ MLP_EXPERTS = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 SHARED_EXPERT = MLP_EXPERTS._replace(shared="shared_expert", shared_gate="shared_expert_gate")
 MIXTRAL = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 OUTER = NormNames("", "post_attention_layernorm", "", "post_feedforward_layernorm")
-QWEN_3_5 = "Qwen3.5 (dense, text)"
-QWEN_3_5_MOE: dict[str, Any] = {
-    "models": "Qwen3.5 MoE (text)", "layers": replace(HYBRID, experts=SHARED_EXPERT),
-    "flags": BIASES, "rotary": 0.25, "defaults": {"intermediate_size": 512},  # no layer is dense
-}  # fmt: skip
+QWEN_3_5 = Family("Qwen3.5 (dense, text)", HYBRID, BIASES, rotary=0.25)
+QWEN_3_5_MOE = Family(
+    "Qwen3.5 MoE (text)", replace(HYBRID, experts=SHARED_EXPERT), BIASES, rotary=0.25,
+    defaults={"intermediate_size": 512},  # no layer is dense
+)  # fmt: skip
 COMMAND_R: dict[str, Any] = {
     "scales": "cohere", "eps": "layer_norm_eps",
     "defaults": {
@@ -126,12 +129,13 @@ GEMMA_DEFAULTS: dict[str, Any] = {
     "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "sliding_window": 4096,
     "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "eos_token_id": 1,
 }  # fmt: skip
-GEMMA_3: dict[str, Any] = {
-    "flags": BIASES, "scales": "gemma3", "windows": 6, "local_theta": "rope_local_base_freq",
-    "defaults": GEMMA_DEFAULTS | {
+GEMMA_3 = Family(
+    "Gemma 3 (text)", replace(GEMMA, qk_norm=True), BIASES,
+    scales="gemma3", windows=6, local_theta="rope_local_base_freq",
+    defaults=GEMMA_DEFAULTS | {
         "rope_theta": 1e6, "max_position_embeddings": 131_072, "vocab_size": 262_208,
     },
-}  # fmt: skip
+)  # fmt: skip
 
 # By `architectures[0]` of config.json.
 FAMILIES: Mapping[str, Family] = {
@@ -161,14 +165,8 @@ FAMILIES: Mapping[str, Family] = {
         windows=2,
         defaults=GEMMA_DEFAULTS | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
-    "Gemma3ForCausalLM": Family("Gemma 3 (text)", replace(GEMMA, qk_norm=True), **GEMMA_3),
-    "Gemma3ForConditionalGeneration": Family(
-        "Gemma 3 (text)",
-        replace(GEMMA, qk_norm=True),
-        nested=True,
-        prefix="language_model.model",
-        **GEMMA_3,
-    ),
+    "Gemma3ForCausalLM": GEMMA_3,
+    "Gemma3ForConditionalGeneration": GEMMA_3.within("language_model.model"),
     "Glm4ForCausalLM": Family("GLM-4-0414", replace(GLM, norms=SANDWICH), *GLM_BIAS, rotary=0.5),
     "GlmForCausalLM": Family("GLM-4-chat-hf", GLM, *GLM_BIAS, rotary=0.5),
     "GraniteForCausalLM": Family("Granite 3", flags=ALL_BIASES, scales="granite"),
@@ -209,14 +207,10 @@ FAMILIES: Mapping[str, Family] = {
         BIASES,
         rotary=0.25,
     ),
-    "Qwen3_5MoeForCausalLM": Family(**QWEN_3_5_MOE),
-    "Qwen3_5MoeForConditionalGeneration": Family(
-        **QWEN_3_5_MOE, nested=True, prefix="model.language_model"
-    ),
-    "Qwen3_5ForCausalLM": Family(QWEN_3_5, HYBRID, BIASES, rotary=0.25),
-    "Qwen3_5ForConditionalGeneration": Family(
-        QWEN_3_5, HYBRID, BIASES, rotary=0.25, nested=True, prefix="model.language_model"
-    ),
+    "Qwen3_5MoeForCausalLM": QWEN_3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN_3_5_MOE.within("model.language_model"),
+    "Qwen3_5ForCausalLM": QWEN_3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN_3_5.within("model.language_model"),
     "SeedOssForCausalLM": Family(
         "Seed-OSS", Features(), ALL_BIASES | {"output_bias": "attention_out_bias"}, GLM_BIAS[1]
     ),

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, fields
 
-from worker.errors import UserError
-
 KEY_BLOCK = 128  # the most keys that a kernel reads at a time, from a multiple of their number on
 
 
@@ -13,7 +11,7 @@ class KeyMask:
 
     Without `causal` it sees those up to n - 1, so a block of rows sees itself whole. With `window`
     it sees only keys k > p - window: itself and the window - 1 before it. A row that sees no key
-    gives zeros. Raises UserError unless first_key is 0 or 1, and window at least 1.
+    gives zeros.
     """
 
     first_key: int = 0  # 1: the region has no row for slot 0, as a chain drafter's
@@ -21,10 +19,8 @@ class KeyMask:
     window: int | None = None  # tokens; None: all
 
     def __post_init__(self) -> None:
-        if self.first_key not in (0, 1):
-            raise UserError(f"first_key must be 0 or 1, not {self.first_key}", "first_key")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"window must be at least 1, not {self.window}", "window")
+        assert self.first_key in (0, 1)
+        assert self.window is None or self.window >= 1
 
     @property
     def unlike_causal(self) -> frozenset[str]:

@@ -6,19 +6,13 @@ from pathlib import Path
 from worker.config.checkpoint.fields import Fields
 from worker.errors import Unsupported
 
-# Models that are served, by the architecture of their files.
+# Models that are served.
 QWEN, HYBRID, LLAMA = "Qwen/Qwen3-8B", "Qwen/Qwen3.5-9B", "meta-llama/Llama-3.1-8B-Instruct"
 SPARSE = "Qwen/Qwen3-30B-A3B"
 MISTRAL, OLMO, PHI, GEMMA = (
     *("mistralai/Mistral-Nemo-Instruct-2407", "allenai/OLMo-2-1124-7B-Instruct"),
     *("microsoft/phi-4", "google/gemma-3-1b-it"),
 )
-ADVISED = {
-    SPARSE: "Qwen3MoeForCausalLM",
-    QWEN: "Qwen3ForCausalLM", HYBRID: "Qwen3_5ForConditionalGeneration", LLAMA: "LlamaForCausalLM",
-    MISTRAL: "MistralForCausalLM", OLMO: "Olmo2ForCausalLM", PHI: "Phi3ForCausalLM",
-    GEMMA: "Gemma3ForCausalLM",
-}  # fmt: skip
 READ = "kvlane reads bf16, f16, f32 and FP8 safetensors"
 DENSE = f"take a dense model, as {QWEN} or {LLAMA}"
 

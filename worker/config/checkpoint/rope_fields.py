@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from worker.config.checkpoint.fields import Fields, is_list
-from worker.errors import Unsupported
 
 ROPE_TYPES = ("default", "linear", "llama3", "dynamic", "yarn", "longrope")
 # What drafters were trained with; their files have no fields of others.
@@ -14,7 +13,7 @@ PLAIN = ("default", "linear", "llama3")
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """A scaling of rope. Unsupported: of another type.
+    """A scaling of rope, of one of ROPE_TYPES.
 
     "dynamic" stretches nothing up to a model's own positions, and nothing longer is served.
     """
@@ -31,14 +30,6 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()  # of longrope, of each rotated pair, as the next
     long_factors: tuple[float, ...] = ()
     is_long: bool = True  # which of them are used
-
-    def __post_init__(self) -> None:
-        if self.rope_type not in ROPE_TYPES:
-            raise Unsupported(
-                f"config.rope_scaling: rope type {self.rope_type!r} is not supported; "
-                f"supported: {', '.join(ROPE_TYPES)}",
-                param="rope_scaling",
-            )
 
 
 class Rope(NamedTuple):

@@ -6,11 +6,8 @@ from worker.config.checkpoint.families import Family
 from worker.config.checkpoint.fields import Fields, is_list
 from worker.config.checkpoint.refusals import DENSE, window_remedy
 
-FULL, LINEAR, SLIDING = (
-    "full_attention",
-    "linear_attention",
-    "sliding_attention",
-)  # in `layer_types`
+# In `layer_types`.
+FULL, LINEAR, SLIDING = "full_attention", "linear_attention", "sliding_attention"
 
 
 def read_windows(fields: Fields, family: Family) -> tuple[int, ...]:

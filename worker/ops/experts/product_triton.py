@@ -14,8 +14,7 @@ from torch import Tensor
 from worker.config.checkpoint.experts import Held
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.experts.route import Routes
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 from worker.ops.norms_triton import silu_and_mul
 from worker.ops.scaled import E4M3, strides_of
 from worker.ops.scaled_triton import eight_bits_triton
@@ -78,7 +77,7 @@ def _grouped_kernel(
     stride_column, stride_expert, stride_rows, stride_blocks,
     COUNT: tl.constexpr, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GATED: tl.constexpr, GRAIN: tl.constexpr, STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
+    EVEN_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (items · tiles of weights).
 
@@ -126,7 +125,7 @@ def _grouped_kernel(
             inside = (begin + ks < K)[None, :]
             w_tile = tl.load(w_at, mask=inside, other=0.0)
             x_tile = tl.load(x_at, mask=here[:, None] & inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:
             w_tile, x_tile = w_tile.to(tl.float32), x_tile.to(tl.float32)
         if GRAIN:
             scale = tl.load(scales_at)[:, None] * tl.load(row_at, mask=here, other=0.0)[None, :]
@@ -214,8 +213,8 @@ def expert_products_triton(
                 x, COUNT=held.count, TOP_K=top_k, BLOCK_T=tile.tokens, BLOCK_N=tile.rows,
                 BLOCK_K=tile.block_k, GATED=gated, EVEN_K=k % tile.block_k == 0,
                 GRAIN=0 if of_w is None else w.shape[1] // of_w.shape[1],
-                STAGES=None if of_w is None else tile.num_stages, UPCAST=INTERPRETED,
-                num_warps=tile.num_warps, num_stages=tile.num_stages,
+                STAGES=None if of_w is None else tile.num_stages, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
             ),
         )  # fmt: skip
     out = torch.empty_like(x) if out is None else out

@@ -1,17 +1,20 @@
 """Which experts a token goes to, with which weight, and in which order their rows stand.
 
+What experts have had is counted on the device; nothing in a step waits for it.
+
 The order follows from the experts and their tokens alone: nothing is read by the host, nothing is
 counted by atomics, so a replay of a graph and an eager step have the same. Tokens of padding go to
 no expert.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from worker.config.checkpoint.experts import ExpertShape, Held
+from worker.errors import Unsupported
 from worker.ops.op import op
 
 
@@ -80,3 +83,50 @@ def route_ref(
 
 
 route = op(route_ref)
+
+
+class Load(NamedTuple):
+    """Of all layers of experts of one rank, since the start."""
+
+    layer_steps: int = 0
+    distinct: int = 0  # experts that had tokens, summed over layers and steps
+    busiest_share: float = 0.0  # of a layer's tokens, the mean of the layers
+
+
+@torch.inference_mode()
+def load_of(loads: Sequence[Tensor]) -> Load:
+    """Sum up what `new_load` made for the layers: [2, num_experts + 1] i64 a layer.
+
+    Waits for the device.
+    """
+    tokens, steps = torch.stack(list(loads)).cpu().unbind(1)  # [num_layers, num_experts + 1]
+    rows = tokens[:, :-1].sum(1)
+    shares = tokens.amax(1) / rows.clamp_min(1)
+    layer_steps, distinct = int(steps[:, -1].sum()), int(steps[:, :-1].sum())
+    return Load(layer_steps, distinct, shares.mean().item())
+
+
+# Experts that kernels compute, on a GPU: field of ExpertShape -> its values; None: any.
+IN_KERNELS: Mapping[str, Collection[object] | None] = {
+    "scoring": ("softmax",),
+    "is_biased": (False,),
+    "num_groups": (1,),
+    "factor": (1.0,),
+    "activation": ("silu",),
+    "limit": (0.0,),
+}
+# Those that the definitions compute, on a CPU.
+DEFINED: Mapping[str, Collection[object] | None] = {
+    **IN_KERNELS,
+    "scoring": SCORINGS,
+    "is_biased": None,
+    "factor": None,
+}
+
+
+def refuse_others(shape: ExpertShape, device: torch.device) -> None:
+    """Raise Unsupported, with field and value, for experts that the device would not compute."""
+    for field, values in (DEFINED if device.type == "cpu" else IN_KERNELS).items():
+        if values is not None and (value := getattr(shape, field)) not in values:
+            known = ", ".join(map(str, values))
+            raise Unsupported(f"experts: {field} {value!r} on {device.type}; computed: {known}")

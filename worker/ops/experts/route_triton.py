@@ -9,15 +9,12 @@ A row's sums, choice and weights depend on that row alone, bit for bit. So no su
 layout of a block, which follows from how many tokens are in it.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from worker.config.checkpoint.experts import ExpertShape, Held
 from worker.ops.experts.route import Routes
-from worker.ops.jit import INTERPRETED, enter, tl, triton
-from worker.ops.launch import overlap, power_of_two
+from worker.ops.jit import INTERPRETED, enter, overlap, power_of_two, tl, triton
 
 PART = 256  # of K: what one sum of the router is over
 TOKENS = 4  # of a program of `route`, a warp each
@@ -26,9 +23,8 @@ AT_ONCE = 4096  # assignments that a program of `arrange` looks at
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _router_kernel(
-    x, gate, out, num_tokens, num_experts, K, stride_x,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr,
-    UPCAST: tl.constexpr, PDL: tl.constexpr,
+    x, gate, out, num_tokens, num_experts, K, stride_x, BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens, of experts, parts of K). out: f32 [parts, num_tokens, experts]."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -44,7 +40,7 @@ def _router_kernel(
         x_at = x + tokens.to(tl.int64)[:, None] * stride_x + at[None, :]
         w = tl.load(gate_at, mask=(experts < num_experts)[:, None] & inside, other=0.0)
         y = tl.load(x_at, mask=(tokens < num_tokens)[:, None] & inside, other=0.0)
-        if UPCAST:
+        if INTERPRETED:
             w, y = w.to(tl.float32), y.to(tl.float32)
         acc = tl.dot(w, tl.trans(y), acc, input_precision="ieee")
     at = part.to(tl.int64) * num_tokens + tokens
@@ -71,15 +67,15 @@ def _scores(logits, SCORING: tl.constexpr):
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     parts, slots, ids, weights, starts, order, load, num_tokens, sink, first, count,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr,
-    PARTS: tl.constexpr, SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr,
-    PDL: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr, TOKENS: tl.constexpr, TOP_K: tl.constexpr, PARTS: tl.constexpr,
+    SCORING: tl.constexpr, RENORMALIZES: tl.constexpr, ALONE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of tokens). parts: f32 [PARTS, num_tokens, NUM_EXPERTS].
 
     ALONE: there is one block, which gives rows their order, too; see `_arrange_kernel`.
     """
     tokens = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    EXPERTS: tl.constexpr = triton.next_power_of_2(NUM_EXPERTS)
     experts = tl.arange(0, EXPERTS)
     real, exists = tokens < num_tokens, (experts < NUM_EXPERTS)[None, :]
     at = parts + tokens.to(tl.int64)[:, None] * NUM_EXPERTS + experts[None, :]
@@ -131,8 +127,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _arrange_kernel(
-    ids, starts, order, load, num_rows, first, count,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    ids, starts, order, load, num_rows, first, count, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (count + 1): an expert's rows begin behind those of the experts before it.
 
@@ -171,7 +166,7 @@ def route_triton(
     load: Tensor,
     bias: Tensor | None = None,
 ) -> Routes:
-    """See route_ref, and computed.py for what of a shape is not computed here."""
+    """See route_ref, and IN_KERNELS for what of a shape is computed here."""
     assert bias is None
     n, k = x.shape
     num_experts, top_k = shape.num_experts, shape.top_k
@@ -189,17 +184,16 @@ def route_triton(
     _router_kernel[(-(-n // block_t), -(-num_experts // 64), len(logits))](
         x, gate, logits, n, num_experts, k, x.stride(0),
         **overlap(
-            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, UPCAST=INTERPRETED,
-            num_warps=4, num_stages=3,
+            x, BLOCK_E=64, BLOCK_T=block_t, BLOCK_K=128, PART=PART, num_warps=4, num_stages=3
         ),
     )  # fmt: skip
     tokens = min(power_of_two(n), TOKENS)
-    sizes: dict[str, Any] = {"NUM_EXPERTS": num_experts, "EXPERTS": power_of_two(num_experts)}
     _route_kernel[(-(-n // tokens),)](
         logits, slots, ids, weights, starts, order, load, n, sink, *held,
         **overlap(
-            x, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits), SCORING=shape.scoring,
-            RENORMALIZES=shape.renormalizes, ALONE=n <= tokens, num_warps=tokens, **sizes,
+            x, NUM_EXPERTS=num_experts, TOKENS=tokens, TOP_K=top_k, PARTS=len(logits),
+            SCORING=shape.scoring, RENORMALIZES=shape.renormalizes, ALONE=n <= tokens,
+            num_warps=tokens,
         ),
     )  # fmt: skip
     if n <= tokens:
