@@ -1,7 +1,7 @@
 """The README's lines, run as they stand: each that this machine can run does what it says.
 
 Lines that install are run by `.ci/run` and tests/deploy/newcomer.py; those of NOT_HERE need what
-no machine of CI has. tests/unit/test_readme_lines.py reads them at least.
+no machine of CI has. tests/deploy/test_integrity.py reads them at least.
 """
 
 import contextlib
