@@ -76,7 +76,6 @@ SPLIT = (
     "test_interpreted",
     "test_models",
     "test_attention_backends",
-    "test_stages",
     "test_memory",
     "test_collective",
     # Those on a GPU wait for the compiler, which takes one core.

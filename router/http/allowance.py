@@ -67,36 +67,31 @@ class Keys:
         self._changed_at = self._stamp()
         self.keys = read_keys(self.path)
 
-    def find(self, token: bytes) -> Key | None:
-        """The key that a client has sent; raises an ApiError, 401, if it is over."""
-        self._look(time.monotonic())
-        # Every key is compared, so that the time taken does not tell which one was close.
-        same = [hmac.compare_digest(token, key.secret) for key in self.keys]
-        if not any(same):
-            return None
-        key = self.keys[same.index(True)]
-        if time.time() >= key.expires_at:
-            raise ApiError("invalid_api_key", "this API key has expired")
-        return key
-
     def key_of(self, headers: Mapping[bytes, bytes]) -> Key:
         """The key that a request brings; raises an ApiError, 401, if there is none that is valid.
 
         It comes as a bearer token, as `x-api-key` (Anthropic's clients), or, so that browsers can
         ask for it, as the password of Basic authentication.
         """
-        key = self.find(_token(headers).strip())
-        if key is None:
+        self._look(time.monotonic())
+        token = _token(headers).strip()
+        # Every key is compared, so that the time taken does not tell which one was close.
+        same = [hmac.compare_digest(token, key.secret) for key in self.keys]
+        if not any(same):
             message = "a valid API key is needed: Authorization: Bearer KEY"
             raise ApiError("invalid_api_key", message)
+        key = self.keys[same.index(True)]
+        if time.time() >= key.expires_at:
+            raise ApiError("invalid_api_key", "this API key has expired")
         return key
 
     def admits(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a request brings a valid key."""
         try:
-            return self.find(_token(headers).strip()) is not None
-        except ApiError:  # it has expired
+            self.key_of(headers)
+        except ApiError:
             return False
+        return True
 
     def opens_pages(self, key: Key) -> bool:
         """Whether operators' pages are for its owner."""

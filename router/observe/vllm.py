@@ -20,8 +20,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString  # pyright: ignore[reportUnknownVariableType]
 
+from router.observe.board import together
 from router.observe.stages import StageTimes, vllm_times
-from router.observe.tally import Tally, total
+from router.observe.tally import Tally, buckets, total
 from worker.api import Role, WorkerStats
 from worker.observe.metrics import Families
 
@@ -68,8 +69,8 @@ class _Scrape:
         self.used = 1 - free / pages if pages else 1.0  # without workers all are
         page_size = max((worker.page_size for worker in stats), default=0)
         self.config: Figures = {(str(page_size), str(pages)): 1} if stats else {}
-        self.prompt, self.cached = ours.prompt_length.sample()[1], total(ours.cached_tokens)
-        self.output = ours.output_length.sample()[1] + sum(outputs)
+        self.prompt, self.cached = ours.prompt_length.sum, total(ours.cached_tokens)
+        self.output = ours.output_length.sum + sum(outputs)
         self.ended: Figures = {(reason,): number for reason, number in ended.items()}
         self.arrived = sum(ended.values()) + self.decoding + self.waiting
 
@@ -196,8 +197,9 @@ class VllmMetrics(Collector):
         for name, text, place in TIMES:
             tallies = self._own.get(place) or getattr(self._ours, place)
             family = HistogramMetricFamily(PREFIX + name, text, labels=LABELS)
-            together = _together([tallies] if isinstance(tallies, Tally) else tallies)
-            family.add_metric((self._model, number), *together)
+            several = [tallies] if isinstance(tallies, Tally) else tallies
+            whole = together([tally.spread() for tally in several])
+            family.add_metric((self._model, number), buckets(whole), whole.seconds)
             yield family
 
 
@@ -226,13 +228,3 @@ def merged_samples(head: str, samples: Sequence[str]) -> str:
     # Drafts are there twice if one router has just taken over from another: the older counts less.
     one = max if is_draft else sum
     return "".join(f"{name} {floatToGoString(one(found))}\n" for name, found in values.items())
-
-
-def _together(tallies: Sequence[Tally]) -> tuple[list[tuple[str, float]], float]:
-    """The buckets and the sum of series with the same bounds."""
-    samples = [tally.sample() for tally in tallies]
-    buckets: list[tuple[str, float]] = [
-        (same[0][0], sum(bucket[1] for bucket in same))
-        for same in zip(*(buckets for buckets, _ in samples), strict=True)
-    ]
-    return buckets, sum((of_all for _, of_all in samples), 0.0)
