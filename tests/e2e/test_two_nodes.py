@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.two_hosts import SCRIPT, URL, script
 from tests.e2e.check import MAX_TOKENS, NUM
 from tests.e2e.harness import INSIDE, processes
+from tests.fault.chaos.two_hosts import SCRIPT, URL, script
 from tests.support import pairwise
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
