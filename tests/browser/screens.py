@@ -5,16 +5,12 @@ python -m tests.browser.screens          # as root, for a network namespace; min
 python -m tests.browser.screens --cluster       # without what needs no cluster
 """
 
-import itertools
 import os
 import signal
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +19,7 @@ import httpx
 from tests.browser import behaviour
 from tests.browser.driver import WIDE, Visit, chromium, visiting
 from tests.e2e.harness import REPOSITORY, Serve, enter_namespace_of
+from tests.monitoring.load import steady
 
 PICTURES = REPOSITORY / "router" / "docs"
 MAX_BYTES = 150_000
@@ -33,35 +30,11 @@ ARGUMENTS = (
 )  # fmt: skip
 PHONE = (390, 844)
 FORMS = ((WIDE, "light", ""), (WIDE, "dark", "-dark"), (PHONE, "light", "-narrow"))
-NUM_CLIENTS = 24
+NUM_CLIENTS = "24"
 LOADED_S = 25.0
 QUESTION = "Tom has 34 apples and buys 3 bags of 12 apples. How many apples does Tom have?"
 ALL_WELL = "All 4 workers answer"
 READY_S = 240.0  # on a busy machine
-
-
-@contextmanager
-def load(url: str) -> Iterator[None]:
-    """Clients that chat until the end of the block; what a death breaks is not their matter."""
-    over = threading.Event()
-
-    def chat(client: int) -> None:
-        for number in itertools.count(100 * client):
-            if over.is_set():
-                return
-            messages = [{"role": "user", "content": QUESTION.replace("34", str(number))}]
-            body = {"messages": messages, "max_tokens": 400, "ignore_eos": True}
-            try:
-                httpx.post(f"{url}/v1/chat/completions", json=body, timeout=120)
-            except httpx.TransportError:
-                time.sleep(0.5)
-
-    with ThreadPoolExecutor(NUM_CLIENTS) as pool:
-        pool.map(chat, range(NUM_CLIENTS))
-        try:
-            yield
-        finally:
-            over.set()
 
 
 def picture(visit: Visit, name: str) -> None:
@@ -185,7 +158,7 @@ def main() -> None:
             pictures(browser, serve.url, "idle", ALL_WELL)
             the_api(browser, serve.url)
             a_chat(browser, serve.url)
-            with load(serve.url):
+            with steady(serve.url, ("--source", "problems", "--concurrency", NUM_CLIENTS)):
                 time.sleep(LOADED_S)
                 pictures(browser, serve.url, "loaded", ALL_WELL)
                 a_death(browser, serve)

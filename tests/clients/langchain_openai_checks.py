@@ -1,98 +1,70 @@
-"""langchain-openai against a running cluster: `python langchain_openai_checks.py URL`."""
+"""langchain-openai, by chats and by responses: `python langchain_openai_checks.py URL`."""
 
 import asyncio
 import functools
 import operator
+from collections.abc import Iterator
 from typing import Any
 
-from langchain_core.messages import AIMessageChunk, HumanMessage, ToolMessage
+from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
-from shared import ANSWER, QUESTION, Solution, add, main
+from shared import CHATS, QUESTION, Solution, add, main
 
 ADD = tool(add)
 
 
-def model(url: str, **more: Any) -> ChatOpenAI:
-    return ChatOpenAI(model="tiny", base_url=url, api_key="none", max_retries=0, **more)
+class Langchain:
+    def __init__(self, url: str) -> None:
+        given: Any = {"model": "tiny", "base_url": url, "api_key": "none", "max_retries": 0}
+        self.chat = ChatOpenAI(**given, stream_usage=True)
+        self.both = self.chat, ChatOpenAI(**given, use_responses_api=True)
 
+    def texts(self) -> Iterator[str]:
+        assert self.chat.invoke([("system", "You solve problems."), ("human", QUESTION)]).content
+        yield from (each.text for each in self.chat.batch([QUESTION] * 2))
+        for model in self.both:
+            made: Any = model.invoke(QUESTION)
+            assert made.usage_metadata["output_tokens"] > 0
+            yield made.text
 
-def chat(url: str) -> None:
-    made = model(url).invoke([("system", "You solve word problems."), ("human", QUESTION)])
-    assert made.content
-    made = model(url).invoke(QUESTION)
-    assert made.content.endswith(ANSWER)
-    assert made.response_metadata["finish_reason"] == "stop"
-    assert made.usage_metadata["output_tokens"] > 0
-    assert [each.content for each in model(url).batch([QUESTION] * 2)] == [made.content] * 2
+    def streams(self) -> Iterator[list[str]]:
+        async def pieces() -> list[str]:
+            return [chunk.text async for chunk in self.chat.astream(QUESTION)]
 
+        yield asyncio.run(pieces())
+        for model in self.both:
+            chunks: list[Any] = list(model.stream(QUESTION))
+            assert functools.reduce(operator.add, chunks).usage_metadata["output_tokens"] > 0
+            yield [chunk.text for chunk in chunks]
 
-def stream(url: str) -> None:
-    chunks = list(model(url, stream_usage=True).stream(QUESTION))
-    assert len(chunks) > 5
-    whole = functools.reduce(operator.add, chunks)
-    assert isinstance(whole, AIMessageChunk)
-    assert whole.content.endswith(ANSWER)
-    assert whole.usage_metadata["output_tokens"] > 0
+    def calls(self) -> Iterator[dict[str, Any]]:
+        """A call, whole and streamed, whose result is sent back; `any` may be several."""
+        for model in self.both:
+            bound = model.bind_tools([ADD], tool_choice="add")
+            made: Any = bound.invoke(QUESTION)
+            (call,) = made.tool_calls
+            (streamed,) = functools.reduce(operator.add, bound.stream(QUESTION)).tool_calls
+            assert (call["name"], call["args"]) == ("add", streamed["args"])
+            sent = [HumanMessage(QUESTION), made, ADD.invoke(call)]
+            answer: Any = model.bind_tools([ADD]).invoke(sent)
+            assert answer.text or answer.tool_calls
+            yield call["args"]
+        some: Any = self.chat.bind_tools([ADD], tool_choice="any").invoke(QUESTION)
+        yield from (call["args"] for call in some.tool_calls)
 
-    async def pieces() -> list[Any]:
-        return [chunk.content async for chunk in model(url).astream(QUESTION)]
-
-    assert "".join(asyncio.run(pieces())) == whole.content
-
-
-def tools(url: str) -> None:
-    """A call, whole and streamed, then its result sent back."""
-    bound = model(url).bind_tools([ADD], tool_choice="add")
-    made = bound.invoke(QUESTION)
-    (call,) = made.tool_calls
-    assert not made.invalid_tool_calls
-    assert call["name"] == "add"
-    result = ADD.invoke(call)
-    assert isinstance(result, ToolMessage)
-    assert int(result.content) == add(**call["args"])
-    (streamed,) = functools.reduce(operator.add, bound.stream(QUESTION)).tool_calls
-    assert streamed["args"] == call["args"]
-    answer = model(url).bind_tools([ADD]).invoke([HumanMessage(QUESTION), made, result])
-    assert answer.content or answer.tool_calls
-
-
-def any_tool(url: str) -> None:
-    """`any` demands a call, of which there may be several."""
-    made = model(url).bind_tools([ADD], tool_choice="any").invoke(QUESTION)
-    assert made.response_metadata["finish_reason"] == "tool_calls"
-    assert {call["name"] for call in made.tool_calls} == {"add"}
-
-
-def structured_output(url: str) -> None:
-    """In its own method, json_schema, whole and streamed; by a function, and of a dictionary."""
-    asked = model(url).with_structured_output(Solution)
-    made = asked.invoke(QUESTION)
-    assert isinstance(made, Solution)
-    assert list(asked.stream(QUESTION))[-1] == made
-    raw = model(url).with_structured_output(Solution, include_raw=True).invoke(QUESTION)
-    assert raw["parsed"] == made
-    assert raw["parsing_error"] is None
-    called = model(url).with_structured_output(Solution, method="function_calling")
-    assert isinstance(called.invoke(QUESTION), Solution)
-    plain = model(url).with_structured_output(Solution.model_json_schema()).invoke(QUESTION)
-    Solution.model_validate(plain)
-
-
-def responses(url: str) -> None:
-    """The same by `use_responses_api`."""
-    model_of = model(url, use_responses_api=True)
-    made = model_of.invoke(QUESTION)
-    assert made.text.endswith(ANSWER)
-    assert made.usage_metadata["output_tokens"] > 0
-    whole = functools.reduce(operator.add, model_of.stream(QUESTION))
-    assert whole.text == made.text
-    called = model_of.bind_tools([ADD], tool_choice="add").invoke(QUESTION)
-    (call,) = called.tool_calls
-    answer = model_of.bind_tools([ADD]).invoke([HumanMessage(QUESTION), called, ADD.invoke(call)])
-    assert answer.text or answer.tool_calls
-    assert isinstance(model_of.with_structured_output(Solution).invoke(QUESTION), Solution)
+    def solutions(self) -> Iterator[Any]:
+        """By json_schema, its own way, whole and streamed; by a function; and of a dictionary."""
+        for model in self.both:
+            yield model.with_structured_output(Solution).invoke(QUESTION)
+        asked = self.chat.with_structured_output(Solution)
+        assert list(asked.stream(QUESTION))[-1] == asked.invoke(QUESTION)
+        raw = self.chat.with_structured_output(Solution, include_raw=True).invoke(QUESTION)
+        assert raw["parsing_error"] is None
+        yield self.chat.with_structured_output(Solution, method="function_calling").invoke(QUESTION)
+        plain = self.chat.with_structured_output(Solution.model_json_schema()).invoke(QUESTION)
+        yield Solution.model_validate(plain)
 
 
 if __name__ == "__main__":
-    main("langchain-openai", chat, stream, tools, any_tool, structured_output, responses)
+    main("langchain-openai", *CHATS, connect=Langchain)

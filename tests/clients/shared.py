@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import BaseModel, Field
 
@@ -66,6 +66,51 @@ def add_tool(**number: int) -> Any:
 
 def text_of(chunks: Iterable[Any]) -> str:
     return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+
+
+class Library(Protocol):
+    """What a library for chats does with the API; whatever it yields is checked in one place."""
+
+    def texts(self) -> Iterable[str]:
+        """Answers to the question, in each way that the library has."""
+        ...
+
+    def streams(self) -> Iterable[list[str]]:
+        """The pieces of such answers."""
+        ...
+
+    def calls(self) -> Iterable[dict[str, Any]]:
+        """Arguments of calls of `add` that were demanded; their results have been sent back."""
+        ...
+
+    def solutions(self) -> Iterable[Any]:
+        """Answers of the form `Solution`."""
+        ...
+
+
+def chat(library: Library) -> None:
+    assert all([text.endswith(ANSWER) for text in library.texts()])
+
+
+def stream(library: Library) -> None:
+    for pieces in library.streams():
+        assert len(pieces) > 5
+        assert "".join(pieces).endswith(ANSWER)
+
+
+def tools(library: Library) -> None:
+    calls = list(library.calls())
+    assert calls
+    for call in calls:
+        Add.model_validate(call)
+
+
+def structured_output(library: Library) -> None:
+    for made in library.solutions():
+        assert isinstance(made, Solution)
+
+
+CHATS: tuple[Callable[[Any], None], ...] = (chat, stream, tools, structured_output)
 
 
 def main(

@@ -63,8 +63,7 @@ def test_heads_of_96_numbers(backend: str, asked: str) -> None:
 
 @pytest.mark.skipif(not INTERPRETED, reason="of the triton backend alone")
 @pytest.mark.parametrize(
-    ("asked", "head_dim", "window"),
-    [("all", 64, 100), ("window", 96, 150), ("sinks", 128, None)],
+    ("asked", "head_dim", "window"), [("all", 64, 100), ("window", 96, 150), ("sinks", 128, None)]
 )
 def test_long_chunks_match_the_dense_oracle(
     asked: str, head_dim: int, window: int | None, monkeypatch: pytest.MonkeyPatch

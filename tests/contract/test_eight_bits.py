@@ -11,12 +11,7 @@ from tests.contract.test_attention import BACKENDS, TABLE, make_batch, make_pool
 from tests.support.interpreted import INTERPRETED
 from tests.support.pairwise import more
 from worker.attention.base import AttentionShape
-from worker.attention.qk_rope_store import (
-    HeadNorms,
-    Rotation,
-    qk_rope_store_ref,
-    store_kv_ref,
-)
+from worker.attention.qk_rope_store import HeadNorms, Rotation, qk_rope_store_ref, store_kv_ref
 from worker.attention.qk_rope_store_triton import qk_rope_store_triton
 from worker.cache.eight_bits import E4M3, dequantized, exponents_of, quantized
 from worker.cache.layout import KVLayout, KVRegion

@@ -27,7 +27,7 @@ from tests.support.command_line import configured
 from worker.errors import UserError
 from worker.transfer.mooncake_libraries import APT_PACKAGES
 
-DEPLOY = REPOSITORY / "deploy"
+DEPLOY, README = REPOSITORY / "deploy", REPOSITORY / "README.md"
 TOOLS = REPOSITORY / ".tools" / "deploy"
 SCHEMA, HADOLINT = TOOLS / "compose_spec.json", TOOLS / "hadolint"
 GRAFANA = "compose/grafana/provisioning"
@@ -219,7 +219,7 @@ def compose(deploy: Path) -> None:
 
 
 def prose(deploy: Path) -> None:
-    """Links, settings, metrics and commands of the pages; the examples."""
+    """Links, settings, metrics and commands of the pages, and of the first one; the examples."""
     for path in (deploy / "examples").glob("*.yaml"):
         load(path)
     known = {*leaves(), *(leaf.rpartition(".")[0] for leaf in leaves())}
@@ -231,9 +231,14 @@ def prose(deploy: Path) -> None:
             if name.partition(".")[0] in sections:
                 assert name in known or of_chart(name), name
         assert set(search(metrics.NAME.pattern, path)) <= set(metrics.exported())
-    for line in (line for name in BLOCKS for line in block(name, deploy / "README.md")):
-        for words in re.findall(r"(?:python -m cluster|bin/kvlane) (\w+[^;&|\n]*)", line):
-            configured(shlex.split(words))
+    shell = "".join(re.findall(r"```sh\n(.*?)```", README.read_text(), re.DOTALL))
+    lines = shell.replace("\\\n", "").splitlines()  # of the first page
+    assert len(lines) > 15
+    for line in (*lines, *(line for name in BLOCKS for line in block(name, deploy / "README.md"))):
+        for text in re.findall(r"(?:python -m cluster|bin/kvlane) (\w+[^;&|\n]*)", line):
+            words = shlex.split(text, comments=True)
+            if words[0] != "bench":  # `tests/benchmarks` tries its options
+                configured(words)
         if "kubectl" not in line:  # whose deploy/NAME is a Deployment
             for file in re.findall(r"\b(?:deploy|helm|tests)/[\w./-]+", line):
                 assert (REPOSITORY / file).exists(), file

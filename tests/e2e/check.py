@@ -15,7 +15,7 @@ from tests.support.asking import Outcome, ask_all
 from tests.support.patience import HANG_S
 from tests.support.prompts import problem_ids
 from tests.support.reference import reference_texts
-from tests.support.scrape import scrape
+from tests.support.scrape import Samples, scrape
 
 NUM = 40
 MAX_TOKENS = 200
@@ -31,11 +31,20 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
         len(prompt) for prompt in prompts
     ]
 
+    page_bytes = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
+    check_counts(base_url, num, PAGE_SIZE, page_bytes, before)
+    check_stages(base_url)
+
+
+def check_counts(base_url: str, num: int, page_size: int, page_bytes: int, before: Samples) -> str:
+    """Of `num` prompts prefill computed or had cached all, decode none; it pulled every page over
+    one transport, which is returned. before: what metrics said before they were asked."""
     after = scrape(base_url)
 
     def grown(name: str, role: str, transport: str = "") -> float:
         return after[name, role, transport] - before.get((name, role, transport), 0.0)
 
+    prompts = problem_ids(num)
     computed = grown("kvlane_prompt_tokens_computed_total", "prefill")
     cached_there = grown("kvlane_prompt_tokens_cached_total", "prefill")
     assert computed > 0
@@ -43,13 +52,12 @@ def check_cluster(base_url: str, num: int = NUM) -> None:
     assert computed + cached_there == sum(len(prompt) for prompt in prompts)
     assert grown("kvlane_prompt_tokens_computed_total", "decode") == 0
     cached_here = grown("kvlane_prompt_tokens_cached_total", "decode")
-    num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
+    num_pages = sum(math.ceil(len(p) / page_size) for p in prompts) - cached_here / page_size
     (road,) = {road for name, _, road in after if name == "kvlane_kv_pulled_bytes_total"}
     pulled = grown("kvlane_kv_pulled_bytes_total", "decode", road)
-    page_bytes = PAGE_SIZE * 6 * 2 * 2 * 64 * 4  # layers, k and v, kv heads, head_dim, float32
     assert pulled == num_pages * page_bytes
     print(f"prefill computed {computed:.0f} tokens, decode pulled {pulled:.0f} bytes by {road}")
-    check_stages(base_url)
+    return road
 
 
 def check_texts(base_url: str, num: int) -> list[Outcome]:

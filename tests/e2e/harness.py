@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ APART = "KVLANE_TESTS_APART"  # each process of pytest-xdist has namespaces of i
 APART_BY = REPOSITORY / "tests" / "support" / "apart.sh"
 OWN_SHM = ["mount", "-t", "tmpfs", "kvlane", "/dev/shm"]  # an empty one
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Rows = dict[str, dict[str, Any]]  # of `status`, by name
 READY = ("Ctrl-C stops it.", '"message": "ready"')  # for people, for machines
 
 
@@ -106,14 +108,9 @@ class Serve:
         with (self.root / "output").open("wb") as output:
             self.process = subprocess.Popen(
                 [*self.program, "serve", "--port", str(self.port), *join, *arguments],
-                cwd=self.directory,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_as_under_a_terminal,
-            )
+                cwd=self.directory, env=environment, stdin=subprocess.DEVNULL, stdout=output,
+                stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_as_under_a_terminal,
+            )  # fmt: skip
         return self
 
     def wait_ready(self, timeout_s: float = HANG_S) -> "Serve":
@@ -151,16 +148,11 @@ class Serve:
         self, *arguments: str, timeout_s: float = HANG_S
     ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*self.program, *arguments],
-            cwd=self.directory,
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+            [*self.program, *arguments], cwd=self.directory, env=self.environment(),
+            capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
 
-    def status(self) -> dict[str, dict[str, Any]]:
+    def status(self) -> Rows:
         if self.watch is None:
             running = find_running(self.root / "run" / "kvlane")
             token = {"RAY_AUTH_MODE": running.auth_mode, "RAY_AUTH_TOKEN_PATH": running.token_path}
@@ -171,28 +163,30 @@ class Serve:
         return {row["name"]: row for row in rows}
 
     def wait_status(self, name: str, timeout_s: float = HANG_S, **wanted: object) -> dict[str, Any]:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            row = self.status().get(name, {})
-            if row and all(row[key] == value for key, value in wanted.items()):
-                return row
-            if time.monotonic() > deadline:
-                pytest.fail(f"{name} is not {wanted} but {row}\n{self.output}")
-            time.sleep(0.3)
+        """The row of this name, once it says so."""
 
-    def wait_idle(self, timeout_s: float = HANG_S) -> dict[str, dict[str, Any]]:
+        def says_so(rows: Rows) -> bool:
+            return name in rows and wanted.items() <= rows[name].items()
+
+        return self._rows_once(says_so, f"{name} is not {wanted}", timeout_s)[name]
+
+    def wait_idle(self, timeout_s: float = HANG_S) -> Rows:
         """The rows once every process is ready and every counter of every one is zero."""
+
+        def is_idle(rows: Rows) -> bool:  # a busy process may be late with its counters
+            counters = [row["counters"] for row in rows.values() if row["state"] == "ready"]
+            known = len(counters) == len(rows) and None not in counters
+            return known and not any(n for each in counters for n in each.values())
+
+        return self._rows_once(is_idle, "counters are not at their baseline", timeout_s)
+
+    def _rows_once(self, is_so: Callable[[Rows], bool], what: str, timeout_s: float) -> Rows:
         deadline = time.monotonic() + timeout_s
-        while True:
-            rows = self.status()
-            known = all(
-                row["state"] == "ready" and row["counters"] is not None for row in rows.values()
-            )  # a busy process may be late with its counters
-            if known and not any(n for row in rows.values() for n in row["counters"].values()):
-                return rows
+        while not is_so(rows := self.status()):
             if time.monotonic() > deadline:
-                pytest.fail(f"counters are not at their baseline: {rows}")
+                pytest.fail(f"{what}: {rows}\n{self.output}")
             time.sleep(0.3)
+        return rows
 
     def _watch_no_more(self) -> None:
         """Of a Ray of its own; a joined one is watched for others."""

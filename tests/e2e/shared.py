@@ -88,10 +88,7 @@ class Ray:
                 f"--num-cpus={NUM_CPUS}", "--num-gpus=0", "--object-store-memory=100000000",
                 "--disable-usage-stats", *AGENT_PORTS, *self._parts,
             ],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clients.__main__ import OFFLINE
 from tests.e2e.harness import REPOSITORY, Serve
 from tests.e2e.shared import USUAL, Clusters
 from tests.support.patience import HANG_S
@@ -15,7 +16,6 @@ from tests.support.patience import HANG_S
 CLIENTS = Path("tests") / "clients"  # its README has the versions, `install` installs them
 TOOLS = REPOSITORY / ".tools"  # openai-agents needs another openai than the others do
 VENVS = {"agents": TOOLS / "agents"}
-OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it waits for a list of prices
 
 
 @pytest.fixture
@@ -41,17 +41,10 @@ def test_openai_of_this_environment(cluster: Serve) -> None:
 @pytest.mark.parametrize(
     "library",
     [
-        "openai",
-        "litellm",
-        "langchain_openai",
-        "llama_index",
-        "instructor",
-        "pydantic_ai",
-        "dspy",
-        "anthropic",
-        "agents",
+        "openai", "litellm", "langchain_openai", "llama_index", "instructor", "pydantic_ai", "dspy",
+        "anthropic", "agents",
     ],
-)
+)  # fmt: skip
 def test_library(cluster: Serve, library: str) -> None:
     venv = VENVS.get(library, TOOLS / "clients")
     if not list(venv.glob(f"lib/python*/site-packages/{library}")):

@@ -76,7 +76,8 @@ def evaluated(cluster: Serve, directory: Path) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = directory.glob("out/**/results_*.json")
     (samples,) = directory.glob("out/**/samples_kvlane_choice_*.jsonl")
-    choices = sorted(map(json.loads, samples.open()), key=lambda sample: sample["doc_id"])
+    lines = samples.read_text().splitlines()
+    choices = sorted(map(json.loads, lines), key=lambda sample: sample["doc_id"])
     return {"results": json.loads(path.read_text())["results"], "choices": choices}
 
 

@@ -1,7 +1,7 @@
 """The README's lines, run as they stand: each that this machine can run does what it says.
 
 Lines that install are run by `.ci/run` and tests/deploy/newcomer.py; those of NOT_HERE need what
-no machine of CI has. tests/unit/test_readme_lines.py reads them at least.
+no machine of CI has. tests/deploy/test_integrity.py reads them at least.
 """
 
 import contextlib
@@ -12,13 +12,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import INSIDE, READY, REPOSITORY, Serve
+from tests.e2e.harness import INSIDE, REPOSITORY, Serve
 from tests.e2e.shared import Clusters, Ray
 from tests.support.patience import HANG_S
 
@@ -156,15 +155,11 @@ def test_ray_job_submit_serves_on_a_ray_that_runs(
         (line,) = (each for each in LINES if each.startswith("ray job submit"))
         output = terminal.root / "output"
         with output.open("wb") as file:
-            job = subprocess.Popen(
+            job = terminal.process = subprocess.Popen(
                 ["bash", "-c", line], cwd=REPOSITORY, env=environment, stdout=file,
                 stderr=subprocess.STDOUT,
             )  # fmt: skip
-        deadline = time.monotonic() + HANG_S
-        while not any(said in terminal.output for said in READY):
-            assert job.poll() is None, terminal.output
-            assert time.monotonic() < deadline, terminal.output
-            time.sleep(0.5)
+        terminal.wait_ready()
         answer = json.loads(terminal.line(f"{CURL} --silent"))
         assert answer["choices"][0]["message"]["content"].endswith(ANSWER)
         environment["RAY_ADDRESS"] = ray.address

@@ -10,17 +10,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.check import MAX_TOKENS, NUM
-from tests.e2e.harness import INSIDE, REPOSITORY, processes
+from tests.e2e.harness import INSIDE, processes
+from tests.fault.chaos.two_hosts import SCRIPT, URL, script
 from tests.support import pairwise
 from tests.support.patience import HANG_S
 from tests.support.reference import reference_texts
 
-SCRIPT = REPOSITORY / "tests" / "e2e" / "two_nodes.sh"
 SUBMIT = (
     "--prefill", "1", "--decode", "1",
     "--set", "prefill.resources={a: 1}",
@@ -28,15 +29,9 @@ SUBMIT = (
     "--set", "disaggregation.mode=always",
 )  # fmt: skip
 BOTH = ("--set", "decode.tp=2", "--set", "decode.num_cpus=3")  # each node has 4
-URL = "http://127.0.0.1:8000"
 READY = re.compile(r"^\[ *[\d.]+ s\] ready$", re.MULTILINE)
 NUM_PROBLEMS = str(NUM if pairwise.whole else 8)
 Run = Callable[..., subprocess.CompletedProcess[str]]
-
-
-def environment() -> dict[str, str]:
-    """As it is now: it says where the texts are, once they are made."""
-    return {**os.environ, "PYTHON_BIN": str(Path(sys.executable).parent)}
 
 
 @pytest.fixture
@@ -44,13 +39,7 @@ def two_nodes() -> Iterator[Run]:
     """Runs the script's commands; both nodes are up."""
     if os.environ.get(INSIDE) is None or shutil.which("ip") is None:
         pytest.skip("needs root, unshare and iproute2 for network namespaces")
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", str(SCRIPT), *arguments], env=environment(), capture_output=True, text=True,
-            timeout=HANG_S, check=False,
-        )  # fmt: skip
-
+    run = partial(script, check=False, capture_output=True, timeout=HANG_S)
     try:
         with ThreadPoolExecutor() as pool:
             made = pool.submit(reference_texts, NUM, MAX_TOKENS)  # for the checks, meanwhile
@@ -68,7 +57,8 @@ def submitted(output: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]
     with output.open("wb") as log:
         job = subprocess.Popen(
             ["bash", str(SCRIPT), "submit", *arguments],
-            env=environment(), stdout=log, stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHON_BIN": str(Path(sys.executable).parent)},
+            stdout=log, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
         wait_for(READY, output, job)  # /ready asks for a decode worker only

@@ -25,13 +25,9 @@ class Watch:
         self.address = address
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.e2e.watch", address, "local" if local else "joined"],
-            cwd=REPOSITORY,
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            cwd=REPOSITORY, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
 
     def rows(self) -> list[dict[str, Any]] | None:
         """One a worker, router and controller; None if no cluster runs on this Ray."""

@@ -193,12 +193,10 @@ DIVIDED: dict[str, dict[str, list[tuple[str, str]]]] = {
         "model.attention:WideNorms.forward": [
             ("self._collective.all_reduce(means) / self._collective.size", "means"),
             (" / self._collective.size", ""),
-        ],
+        ]
     },
     "glm4": {
-        "model.layers:RMSNorm.reduce_add": [
-            ("if self._reduces:", "if self._collective.size > 1:"),
-        ],
+        "model.layers:RMSNorm.reduce_add": [("if self._reduces:", "if self._collective.size > 1:")],
         "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
     },
     "command-r-norms": {
@@ -206,17 +204,17 @@ DIVIDED: dict[str, dict[str, list[tuple[str, str]]]] = {
             (
                 "held = slice(split.first_head, split.first_head + split.num_heads)",
                 "held = slice(0, split.num_heads)",
-            ),
+            )
         ],
         "model.layers:LayerNorm.reduce_add": [("if self._reduces else part", "if False else part")],
     },
     "gemma2": {
-        "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")],
+        "model.decoder:DecoderLayer._leaving": [("self._collective.all_reduce(part)", "part")]
     },
     "phi3": {
         "weights.shard:joined": [
-            ("start + rows.start, start + rows.stop", "start, start + rows.stop - rows.start"),
-        ],
+            ("start + rows.start, start + rows.stop", "start, start + rows.stop - rows.start")
+        ]
     },
 }
 Law = Callable[[str, Path], None]

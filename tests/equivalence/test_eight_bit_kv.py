@@ -23,7 +23,7 @@ from worker.config import BUNDLED, ModelConfig
 
 EIGHT = "float8_e4m3fn"
 WAYS: dict[str, dict[str, Any]] = SERVED | {
-    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4},
+    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4}
 }
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -68,7 +68,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = SERVED | {
-    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4},
+    "preempted": {"mode": "always", "num_pages": 14, "growth_tokens": 4}
 }
 pytestmark = pytest.mark.usefixtures("one_thread", "multiplied")
 
@@ -270,12 +270,7 @@ def alone(kind: str, form: str) -> list[list[int]]:
 
 
 def served(
-    kind: str,
-    form: str,
-    way: str,
-    kv_dtype: str = "auto",
-    dtype: str = "float32",
-    **engine: Any,
+    kind: str, form: str, way: str, kv_dtype: str = "auto", dtype: str = "float32", **engine: Any
 ) -> list[list[int]]:
     config = WAYS[way].copy()
     if kind == "gated" and "max_prefill_tokens" in config:

@@ -9,13 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.equivalence.test_models import (
-    BOUND,
-    Engine,
-    assert_same,
-    load,
-    save_random,
-)
+from tests.equivalence.test_models import BOUND, Engine, assert_same, load, save_random
 from tests.support.expert_families import EXPERTS
 from tests.support.pairwise import in_whole
 from tests.support.processes import on_ranks

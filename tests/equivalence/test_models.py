@@ -131,11 +131,7 @@ class Engine:
     """The least that can drive a model: fixed pages per request, chosen apart and out of order."""
 
     def __init__(
-        self,
-        model: Decoder,
-        device: torch.device = CPU,
-        dtype: str = "float32",
-        kv_dtype: str = "",
+        self, model: Decoder, device: torch.device = CPU, dtype: str = "float32", kv_dtype: str = ""
     ) -> None:
         self.model, spec = model, model.shape
         num_pages, ranks = 1 + 2 * 12, (model.collective.size, model.collective.rank)
@@ -273,11 +269,7 @@ def both(path: Path, collective: Any = None) -> list[tuple[list[int], torch.Tens
 
 # KV heads that are divided, that are copied; an output bias.
 @pytest.mark.parametrize(
-    "case",
-    [
-        *("qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"),
-        *halved(RANKED),
-    ],
+    "case", [*("qwen2-tied", "llama-mqa", "llama-bias", "qwen3-next", "qwen3.5"), *halved(RANKED)]
 )
 def test_two_ranks_equal_one(case: str, tmp_path: Path):
     path = tmp_path / case

@@ -26,11 +26,7 @@ ME = "decode-9"  # who takes another role
 METRICS_PORT = int(free_rendezvous("127.0.0.1").rpartition(":")[2])
 METRICS_PORTS = range(METRICS_PORT, METRICS_PORT + 1)
 ENGINE = {"threads": 1, "num_pages": 200, "max_num_reqs": 8, "strict": True}
-PLAIN: Sections = {
-    "engine": ENGINE,
-    "kv": {"page_size": 16},
-    "disaggregation": {"mode": "always"},
-}
+PLAIN: Sections = {"engine": ENGINE, "kv": {"page_size": 16}, "disaggregation": {"mode": "always"}}
 MODELS: dict[str, Sections] = {
     "plain": PLAIN,
     "ngram": PLAIN | {"spec": {"drafter": "ngram"}},

@@ -180,8 +180,7 @@ def test_requests_that_wait_for_others_are_bounded(cluster: Running, rogue: Rogu
         patch.setattr(requests.deferred, "_waits", lambda _, message: bool(message.after))
         for number in range(5):
             rogue.send(
-                "decode-0/i0",
-                Generate(f"s{number}", 1, PROMPT, len(PROMPT), long, 99.0, after="s"),
+                "decode-0/i0", Generate(f"s{number}", 1, PROMPT, len(PROMPT), long, 99.0, after="s")
             )
         for number in (3, 4):
             refused = rogue.answer(api.Refused)

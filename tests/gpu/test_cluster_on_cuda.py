@@ -4,7 +4,6 @@ In float32, with the bundled model; every prompt is computed by the prefill work
 """
 
 import asyncio
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.train.problems import held_out_problems
-from tests.e2e.check import check_stages
+from tests.e2e.check import check_counts, check_stages
 from tests.e2e.harness import Serve, processes
 from tests.support.asking import ask_all
-from tests.support.prompts import problem_ids
-from tests.support.scrape import scrape
 
 NUM = 32
 MAX_TOKENS = 100
@@ -72,15 +69,7 @@ def moe_answers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Answers]:
 def check(serve: Serve, wanted: Answers, transport: str, *, replays: bool, page_bytes: int) -> None:
     """The same answers, all KV pulled over `transport`, nothing held and nothing left after it."""
     assert ask(serve) == wanted
-    after = scrape(serve.url)
-    prompts = problem_ids(NUM)
-    computed = after["kvlane_prompt_tokens_computed_total", "prefill", ""]
-    cached_there = after["kvlane_prompt_tokens_cached_total", "prefill", ""]
-    assert computed + cached_there == sum(len(prompt) for prompt in prompts)
-    assert after["kvlane_prompt_tokens_computed_total", "decode", ""] == 0
-    cached_here = after["kvlane_prompt_tokens_cached_total", "decode", ""]
-    num_pages = sum(math.ceil(len(p) / PAGE_SIZE) for p in prompts) - cached_here / PAGE_SIZE
-    assert after["kvlane_kv_pulled_bytes_total", "decode", transport] == num_pages * page_bytes > 0
+    assert check_counts(serve.url, NUM, PAGE_SIZE, page_bytes, {}) == transport
     assert (replayed_steps(serve) > 0) == replays
     check_stages(serve.url)
     rows = serve.wait_idle()

@@ -77,11 +77,6 @@ CASES = (
         {"worker_role": "decode"},
     ),
     Case(
-        "KvlaneWorkersMissing", (7, 11, 16), "only 0 prefill workers answer",
-        alive("decode", "1+0x40") | alive("prefill", "1+0x3 0+0x10 1+0x20"),
-        {"worker_role": "prefill"},
-    ),
-    Case(
         "KvlaneWorkerLost", (20, 30, 40), "4 requests lost their decode worker in 15 minutes",
         {
             f'kvlane_retries_total{{{ROUTER},cause="worker_lost"}}': "0+0x20 3+0x40",

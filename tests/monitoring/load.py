@@ -40,17 +40,18 @@ TIMEOUT_S = 120.0
 
 
 @contextmanager
-def steady(url: str) -> Iterator[None]:
+def steady(url: str, *sources: tuple[str, ...]) -> Iterator[None]:
+    """While the body runs, loads with these arguments of `bench`; by default STEADY's."""
     usual = (
         "--duration", str(LONG_S), "--max-len", "240", "--processes", "1", "--quiet",
         "--tokenizer", "tiny",
     )  # fmt: skip
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load", "run", "--url", url, *usual, *what],
+            [sys.executable, "-m", "benchmarks.load", "run", "--url", url, *usual, *source],
             cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         )
-        for what in STEADY
+        for source in sources or STEADY
     ]  # fmt: skip
     try:
         deadline = time.monotonic() + TIMEOUT_S

@@ -25,16 +25,10 @@ CONFIGURATION = "@grafana/schema/dist/esm/raw/composable/{}/panelcfg/x/{}PanelCf
 KINDS = {"timeseries": "TimeSeries", "stat": "Stat", "heatmap": "Heatmap", "table": "Table"}
 FAULTS: dict[str, tuple[str, str]] = {
     "place": ('"y": 0', '"y": "top"'),
-    "refresh": ('"refresh": "10s"', '"refresh": 10'),
-    "unit": ('"unit": "s"', '"unit": 1'),
-    "thresholds": ('"mode": "absolute"', '"mode": "total"'),
     "kind of variable": ('"type": "query"', '"type": "queries"'),
-    "options": ('"options": {', '"options": null, "choices": {'),
     "option of a heatmap": ('"cellGap": 1', '"cellGap": "1"'),
-    "option of lines": ('"displayMode": "list"', '"displayMode": "lines"'),
     "look of lines": ('"drawStyle": "line"', '"drawStyle": "lines"'),
     "number of a stat": ('"graphMode": "area"', '"graphMode": "true"'),
-    "version": ('"schemaVersion": 41', '"schemaVersion": "41"'),
 }
 
 

@@ -269,8 +269,7 @@ PAGES = (
 
 
 @pytest.mark.parametrize(
-    ("lines", "opening"),
-    [(["one", "two"], {"one", "two"}), (["one", "two admin=yes"], {"two"})],
+    ("lines", "opening"), [(["one", "two"], {"one", "two"}), (["one", "two admin=yes"], {"two"})]
 )
 def test_operators_pages_are_opened_by_keys(
     serve: Serve, file: Path, lines: list[str], opening: set[str]

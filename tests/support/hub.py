@@ -26,9 +26,7 @@ class Hub:
     repos: dict[str, Repo]
     url: str = ""
     cut_after: int = 0  # bytes of "more.safetensors", after which the connection breaks, once
-    stands_still: bool = False  # it stays open instead, for ever
     asked: list[str] = field(default_factory=list)  # METHOD path [range]
-    cut: threading.Event = field(default_factory=threading.Event)  # it has come to that
 
     def downloads(self) -> list[str]:
         """The files that were read, with the ranges that were asked for."""
@@ -112,9 +110,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.hub.cut_after and path.name == "more.safetensors" and self.command == "GET":
             self._write(data[start : start + self.hub.cut_after])
             self.hub.cut_after = 0
-            self.hub.cut.set()
-            if self.hub.stands_still:
-                threading.Event().wait()  # this thread is a daemon
             self.close_connection = True
             return
         self._write(data[start:])

@@ -336,21 +336,6 @@ async def test_a_renewal_says_why_the_next_process_fails_which_is_tried_again() 
         await cluster.monitor.renew("decode-7", None)
 
 
-@asynchronous
-async def test_the_next_monitor_goes_on_with_a_renewal() -> None:
-    cluster = await Monitored.started("decode-0", "decode-1")
-    first = cluster.last("decode-0")
-    first.idle = False
-    renewing = asyncio.create_task(cluster.monitor.renew("decode-0", None))
-    await cluster.until(lambda: "drain decode-0" in cluster.log)
-    renewing.cancel()
-    cluster.succeeded()
-    assert cluster.monitor.replica("decode-0").renewing
-    first.idle = True
-    await cluster.monitor.renew("decode-0", None)
-    assert cluster.last("decode-0").incarnation != first.incarnation
-
-
 async def of_one_rank() -> Monitored:
     cluster = await Monitored.started("decode-0", "decode-1")
     cluster.last("decode-0").pids = (1,)
@@ -424,7 +409,8 @@ async def test_who_dies_or_hangs_as_it_retires_gets_a_new_process(is_dead: bool)
 @pytest.mark.parametrize("at", ["drain", "retire", "turn"])
 @asynchronous
 async def test_the_next_monitor_finds_a_turn_in_any_state(at: str) -> None:
-    """Where the process has its new role, it goes on; else the name gets a new one."""
+    """Where the process has its new role, it goes on; else the name gets a new one. Where it drains
+    still, its role is the old one, and the turn a renewal."""
     cluster = await of_one_rank()
     first = cluster.last("decode-0")
     first.idle, first.loaded = at != "drain", asyncio.Event()

@@ -6,21 +6,22 @@ import pty
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console, Group
 
 from cluster.cli import main
-from cluster.clients.top import picture, pressed_q
+from cluster.clients.server import Server
+from cluster.clients.top import TIMEOUT, picture, pressed_q, show
 from cluster.tables import plain, table, text
 from router.observe.board import Board, Change, History, Latency, Rates, RouterRow, WorkerRow
 from tests.fault.router_doubles import DecodeDouble, make_model, serving, speak
 from tests.support.commands import REPOSITORY
 from tests.support.patience import HANG_S
+from worker.errors import UserError, WorldError
 
 BOARD = Board(
     state="bad", summary="prefill-0 is lost", model="tiny", version="1", told_by="router-0",
@@ -115,33 +116,24 @@ def test_mistakes_are_told_before_anybody_is_asked(
     assert capsys.readouterr().err == f"error: {says}\n"
 
 
-class Elsewhere(BaseHTTPRequestHandler):
-    """A web server that is no kvlane: it forwards, asks for a key, or says what it likes."""
+@pytest.mark.parametrize(
+    ("path", "error", "says"),
+    [
+        ("moved", WorldError, "something else than a kvlane"),
+        ("other", WorldError, "something else than a kvlane"),
+        ("closed", UserError, "401: it wants a key; --api-key-file names"),
+    ],
+)
+def test_other_servers_are_told_from_a_kvlane(path: str, error: type, says: str) -> None:
+    """A web server that forwards, asks for a key, or says what it likes."""
 
-    def do_GET(self) -> None:
-        first = self.path.split("/")[1]
-        self.send_response({"moved": 301, "closed": 401}.get(first, 200))
-        self.send_header("location", "/other")
-        self.send_header("content-length", "2")
-        self.end_headers()
-        self.wfile.write(b"<p")
+    def answer(request: httpx.Request) -> httpx.Response:
+        status = {"moved": 301, "closed": 401}.get(request.url.path.split("/")[1], 200)
+        return httpx.Response(status, headers={"location": "/other"}, content=b"<p")
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
-
-
-def test_other_servers_are_told_from_a_kvlane(capsys: pytest.CaptureFixture[str]) -> None:
-    with HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        try:
-            for path in ("moved", "other"):
-                assert main(["top", "--url", f"{url}/{path}", "--json"]) == 1
-                assert "something else than a kvlane" in capsys.readouterr().err
-            assert main(["top", "--url", f"{url}/closed"]) == 2
-            assert "401: it wants a key; --api-key-file names" in capsys.readouterr().err
-        finally:
-            server.shutdown()
+    server = Server(f"http://elsewhere/{path}", "", TIMEOUT, httpx.MockTransport(answer))
+    with pytest.raises(error, match=says):
+        show(server, 1.0, once=True, as_json=True)
 
 
 def test_a_terminal_cuts_lines_and_marks_states() -> None:

@@ -13,11 +13,7 @@ import torch
 
 from worker.cache.layout import KVLayout, KVRegion, ModelLayout, rank_heads
 from worker.cache.pool import KVPool
-from worker.transfer.layout import (
-    RankPair,
-    merge_pages,
-    rank_plan,
-)
+from worker.transfer.layout import RankPair, merge_pages, rank_plan
 
 REGION = KVRegion("target", 6, 2, head_dim=8, num_groups=3, page_size=4, dtype="float32")
 DRAFT = replace(REGION, name="draft", num_layers=1, num_groups=1)

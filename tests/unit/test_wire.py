@@ -51,13 +51,7 @@ MESSAGES: list[api.AnyMessage] = [
 class End:
     """A wire and what it was handed."""
 
-    def __init__(
-        self,
-        name: str,
-        ping: PingConfig = FAST,
-        *,
-        plain: bool = False,
-    ) -> None:
+    def __init__(self, name: str, ping: PingConfig = FAST, *, plain: bool = False) -> None:
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.stats: WorkerStats | None = None
         own = None if plain else Keyring()

@@ -14,10 +14,7 @@ import zmq
 from tests.unit.test_wire import FAST, LIMIT_S, End, linked
 from worker import keyring
 from worker.api import Ack, Generate, Ping, Sampling, Stop, encode
-from worker.keyring import (
-    HANDSHAKE_MS,
-    Keyring,
-)
+from worker.keyring import HANDSHAKE_MS, Keyring
 from worker.observe.metrics import WorkerMetrics, watch_wire
 from worker.wire import MAX_TURN_FRAMES, _Links, _pack
 
