@@ -163,8 +163,9 @@ class ResponseAnswer(AnswerForm):
             told.append((f"content_part.{verb}", {**inner, "part": part}))
         if is_whole:
             inner |= {"name": block.name} if block.kind == "call" else {}
+            inner[of] = block.text
             inner |= {"logprobs": self._logprobs} if block.kind == "text" else {}
-            told.append((f"{name}.done", {**inner, of: block.text}))
+            told.append((f"{name}.done", inner))
             told.reverse()  # what was opened last ends first
         return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 
