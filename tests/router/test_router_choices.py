@@ -1,14 +1,12 @@
 """Sampling fields, logprobs, several choices and echo, as clients ask and workers see them."""
 
 import threading
-from operator import contains
 from typing import Any
 
 import httpx
 import msgspec
 import openai
 import pytest
-from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
@@ -47,15 +45,6 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
     assert all(each.top_logprobs[0].token == each.token for each in content)
 
 
-def test_streamed_logprobs_are_those_of_the_whole_answer(
-    served: Served, double: DecodeDouble
-) -> None:
-    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    whole, streamed = (served.told("chat/completions", way, **body) for way in (False, True))
-    assert streamed == whole
-    assert whole[0][0]["logprobs"]
-
-
 def test_many_logprobs_are_written_off_the_loop(
     served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
@@ -72,19 +61,6 @@ def test_many_logprobs_are_written_off_the_loop(
         response = served.post("completions", prompt="a", logprobs=1, stream=streamed)
         assert response.text.count('"stop"') == 1
         assert any(name != "kvlane-router" for name in threads) is (size == 300)
-
-
-def test_logprobs_of_a_completion(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    asked: dict[str, Any] = {"prompt": "a", "logprobs": 2}
-    Completion.model_validate(served.post("completions", **asked).json())
-    (choice,), _ = served.told("completions", streamed, **asked)
-    offsets, logprobs, tokens, tops = zip(*choice["logprobs"], strict=True)
-    ids = text.encode(ANSWER, add_special_tokens=False)
-    assert offsets == tuple(sum(map(len, tokens[:i])) for i in range(len(tokens)))
-    assert logprobs == tuple(-i / 8 for i in ids)
-    assert all(map(contains, tops, tokens))
 
 
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(

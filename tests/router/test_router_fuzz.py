@@ -170,6 +170,7 @@ def test_extreme_bodies(tmp_path: Path) -> None:
     good = ("/v1/completions", b'{"prompt": "a"}')
     counts = asyncio.run(rounds(directory, [*bodies, good]))
     assert counts[413] == len(paths)
+    assert counts.keys() == {200, 400, 413}
 
 
 def test_ten_megabytes_are_refused_before_they_are_cut_into_tokens(tmp_path: Path) -> None:

@@ -331,16 +331,6 @@ def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) 
     assert ended(ask(url)) == ("abcdefgh", "stop", None)
 
 
-def test_prefill_workers_become_candidates(serve: Serve, ask: Ask, ids: Ids) -> None:
-    prefill = DecodeDouble("prefill-0", role="prefill")
-    double, url, _ = serve(DecodeDouble(), prefill)
-    future = ask(url)
-    peer, generate = double.take()
-    assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
-    speak(ids)(double, peer, generate)
-    assert ended(future) == ("abcdefgh", "stop", None)
-
-
 def test_a_client_that_does_not_read_is_given_up(serve: Serve, ids: Ids) -> None:
     double, url, router = serve(DecodeDouble(), keep_alive_s=2)
     with connected(url, 4096) as client:

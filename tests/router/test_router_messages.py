@@ -146,33 +146,6 @@ and<|im_end|>
 {UNTHOUGHT}""")
 
 
-def test_the_answer_goes_on_with_a_last_message_of_the_assistant(
-    served: Served, double: DecodeDouble, text: Text
-) -> None:
-    double.says(text, " 42")
-    turns = [*HELLO, {"role": "assistant", "content": "It is"}]
-    assert told(served, False, messages=turns)["content"][0]["text"] == " 42"
-    assert double.prompt(text) == f"{HEARD}It is"
-
-
-@pytest.mark.parametrize(
-    ("answer", "finish", "reason", "stop"),
-    [
-        ("one two", FinishReason.STOP, "stop_sequence", " t"),
-        ("one", FinishReason.STOP, "end_turn", None),
-        ("one", FinishReason.LENGTH, "max_tokens", None),
-    ],
-)  # fmt: skip
-def test_why_it_stopped(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool, answer: str,
-    finish: FinishReason, reason: str, stop: str | None,
-) -> None:  # fmt: skip
-    double.says(text, answer, finish)
-    message = told(served, streamed, stop_sequences=["zzz", " t"])
-    assert message["content"] == [{"type": "text", "text": "one"}]
-    assert (message["stop_reason"], message["stop_sequence"]) == (reason, stop)
-
-
 def test_an_answer_without_a_word_has_an_empty_block(
     served: Served, double: DecodeDouble, streamed: bool
 ) -> None:
@@ -207,17 +180,6 @@ def test_structured_output(served: Served, double: DecodeDouble, text: Text, nam
     form = {"type": "json_schema", "schema": {"type": "object", "properties": {}}}
     told(served, False, **{name: {"format": form} if name == "output_config" else form})
     assert "json_schema" in double.take()[1].sampling.grammar
-
-
-def test_tokens_are_counted_as_they_are_sent(
-    served: Served, double: DecodeDouble, text: Text
-) -> None:
-    double.says(text, "ok")
-    asked: Any = {"model": "small", "messages": HELLO, "system": "a", "tools": [TOOL]}
-    counted = served.post("messages/count_tokens", **asked)
-    assert counted.status_code == 200, counted.text
-    told(served, False, **asked)
-    assert counted.json() == {"input_tokens": len(double.take()[1].tokens)}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from router.openai import prepare
-from router.openai.fields import NOT_BUILT
 from router.text.grammar import MAX_GRAMMAR_CHARS
 from tests.fault.router_doubles import HELLO, KEEP, MAX_MODEL_LEN, DecodeDouble, Served
 from tests.support.mutants import TOOLS
@@ -109,13 +108,9 @@ OF_TEXTS: list[Row] = [
      "logit_bias"),
     ({"prompt": ["a"] * 2000, "guided_regex": "a" * 20_000}, "guided_regex"),
 ]  # fmt: skip
-UNSUPPORTED = wrong(
-    use_beam_search=True, allowed_token_ids=[1], bad_words=["a"],
-    functions=[{"name": "f"}], suffix="b", structural_tag="{}", no_stop_trim=True,
-    vllm_xargs={"a": 1}, separate_reasoning=False,
-)  # fmt: skip
+
+
 OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
-    *(("unsupported", TEXT, *row) for row in UNSUPPORTED),
     ("unsupported", TEXT, {"structured_outputs": {"structural_tag": "{}"}},
      "structured_outputs.structural_tag"),
     *(("context_length_exceeded", TEXT, *row) for row in (
@@ -159,7 +154,3 @@ def test_prompts_times_choices_are_bounded(
     assert served.post(TEXT, **asked | {"n": 10, "stop": "a" * 16384}).status_code == 200
     said = {"messages": [{"role": "user", "content": "a " * 20}], "n": 128}
     assert served.refusal(CHAT, **said)["param"] == "messages"
-
-
-def test_what_is_not_built_is_in_one_table() -> None:
-    assert {param for _, param in UNSUPPORTED} <= set(NOT_BUILT)

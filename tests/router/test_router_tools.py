@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from llguidance import LLTokenizer
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 
 from router.openai.tools import detected
 from router.text.tokenizer import Text
@@ -75,22 +75,6 @@ def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, te
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("It is 7.", "stop")
     assert f"<tool_call>\nweather {ARGUMENTS}\n</tool_call>" in asked(double, text)[0]
-
-
-def test_calls_of_a_stream(double: DecodeDouble, text: Text, served: Served) -> None:
-    tokens = text.encode(f"{CALL}\n{CALL2}", add_special_tokens=False)
-    double.script = slowly(tokens, 0.003, FinishReason.STOP)
-    body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    response = served.post("chat/completions", **body)
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
-    deltas = [ChatCompletionChunk.model_validate_json(item).choices[0].delta for item in data]
-    calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert sum(call.index == 0 for call in calls) > 3
-    names = [call.function.name for call in calls if call.id and call.function]
-    assert names == ["weather", "time"]
-    assert json.loads(data[-1])["choices"][0]["finish_reason"] == "tool_calls"
-    assert not any(delta.content for delta in deltas)
-    assert "".join(call.function.arguments for call in calls if call.index == 0) == ARGUMENTS
 
 
 def grammar_accepts(text: Text, grammar: str, output: str) -> bool:
@@ -190,15 +174,6 @@ def test_llama3_and_configuration(serve: Serve, tmp_path: Path) -> None:
     del body["tool_choice"]
     found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
     assert found["message"]["content"] == call
-
-
-def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
-    tokens = text.encode(CALL[:-20], add_special_tokens=False)
-    served.double.script = speak(tokens, finish=FinishReason.LENGTH)
-    body = {"messages": HELLO, "tools": TOOLS}
-    found = served.post("chat/completions", **body).json()["choices"][0]
-    assert found["finish_reason"] == "length"
-    assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
 
 
 def test_no_limit_of_tokens_lets_markup_into_the_content(
