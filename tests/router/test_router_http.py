@@ -22,7 +22,7 @@ from worker.api import FinishReason
 ANSWER = "hello 😀 wörld, the end"
 
 
-ROUTER = {"max_body_bytes": 20_000, "sse_ping_s": 0.05}
+ROUTER = {"sse_ping_s": 0.05}
 
 
 def script_of(text: Text) -> Script:

@@ -14,9 +14,6 @@ FULL = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}  # what a body below i
 Row = tuple[dict[str, Any], str]  # a body, and the field that the error names
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(90):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
 
 
 def wrong(**values: Any) -> list[Row]:
@@ -62,7 +59,7 @@ OF_CHATS: list[Row] = [
     # Wishes for a grammar that nothing can satisfy, or that contradict each other.
     *wrong(guided_json=IMPOSSIBLE, response_format="json_object", guided_choice=[],
            guided_regex="a(", guided_grammar="no grammar"),
-    *wrong(guided_json=DEEP, guided_regex="a" * (MAX_GRAMMAR_CHARS + 1)),
+    *wrong(guided_regex="a" * (MAX_GRAMMAR_CHARS + 1)),
     *wrong(guided_json="{", guided_regex="(?=a)b"),
     *wrong(guided_json={"type": "strin"}),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
