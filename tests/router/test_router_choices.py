@@ -117,15 +117,6 @@ def test_best_of_gives_the_likeliest_back(
         assert answer.usage.prompt_tokens == 1
 
 
-def test_echo_repeats_the_prompt(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    ids = text.encode("again", add_special_tokens=False)
-    for prompt, said in (("hello ", "hello "), ([list(ids)], "again")):
-        (choice,), _ = served.told("completions", streamed, prompt=prompt, echo=True)
-        assert choice["text"] == said + ANSWER
-
-
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [
     (ChatBody, b'"messages": [%s]', b"1"),
     (ChatBody, b'"messages": [{"role": "user", "content": [%s]}]', b"1"),

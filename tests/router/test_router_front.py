@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -13,7 +12,7 @@ from cluster.cli import main
 from router.http.api import is_slow
 from router.http.keys import read_keys
 from router.text.tokenizer import Text
-from tests.fault.router_doubles import DecodeDouble, Serve, Served, make_model, speak, wait_until
+from tests.fault.router_doubles import DecodeDouble, Serve, Served, speak, wait_until
 from worker.errors import UserError
 
 ROUTER = {"max_body_bytes": 20_000}
@@ -146,16 +145,6 @@ def test_a_file_without_keys_is_refused_at_the_start(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             read_keys(str(tmp_path / name))
         assert caught.value.param == "router.api_key_file"
-
-
-def test_simulated_acceptance_is_told_wherever_the_model_is(serve: Serve, tmp_path: Path) -> None:
-    double = DecodeDouble()
-    double.member = msgspec.structs.replace(double.member, simulated_accept_len=2.5)
-    _, url, _ = serve(double, directory=make_model(tmp_path))
-    (row,) = httpx.get(f"{url}/v1/models").json()["data"]
-    assert row == httpx.get(f"{url}/v1/models/small").json()
-    assert row["simulated_accept_len"] == 2.5
-    assert "SIMULATED" in httpx.get(f"{url}/config").json()["notes"][-1]
 
 
 def test_state_of_the_router(served: Served) -> None:

@@ -1,7 +1,5 @@
 """The OpenAI surface, served for real on 127.0.0.1 and asked by the official client and httpx."""
 
-from typing import Any
-
 import httpx
 import pytest
 from openai.types.chat import ChatCompletionChunk
@@ -52,15 +50,6 @@ def test_continuous_usage_is_in_every_chunk(served: Served) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
     assert counts == sorted(counts)
     assert counts[-1] > 0
-
-
-@pytest.mark.parametrize(
-    "prompt", ["hello", ["hello", "world"], [1, 2, 3], [[1, 2], [3, 4, 5]]], ids=str
-)
-def test_completions_take_every_form_of_prompt(served: Served, prompt: Any, streamed: bool) -> None:
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    found, _ = served.told("completions", streamed, prompt=prompt)
-    assert [choice["text"] for choice in found] == [ANSWER] * (len(prompt) if several else 1)
 
 
 def test_finish_reason_length_and_special_tokens(

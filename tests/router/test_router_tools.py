@@ -124,32 +124,6 @@ def test_demanded_calls_are_constrained(
     assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
 
 
-def test_one_call_only_and_none_at_all(
-    client: openai.OpenAI, double: DecodeDouble, text: Text
-) -> None:
-    double.says(text, f"{CALL}\n{CALL2}", sizes=(3, 1, 2))
-    asks: Any = {"model": "small", "messages": HELLO, "tools": TOOLS}
-    answer = client.chat.completions.create(**asks, parallel_tool_calls=False)
-    assert len(answer.choices[0].message.tool_calls or []) == 1
-    double.take()
-    answer = client.chat.completions.create(**asks, tool_choice="none")
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].finish_reason == "stop"
-    assert "<tools>" not in asked(double, text)[0]
-
-
-def test_reasoning_is_told_apart(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    double.says(text, "<think>\nhm, 😀\n</think>\n\nhello", sizes=(3, 1, 2))
-    (choice,), _ = served.told("chat/completions", streamed, messages=HELLO)
-    assert (choice["text"], choice["reasoning"]) == ("hello", "hm, 😀")
-    wish = {"chat_template_kwargs": {"enable_thinking": False}}
-    served.post("chat/completions", messages=HELLO, **wish)
-    double.take()
-    assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
-
-
 def test_llama3_and_configuration(serve: Serve, tmp_path: Path) -> None:
     text = Text(make_model(tmp_path, LLAMA))
     assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
