@@ -87,10 +87,9 @@ def sure(text: str, *marks: str) -> str:
     """`text` without what at its end could be the beginning of one of `marks`."""
     num_held = 0
     for mark in marks:
-        for size in range(min(len(mark) - 1, len(text)), num_held, -1):
-            if text.endswith(mark[:size]):
-                num_held = size
-                break
+        if mark[0] in text[1 - len(mark) :]:  # most often it is not
+            sizes = range(min(len(mark) - 1, len(text)), num_held, -1)
+            num_held = next((size for size in sizes if text.endswith(mark[:size])), num_held)
     return text[: len(text) - num_held]
 
 
@@ -112,8 +111,10 @@ class End:
             if self._escaped:
                 self._escaped = False
             elif self._quote:
-                self._escaped = char == "\\"
-                self._quote = "" if char == self._quote else self._quote
+                if char == self._quote:
+                    self._quote = ""
+                elif char == "\\":
+                    self._escaped = True
             elif char in self._quotes:
                 self._quote = char
             elif char in self._opening:
