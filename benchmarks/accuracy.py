@@ -10,12 +10,13 @@ import argparse
 import json
 import os
 import re
+import statistics
 import tomllib
 import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,63 +43,45 @@ class Reply:
     yields: tuple[int, ...] = ()  # tokens of each decode step that verified drafts
 
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """Exact matches over one split of the problems."""
-
-    split: str
-    num: int
-    correct: int
-    finished: int
-    prompt_tokens: tuple[float, int, int]  # mean, min, max
-    answer_tokens: tuple[float, int, int]
-    wrong_by_template: dict[str, int]
-    step_tokens: float = 0.0  # mean of all decode steps that verified drafts; 0: not known
-
-    @property
-    def percent(self) -> float:
-        return 100 * self.correct / self.num
-
-
-def score(split: str, problems: Sequence[Problem], replies: Sequence[Reply]) -> Score:
-    """Judges replies[i] as the answer to problems[i]."""
+def score(split: str, problems: Sequence[Problem], replies: Sequence[Reply]) -> dict[str, Any]:
+    """Judges replies[i] as the answer to problems[i]; `step_tokens` is 0 where it is not known."""
     wrong: Counter[str] = Counter()
     for problem, reply in zip(problems, replies, strict=True):
         if parse_value(reply.text) != problem.value:
             wrong[problem.template] += 1
-    return Score(
-        split=split,
-        num=len(problems),
-        correct=len(problems) - wrong.total(),
-        finished=sum(reply.finished for reply in replies),
-        prompt_tokens=_spread([reply.num_prompt_tokens for reply in replies]),
-        answer_tokens=_spread([reply.num_answer_tokens for reply in replies]),
-        wrong_by_template=dict(wrong.most_common()),
-        step_tokens=_spread([num for reply in replies for num in reply.yields] or [0])[0],
-    )
+    yields = [num for reply in replies for num in reply.yields]
+    return {
+        "split": split,
+        "num": len(problems),
+        "correct": len(problems) - wrong.total(),
+        "percent": 100 - 100 * wrong.total() / len(problems),
+        "finished": sum(reply.finished for reply in replies),
+        "prompt_tokens": _spread([reply.num_prompt_tokens for reply in replies]),
+        "answer_tokens": _spread([reply.num_answer_tokens for reply in replies]),
+        "step_tokens": statistics.mean(yields or [0]),
+        "wrong_by_template": dict(wrong.most_common()),
+    }
 
 
-def table(scores: Sequence[Score]) -> str:
+def table(scores: Sequence[dict[str, Any]]) -> str:
     """The scores as lines of text; token columns are mean (min-max)."""
-    rows = [["templates", "problems", "exact", "percent", "prompt tokens", "answer tokens"]]
-    traced = any(item.step_tokens for item in scores)
-    rows[0] += ["tokens of a step"] * traced
+    rows = [["templates", "problems", "exact", "percent", "prompt", "answer", "tokens of a step"]]
     for item in scores:
-        counts = [item.split, str(item.num), str(item.correct), f"{item.percent:.1f}"]
-        spreads = (item.prompt_tokens, item.answer_tokens)
-        counts += [f"{mean:.0f} ({low}-{high})" for mean, low, high in spreads]
-        rows.append(counts + [f"{item.step_tokens:.2f}"] * traced)
+        spreads = (item["prompt_tokens"], item["answer_tokens"])
+        rows.append([item["split"], str(item["num"]), str(item["correct"])])
+        rows[-1] += [f"{item['percent']:.1f}", *("{:.0f} ({}-{})".format(*of) for of in spreads)]
+        rows[-1].append(f"{item['step_tokens']:.2f}" if item["step_tokens"] else "-")
     return "\n".join(aligned(rows))
 
 
-def local_score(model: Path, num: int, split: str, device: str = "cpu") -> Score:
+def local_score(model: Path, num: int, split: str, device: str = "cpu") -> dict[str, Any]:
     """Decodes the weights of a folder greedily, in this process, and judges them."""
     problems = held_out_problems(num, templates=split)
     chats = [{"conversation": [{"role": "user", "content": p.question}]} for p in problems]
     return score(split, problems, decode_chats(model, chats, device))
 
 
-def server_score(args: argparse.Namespace, split: str) -> Score:
+def server_score(args: argparse.Namespace, split: str) -> dict[str, Any]:
     """Asks a server, some problems at a time, and judges what it says."""
     url = args.url.rstrip("/").removesuffix("/v1")
     name = args.served_name or _fetch(f"{url}/v1/models")["data"][0]["id"]
@@ -184,7 +167,7 @@ def _fetch(url: str, body: dict[str, Any] | None = None) -> Any:
 
 
 def _spread(numbers: Sequence[int]) -> tuple[float, int, int]:
-    return sum(numbers) / len(numbers), min(numbers), max(numbers)
+    return statistics.mean(numbers), min(numbers), max(numbers)
 
 
 def newcomers(kind: str) -> list[dict[str, Any]]:
@@ -228,7 +211,8 @@ def judge_newcomers(model: Path, device: str) -> None:
             print(f"  {item['ask']}\n    {text!r}, not {item['says']}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def main() -> None:
+    """Prints one line per split."""
     made = parser(__doc__)
     add = made.add_argument
     add("--model", type=Path, default=DEFAULT_MODEL, help="folder of the weights")
@@ -240,25 +224,18 @@ def _parser() -> argparse.ArgumentParser:
     add("--held-out", action="store_true", help="held-out templates too")
     add("--newcomers", action="store_true", help="what newcomers ask, instead")
     add("--device", default="cpu", help="where to decode without --url")
-    return made
-
-
-def main() -> None:
-    """Prints one line per split."""
-    args = _parser().parse_args()
+    args = made.parse_args()
     if args.newcomers:
         return judge_newcomers(args.model, args.device)
-    splits = ("trained", "held_out") if args.held_out else ("trained",)
     scores = [
         server_score(args, split)
         if args.url
         else local_score(args.model, args.num, split, args.device)
-        for split in splits
+        for split in ("trained", "held_out")[: 1 + args.held_out]
     ]
     print(table(scores))
     if args.json:
-        rows = [{**asdict(item), "percent": item.percent} for item in scores]
-        args.json.write_text(json.dumps(rows, indent=2) + "\n", "utf-8")
+        args.json.write_text(json.dumps(scores, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.timing import DEVICE, read_bandwidth, spread, times_ms
 from worker.config.checkpoint.quantization import SCALE_BLOCK
 from worker.ops.product import product
 from worker.ops.scaled import eight_bits, scaled_product
-from worker.weights.eight_bits import GRAIN, quantized
+from worker.weights.eight_bits import GRAIN, as_e4m3
 
 Multiply = Callable[[Tensor, Tensor], Tensor]  # x @ w.T
 
@@ -112,7 +112,7 @@ class EightBits:
     @staticmethod
     def _published(weight: Tensor) -> tuple[Tensor, Tensor]:
         """In blocks of 128 x 128, whose scales are kept as layers keep them."""
-        values, scales = quantized(
+        values, scales = as_e4m3(
             weight, (len(weight) // SCALE_BLOCK, -(-weight.shape[1] // SCALE_BLOCK))
         )
         return values, scales.repeat_interleave(SCALE_BLOCK // GRAIN, 0)

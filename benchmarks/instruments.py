@@ -24,7 +24,7 @@ from benchmarks.ranks import led_engine
 from benchmarks.timing import synchronize
 from worker.api import Sampling
 from worker.config import WorkerConfig
-from worker.config.checkpoint.delta_shape import BLOCK
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK
 from worker.draw.simulated import SimulatedAcceptance
 from worker.forward.draws import Masks
 from worker.model.decoder import DecoderLayer
@@ -291,7 +291,7 @@ def prefill_floor_ms(
     products += (len(model.layers) - len(model.states)) * heads * prompt_len * num_tokens
     if (delta := model.shares.get("delta")) is not None:
         _, _, keys, values = delta
-        a_token = BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
+        a_token = DELTA_BLOCK * (3 * keys + 2 * values) + 3 * keys * values  # of a value head
         products += len(model.states) * delta.value_heads * a_token * num_tokens
     read_s = (stored + head.numel()) * head.element_size() / bandwidth
     return 1e3 * max(read_s, 2 * products / speed)

@@ -83,9 +83,9 @@ class NoPlacement(WorldError, code="placement"):
 
 
 class LibraryError(KvlaneError):
-    """A library raised what nobody expected of it, over what one request brought.
+    """A library raised an unexpected error over one request's content.
 
-    Its cause is for the log: it may tell what no client should know.
+    Its cause is for the log: it may hold secrets from clients.
     """
 
     _is_told = False

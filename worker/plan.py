@@ -1,4 +1,4 @@
-"""Plan: what one step does, as the scheduler decided it on the host. Small, msgspec, no tensors.
+"""Plan: one step, as the scheduler decided it on the host. Small, msgspec, no tensors.
 
 A plan is all that a tensor-parallel rank needs to run the step, grammar masks aside. The KV length
 of a row that decodes is not in it: only the device knows it (`max_seq_len_ub` bounds it).
@@ -78,10 +78,9 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
-    """One step: either chunks of prompts or windows for the rows `decode`, never both.
+    """One step: either chunks of prompts or windows of the rows `decode`, never both.
 
-    A window is `width` tokens of a row: the last drawn one and the drafts behind it, which the step
-    verifies. A width of 1 is plain decode.
+    A window is `width` tokens of a row: the last drawn one, then drafts to verify. 1: plain decode.
 
     A decode step: releases, starts, pages, forward, tail. A prefill step: pages, forward, releases,
     starts, tail. The forward of a prefill step reads only the page table, so the host can enqueue
@@ -157,10 +156,10 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launched(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Rank to leader, with engine.strict: what a step of its own came to."""
+    """Rank to leader, with engine.strict: the result of a step of its own."""
 
     step: int
-    drawn: int  # digest of what it drew
+    drawn: int  # digest of the tokens
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
@@ -170,5 +169,5 @@ class Drawn(msgspec.Struct, frozen=True, gc=False):
     # the scheduler asserts against.
     tokens: tuple[int, ...]
     finished: bool  # the row went inactive with the last of them
-    logprobs: tuple[TokenLogprob, ...] = ()  # of the tokens, if the plan asks for them
-    drafts: tuple[int, ...] = ()  # what the step verified: Plan.width - 1 ids; -1 = there was none
+    logprobs: tuple[TokenLogprob, ...] = ()  # by token, if the plan asks for them
+    drafts: tuple[int, ...] = ()  # verified by the step: Plan.width - 1 ids; -1 = there was none

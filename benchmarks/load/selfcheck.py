@@ -16,12 +16,16 @@ import numpy as np
 from benchmarks.load.arrivals import starts
 from benchmarks.load.client import Target
 from benchmarks.load.fleet import run
+from benchmarks.load.measure import samples
 from benchmarks.load.records import Run, Session, Turn, Workload
+from benchmarks.load.report import aligned
 from benchmarks.load.stub import StubOptions, delays
 
 PERCENTILES = (50, 90, 99)
 WARMUP = 64
 NUM_TOKENS = 8
+Figures = dict[str, np.ndarray]  # of the names below: seconds of each request, or pair of pieces
+NAMES = ("ttft_s", "gaps_s", "e2e_s")
 
 
 @contextmanager
@@ -40,37 +44,17 @@ def running_stub(options: StubOptions) -> Iterator[str]:
             process.terminate()
 
 
-def truth(
-    options: StubOptions, schedule: Sequence[float], num_tokens: int, num_before: int
-) -> dict[str, np.ndarray]:
-    """What a perfect client would see, in seconds: ttft and e2e a request, gap a pair of pieces.
-
-    Of requests due at `schedule`, ascending, after `num_before` others; an answer has `num_tokens`
-    pieces.
-    """
-    pieces = np.empty((len(schedule), num_tokens))
-    for i, start in enumerate(schedule):
-        each = delays(options, _prompt(i))
-        pieces[i] = start + each.ttft_s + each.itl_s * np.arange(num_tokens)
+def truth(options: StubOptions, schedule: Sequence[float]) -> Figures:
+    """What a perfect client would see of requests due at `schedule`, ascending, after a warm-up."""
+    due = np.asarray(schedule)[:, None]
+    each = np.array([delays(options, _prompt(i)) for i in range(len(schedule))])
+    pieces = due + each[:, :1] + each[:, 1:] * np.arange(NUM_TOKENS)
     if options.stall_s:
-        begin = schedule[options.stall_after - num_before]
+        begin = schedule[options.stall_after - WARMUP]
         end = begin + options.stall_s
         pieces[(begin <= pieces) & (pieces < end)] = end
-    return {
-        "ttft": pieces[:, 0] - np.asarray(schedule),
-        "gap": np.diff(pieces, axis=1).ravel(),
-        "e2e": pieces[:, -1] - np.asarray(schedule),
-    }
-
-
-def measured(got: Run) -> dict[str, np.ndarray]:
-    """The same as this harness saw it."""
-    served = [each for each in got.outcomes if not each.error]
-    return {
-        "ttft": np.array([each.ttft_s for each in served], float),
-        "gap": np.concatenate([each.gaps_s for each in served]),
-        "e2e": np.array([each.e2e_s for each in served]),
-    }
+    seen = pieces - due
+    return dict(zip(NAMES, (seen[:, 0], np.diff(pieces).ravel(), seen[:, -1]), strict=True))
 
 
 def _prompt(index: int) -> str:
@@ -79,10 +63,10 @@ def _prompt(index: int) -> str:
 
 
 def check(
-    options: StubOptions, rate: float, num: int, *, num_processes: int = 1, seed: int = 0
-) -> tuple[dict[str, np.ndarray], Run]:
+    options: StubOptions, rate: float, num: int, *, num_processes: int = 1
+) -> tuple[Figures, Run]:
     """Run `num` requests at `rate`; the truth, and what was measured."""
-    schedule = starts(f"poisson:{rate}", np.random.default_rng(seed), num, None)
+    schedule = starts(f"poisson:{rate}", np.random.default_rng(0), num, None)
     sessions = tuple(
         Session((Turn(_prompt(i), NUM_TOKENS),), start) for i, start in enumerate(schedule)
     )
@@ -90,7 +74,7 @@ def check(
     with running_stub(options) as url:
         target = Target((url,), "stub")
         got = run(Workload(sessions), target, warmup=warmup, num_processes=num_processes)
-    return truth(options, schedule, NUM_TOKENS, WARMUP), got
+    return truth(options, schedule), got
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,33 +86,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--limit-ms", type=float, default=1.0, help="largest error (%(default)g)")
     parser.add_argument("--processes", type=int, default=1, help="client processes")
     args = parser.parse_args(argv)
-    steady = StubOptions(ttft_s=0.05, itl_s=0.01, spread=0.5)
-    stalled = StubOptions(
-        ttft_s=0.05, itl_s=0.01, spread=0.5, stall_after=WARMUP + args.num // 4, stall_s=args.stall
-    )
+    stall = {"stalled": (WARMUP + args.num // 4, args.stall), "steady": (0, 0.0)}
     worst = 0.0
-    for title, options in (("steady", steady), ("stalled", stalled)):
+    for title, (after, stall_s) in stall.items():
+        worst = 0.0  # that of the last, the steady one, counts
+        options = StubOptions(0.05, 0.01, spread=0.5, stall_after=after, stall_s=stall_s)
         true, got = check(options, args.rate, args.num, num_processes=args.processes)
         errors = {each.error: each.message for each in got.outcomes if each.error}
         assert not errors, errors
-        print(f"{title}: {args.rate:g} requests/s, {args.num} requests; milliseconds")
-        worst_here = _print(true, measured(got))
-        worst = max(worst, worst_here if title == "steady" else 0.0)
-        lag = np.percentile([each.lag_s for each in got.outcomes], PERCENTILES) * 1e3
-        share = ", ".join(f"{100 * each.cpu_s / each.wall_s:.0f} %" for each in got.lags)
-        print("  own lag       " + "".join(f"{value:10.3f}" for value in lag) + f"   CPU {share}\n")
+        rows = [[f"{title}, ms", *(f"p{p}" for p in PERCENTILES)]]
+        seen = samples(got.outcomes)
+        for name, values in true.items():
+            expected, found = (1e3 * np.percentile(of, PERCENTILES) for of in (values, seen[name]))
+            worst = float(max(worst, *np.abs(found - expected)))
+            for label, row in (("true", expected), ("seen", found), ("error", found - expected)):
+                rows.append([f"{name[:-2]} {label}", *(f"{value:.3f}" for value in row)])
+        lag = 1e3 * np.percentile([each.lag_s for each in got.outcomes], PERCENTILES)
+        rows.append(["own lag", *(f"{value:.3f}" for value in lag)])
+        share = ", ".join(f"{each.cpu_s / each.wall_s:.0%}" for each in got.lags)
+        print("\n".join(aligned(rows)), f"\nCPU {share}\n")
     print(f"largest error of the steady run: {worst:.3f} ms (allowed: {args.limit_ms:g})")
     return int(worst > args.limit_ms)
-
-
-def _print(true: dict[str, np.ndarray], seen: dict[str, np.ndarray]) -> float:
-    """Truth, measurement and error a row; the largest error in milliseconds."""
-    worst = 0.0
-    print("                " + "".join(f"{f'p{p}':>10}" for p in PERCENTILES))
-    for name, values in true.items():
-        expected = np.percentile(values, PERCENTILES) * 1e3
-        got = np.percentile(seen[name], PERCENTILES) * 1e3
-        for label, row in (("true", expected), ("seen", got), ("error", got - expected)):
-            print(f"  {name:5} {label:8}" + "".join(f"{value:10.3f}" for value in row))
-        worst = max(worst, float(np.abs(got - expected).max()))
-    return worst

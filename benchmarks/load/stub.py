@@ -2,11 +2,8 @@
 
 It speaks as much of OpenAI's API as a load client needs. A request's delays come from (seed, its
 last prompt) alone, so two clients that send the same requests meet the same server. Every piece
-leaves at its due time, counted from the arrival of the request's last byte (of a pipelined request:
-from the end of the answer before).
-
-It reads HTTP/1.1 with `Content-Length` off asyncio's streams and makes an answer's bytes before
-they are due: every further layer would be a delay that nobody asked for.
+leaves at its due time, counted from the arrival of the request's last byte; its bytes are made
+before.
 """
 
 import argparse
@@ -16,7 +13,6 @@ import itertools
 import random
 from collections.abc import Sequence
 from functools import cache
-from http import HTTPStatus
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -24,8 +20,7 @@ import msgspec
 from benchmarks.load.pacer import Pacer, now
 
 WORD = " word"
-HEAD_END = b"\r\n\r\n"
-LAST_CHUNK = b"0\r\n\r\n"
+JSON, STREAM = "application/json", "text/event-stream"
 
 
 class StubOptions(msgspec.Struct, frozen=True):
@@ -73,7 +68,12 @@ class _Body(msgspec.Struct):
         return str(self.messages[-1].get("content") if self.messages else self.prompt)
 
 
-Pieces = list[tuple[float, bytes]]  # when each leaves, by the monotonic clock, and its bytes
+class Answer(NamedTuple):
+    """Status, content type, and when each piece of the body leaves, by the monotonic clock."""
+
+    status: int
+    kind: str
+    pieces: Sequence[tuple[float, bytes]]
 
 
 class Stub:
@@ -84,32 +84,25 @@ class Stub:
         self._indices = itertools.count()
         self._stall = (0.0, 0.0)  # begin and end, monotonic
 
-    def answer(self, method: str, path: str, raw: bytes, arrived: float) -> Pieces:
+    def answer(self, chat: bool, raw: bytes, arrived: float) -> Answer:
         """To a request whose last byte arrived at `arrived`."""
-        if (method, path) == ("GET", "/v1/models"):
-            row = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
-            listed = msgspec.json.encode({"object": "list", "data": [row]})
-            return [(arrived, _response(200, listed))]
-        if method != "POST" or path not in ("/v1/chat/completions", "/v1/completions"):
-            return [(arrived, _response(404, _error("no such route", "not_found")))]
         try:
             body = msgspec.json.decode(raw, type=_Body)
         except msgspec.DecodeError as error:
-            return [(arrived, _response(400, _error(str(error), "bad_request")))]
+            return Answer(400, JSON, [(arrived, _error(str(error), "bad_request"))])
         options, index = self._options, next(self._indices)
         if options.stall_s and index == options.stall_after:
             self._stall = arrived, arrived + options.stall_s
         if options.fail_every and index % options.fail_every == options.fail_every - 1:
-            return [(arrived, _response(503, _error("as asked", "busy")))]
+            return Answer(503, JSON, [(arrived, _error("as asked", "busy"))])
         num_tokens = body.max_completion_tokens or body.max_tokens or options.num_tokens
         each = delays(options, body.last_prompt)
         due = [arrived + each.ttft_s + i * each.itl_s for i in range(num_tokens)]
         if not body.stream:
-            whole = _whole("chat" in path, num_tokens)
-            return [(due[-1], _response(200, whole))]
-        first, piece, last = _stream("chat" in path, num_tokens)
-        pieces = [first, *[piece] * (num_tokens - 2), last] if num_tokens > 1 else [first + last]
-        return list(zip(due, pieces, strict=True))
+            return Answer(200, JSON, [(due[-1], _whole(chat, num_tokens))])
+        piece, last = _stream(chat, num_tokens)
+        pieces = [*[piece] * (num_tokens - 1), last]
+        return Answer(200, STREAM, list(zip(due, pieces, strict=True)))
 
     def leaves(self, due: float) -> float:
         """When what is due at `due` leaves: at the end of the stall if it falls into one."""
@@ -117,100 +110,77 @@ class Stub:
         return end if begin <= due < end else due
 
 
-async def converse(
-    stub: Stub, pacer: Pacer, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-) -> None:
-    """Read requests off one connection and answer them one after the other."""
-    try:
-        while True:
-            head = await reader.readuntil(HEAD_END)
-            request, *lines = head.decode("latin-1").strip().split("\r\n")
-            named = [line.partition(":") for line in lines]
-            headers = {name.lower(): value.strip() for name, _, value in named}
-            length = headers.get("content-length", "0")
-            words = request.split(" ")
-            if len(words) != 3 or not length.isdigit() or "transfer-encoding" in headers:
-                writer.write(_response(400, _error("not read here", "bad_request")))
-                return
-            raw = await reader.readexactly(int(length))
-            pieces = stub.answer(words[0], words[1].partition("?")[0], raw, now())
-            for due, part in pieces:
-                while (leaves := stub.leaves(due)) > now():  # a stall may begin meanwhile
-                    await pacer.until(leaves)
-                writer.write(part)
-            if headers.get("connection", "").lower() == "close":
-                return
-    except (asyncio.IncompleteReadError, ConnectionError):
-        pass  # the client is gone
-    finally:
-        writer.close()
-
-
 def _error(message: str, code: str) -> bytes:
     error = {"message": message, "type": "error", "param": None, "code": code}
     return msgspec.json.encode({"error": error})
-
-
-def _response(status: int, body: bytes) -> bytes:
-    length = f"content-length: {len(body)}"
-    return _head(status, "content-type: application/json", length) + body
-
-
-def _head(status: int, *headers: str) -> bytes:
-    line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
-    return "\r\n".join([line, *headers, "", ""]).encode()
 
 
 @cache
 def _whole(chat: bool, num_tokens: int) -> bytes:
     said = {"message": {"role": "assistant", "content": WORD * num_tokens, "refusal": None}}
     choice = said if chat else {"text": WORD * num_tokens}
-    answer = _object("chat.completion" if chat else "text_completion", choice, "length")
-    return msgspec.json.encode(answer | {"usage": _usage(num_tokens)})
+    kind = "chat.completion" if chat else "text_completion"
+    return msgspec.json.encode(_object(kind, [choice], "length") | _usage(num_tokens))
 
 
 @cache
-def _stream(chat: bool, num_tokens: int) -> tuple[bytes, bytes, bytes]:
-    """First piece, with the headers as from a real server, any one between, last piece and end."""
+def _stream(chat: bool, num_tokens: int) -> tuple[bytes, bytes]:
+    """Any piece but the last, and the last one with the end."""
     kind = "chat.completion.chunk" if chat else "text_completion"
     choice: dict[str, Any] = {"delta": {"content": WORD}} if chat else {"text": WORD}
-    end = {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": []}
-    headers = ("content-type: text/event-stream", "cache-control: no-cache")
-    head = _head(200, *headers, "transfer-encoding: chunked")
-    piece = _chunk(_event(_object(kind, choice, None)))
-    usage = _event(end | {"usage": _usage(num_tokens)})
-    last = _event(_object(kind, choice, "length")) + usage + b"data: [DONE]\n\n"
-    return head + (piece if num_tokens > 1 else b""), piece, _chunk(last) + LAST_CHUNK
+    last = _object(kind, [choice], "length"), _object(kind, []) | _usage(num_tokens)
+    end = b"".join(map(_event, last)) + b"data: [DONE]\n\n"
+    return _event(_object(kind, [choice])), end
 
 
-def _object(kind: str, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
-    whole = {"index": 0, "finish_reason": reason, "logprobs": None} | choice
-    return {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": [whole]}
+def _object(kind: str, choices: list[dict[str, Any]], reason: str | None = None) -> dict[str, Any]:
+    common = {"index": 0, "finish_reason": reason, "logprobs": None}
+    whole = [common | choice for choice in choices]
+    return {"id": "stub", "object": kind, "created": 0, "model": "stub", "choices": whole}
 
 
-def _usage(num_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": 1, "completion_tokens": num_tokens, "total_tokens": num_tokens + 1}
+def _usage(num_tokens: int) -> dict[str, Any]:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    return {"usage": dict(zip(names, (1, num_tokens, num_tokens + 1), strict=True))}
 
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-def _chunk(data: bytes) -> bytes:
-    return f"{len(data):x}\r\n".encode() + data + b"\r\n"
-
-
 async def serve(options: StubOptions, host: str, port: int) -> None:
     """Serve until cancelled; says its address on standard output once it listens."""
+    from aiohttp import web  # help does without
+
     stub = Stub(options)
+
+    async def listed(_: web.Request) -> web.Response:
+        row = {"id": "stub", "object": "model", "created": 0, "owned_by": "stub"}
+        return web.json_response({"object": "list", "data": [row]})
+
+    async def answered(request: web.Request) -> web.StreamResponse:
+        raw = await request.read()
+        answer = stub.answer("chat" in request.path, raw, now())
+        response = web.StreamResponse(status=answer.status, headers={"content-type": answer.kind})
+        for due, part in answer.pieces:
+            while (leaves := stub.leaves(due)) > now():  # a stall may begin meanwhile
+                await pacer.until(leaves)
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(part)
+        return response
+
+    app = web.Application(client_max_size=1 << 30)
+    app.router.add_get("/v1/models", listed)
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        app.router.add_post(path, answered)
     gc.freeze()  # a collection would be a delay
     with Pacer() as pacer:
-        server = await asyncio.start_server(
-            lambda reader, writer: converse(stub, pacer, reader, writer), host, port, backlog=1024
-        )
-        print(f"http://{host}:{server.sockets[0].getsockname()[1]}", flush=True)
-        async with server:
-            await server.serve_forever()
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, host, port, backlog=1024).start()
+        print(f"http://{host}:{runner.addresses[0][1]}", flush=True)
+        await asyncio.Event().wait()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -81,7 +81,7 @@ def main() -> None:
         scores = [accuracy.local_score(args.out, args.num, each, args.device) for each in SPLITS]
         print(accuracy.table(scores))
         for item in scores:
-            print(f"wrong, {item.split}: {item.wrong_by_template}")
+            print(f"wrong, {item['split']}: {item['wrong_by_template']}")
 
 
 def _make_target(args: argparse.Namespace) -> int:

@@ -53,10 +53,12 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 
 
-def prompts() -> list[tuple[int, ...]]:
+def prompts(max_len: int = 256) -> list[tuple[int, ...]]:
+    """Those that leave room for an answer."""
     rng = random.Random(7)
     size = models.SHAPE["vocab_size"]
-    return [tuple(rng.randrange(2, size) for _ in range(n)) for n in LENGTHS]
+    fit = (n for n in LENGTHS if n + NUM_TOKENS <= max_len)
+    return [tuple(rng.randrange(2, size) for _ in range(n)) for n in fit]
 
 
 @cache
@@ -66,13 +68,14 @@ def saved(case: str) -> tuple[Path, list[list[int]]]:
     return path, greedy(models.save_random(path, *MODELS[case]))
 
 
-def greedy(model: torch.nn.Module, more: int = 32) -> list[list[int]]:
-    """What transformers continues each prompt with; more: tokens that follow, for longrope."""
-    wanted = []
-    for prompt in prompts():
+def greedy(model: Any) -> list[list[int]]:
+    """What transformers continues each prompt with."""
+    wanted, config = [], model.config.get_text_config()
+    # What follows changes nothing, but longrope: it is of a long text.
+    more = 32 if "longrope" in str(config.rope_parameters) else 0
+    for prompt in prompts(config.max_position_embeddings):
         ids: list[int] = []
         for _ in range(NUM_TOKENS):
-            # What follows changes nothing, but longrope: it is of a long text.
             ids.append(models.expect(model, [*prompt], [*ids, *[0] * more, 0])[0][len(ids)])
         wanted.append(ids)
     return wanted
@@ -105,16 +108,18 @@ def served(
     **engine: Any,
 ) -> list[list[int]]:
     """The ids of each prompt, served in this way, the same with cached prefixes as without."""
-    config = {**how}
+    config, asked = {**how}, prompts(models.read_model_shape(path).max_position_embeddings)
     ranks = {name: config.pop(name) for name in ("prefill_tp", "decode_tp") if name in config}
     widths = config.pop("widths", None)
     made = sections(path, **config, **engine)
     made["kv"]["dtype"], made["model"]["dtype"] = kv_dtype, dtype
+    if short := models.SHORT.get(path.name):
+        made["model"]["max_model_len"] = short
     if widths:
         made["spec"] = {"drafter": "ngram", "widths": widths}
     with running(made, num_prefill=int(config["mode"] == "always"), **ranks) as cluster:
         first, second = (
-            [answer.tokens for answer in ended(cluster.client.generate(prompts(), GREEDY))]
+            [answer.tokens for answer in ended(cluster.client.generate(asked, GREEDY))]
             for _ in range(2)
         )
     assert first == second

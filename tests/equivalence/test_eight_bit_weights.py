@@ -37,7 +37,7 @@ from worker.ops.scaled import E4M3
 from worker.start.check import _divided_widths, check_directories
 from worker.weights import shard
 from worker.weights.base import Matrix, Parts
-from worker.weights.eight_bits import GRAIN, EightBitMatrix, EightBits, quantized
+from worker.weights.eight_bits import GRAIN, EightBitMatrix, EightBits, as_e4m3
 from worker.weights.shard import Part, all_of
 
 # Blocks that are a part, and columns that two ranks divide between blocks.
@@ -129,7 +129,7 @@ def test_experts_are_those_of_what_they_are_worth() -> None:
         rows, columns = map(all_of, sizes)
         parts = Parts({"": rows}, columns, held=held)
         made = EightBitMatrix(EightBits(Quantization("e4m3", BLOCK)), parts, empty)
-        values, scales = quantized(drawn, (4, sizes[0] // GRAIN, -(-sizes[1] // BLOCK)))
+        values, scales = as_e4m3(drawn, (4, sizes[0] // GRAIN, -(-sizes[1] // BLOCK)))
         made.values.copy_(values)
         made.scales.copy_(scales)
         stacks.append(made)

@@ -17,7 +17,7 @@ from worker.attention.build import build_attentions
 from worker.cache.layout import KVLayout
 from worker.cache.pool import KVPool
 from worker.config.checkpoint.mask import KeyMask
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import RopeScaling
 from worker.config.checkpoint.shape import ModelShape, read_model_shape
 from worker.drafts.build import regions
 from worker.drafts.dflash import DFlashDrafter

@@ -117,26 +117,6 @@ def test_the_sums_of_parts_add_up_to_that_of_the_whole() -> None:
         assert int(torch.stack(parts).sum()) == total(tensor)
 
 
-def test_the_sum_is_the_one_that_its_docstring_says() -> None:
-    """In Python's integers, so that a device, or a torch, that adds otherwise is noticed."""
-    mask = (1 << 64) - 1
-
-    def factor(number: int, kind: int) -> int:
-        x = (number * 0x9E3779B97F4A7C15 + kind * 2862933555777941757) & mask
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        return x ^ x >> 31 | 1
-
-    tensor = torch.tensor([[1.5, -2.0], [0.0, -1e30], [3.0, 1e-40]])
-    bits = tensor.view(torch.int32).tolist()
-    expected = sum(
-        bits[row][column] * factor(row, 1) * factor(column, 2)
-        for row in range(3)
-        for column in range(2)
-    )
-    assert total(tensor) & mask == expected & mask
-
-
 def test_of_the_configuration_what_kv_depends_on_counts() -> None:
     digests = {model_digest(SPEC, "w"), model_digest(SPEC, "v")}
     for field in dataclasses.fields(SPEC):

@@ -45,7 +45,7 @@ def small_blocks() -> Iterator[None]:
     with (
         mock.patch.object(draw, "DRAW_BLOCK", 64),
         mock.patch.object(draft_draws_triton, "BLOCK", 64),
-        mock.patch.object(best_pairs_triton, "BLOCK", 4),
+        mock.patch.object(best_pairs_triton, "ROWS", 4),
     ):
         yield
 

@@ -26,7 +26,7 @@ from worker.ops.experts.product import expert_products_ref
 from worker.ops.experts.product_triton import choose, expert_products_triton
 from worker.ops.experts.route import new_load, route_ref
 from worker.ops.experts.route_triton import route_triton as route
-from worker.weights.eight_bits import quantized
+from worker.weights.eight_bits import as_e4m3
 
 pytest.importorskip("triton", reason=WHY)
 pytestmark = [  # of numpy, in the interpreter
@@ -49,7 +49,7 @@ def noise(*sizes: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 def in_eight_bits(stack: Tensor, grain: int = 16) -> tuple[Tensor, Tensor]:
     """Matrices [count, n, k] in e4m3, and their scales."""
     count, n, k = stack.shape
-    return quantized(stack.float(), (count, n // grain, -(-k // SCALE_BLOCK)))
+    return as_e4m3(stack.float(), (count, n // grain, -(-k // SCALE_BLOCK)))
 
 
 def test_a_nan_wins_after_all_numbers_and_ties_go_to_the_lower_index() -> None:

@@ -68,7 +68,7 @@ MAX = {
     "benchmarks": 9_100,
     "tests / product": 1.24,
     "wide functions": 15,
-    "each": 560,
+    "each": 250,
     "rooms": 21,
     "arrows": 90,
     "files of a decode step": 24,

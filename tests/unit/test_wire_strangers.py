@@ -123,43 +123,6 @@ def test_a_member_speaks_in_its_own_name_only(worker: End, client: End) -> None:
     rogue.close()
 
 
-@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"], ids=["lists", "maps"])
-def test_lists_in_lists_behind_a_message_are_dropped(
-    worker: End, client: End, nested: bytes
-) -> None:
-    """Whoever has a key could end a process with them: msgspec raises what is no error of its."""
-    own = Keyring()
-    greet(client, worker)
-    worker.wire.admit({"c/1": client.wire.key, "d/1": own.key})
-    rogue = Stranger(worker, own)
-    deep = b"\x92\xa3Bye" + nested * 100_000 + b"\xc0"
-    rogue._socket.send(b"d/1\0w/1\x001\x001\0" + deep)
-    rogue.say("d/1", ASKED)
-    assert worker.next() == ("d/1", ASKED)
-    check_heard(client, worker)
-    rogue.close()
-
-
-def test_whom_we_connect_to_sends_one_part_or_nothing(client: End) -> None:
-    """With two it was taken for somebody who has connected, and the answer ended the process."""
-    ring, context = Keyring(), zmq.Context()
-    listener = context.socket(zmq.ROUTER)
-    zap = ring.guard(context, listener)
-    address = f"tcp://127.0.0.1:{listener.bind_to_random_port('tcp://127.0.0.1')}"
-    ring.admit({"c/1": client.wire.key})
-    client.wire.connect("w/1", address, ring.key)
-    while not listener.poll(20):
-        ring.answer()
-    route, ping = listener.recv_multipart()
-    link = int(ping.split(b"\0")[2])
-    forged = _pack("w/1", "c/1", (link + 1, 1), encode(Ping("w/1")))
-    listener.send_multipart([route, b"another part", forged])
-    listener.send_multipart([route, _pack("w/1", "c/1", (link, 1), encode(Stop("r", 1, 7)))])
-    assert client.next() == ("w/1", Stop("r", 1, 7))
-    zap.close(0)
-    context.destroy(linger=0)
-
-
 def test_a_key_ends_with_its_incarnation_and_no_loss_is_logged(
     worker: End, client: End, caplog: pytest.LogCaptureFixture
 ) -> None:

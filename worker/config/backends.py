@@ -1,4 +1,4 @@
-"""The attention backends by name, one row each. Free of torch, so that a name is checked early."""
+"""The attention backends by name. Free of torch, so that a name is checked early."""
 
 from collections.abc import Mapping
 

@@ -274,13 +274,13 @@ class Decoder(nn.Module):
                 net.state = state
 
     def pad_below(self, sink: int) -> None:
-        """Tokens whose KV goes to slots below `sink` are padding, in later steps: no expert's."""
-        for each in self.experts:
-            each.sink = sink
+        """In later steps no expert computes padding: the tokens with KV slots below `sink`."""
+        for experts in self.experts:
+            experts.sink = sink
 
     @property
     def states(self) -> list[DeltaState]:
-        """Those that are kept, layer by layer; without gated delta nets none."""
+        """The states that are kept, layer by layer; none without gated delta nets."""
         return [net.state for net in self.of_kind("delta")]
 
     def embed(self, input_ids: Tensor) -> Tensor:

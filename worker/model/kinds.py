@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from worker.cache.layout import KVRegion, StateRegion
-from worker.config.checkpoint.delta_shape import BLOCK, DeltaShape
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape
 from worker.config.checkpoint.shape import LayerShape, ModelShape
 from worker.registry import imported
 from worker.weights.shard import split_even, split_heads
@@ -80,7 +80,7 @@ KINDS: Mapping[str, LayerKind] = {
         region=_delta_region,
         share=delta_share,
         width=lambda shape: shape.delta.value_width,
-        grain=BLOCK,
+        grain=DELTA_BLOCK,
         is_traced=False,
     ),
 }

@@ -1,6 +1,6 @@
 """Products of weights in eight bits, y = x Wᵀ: both sides are e4m3 numbers times f32 scales.
 
-Of x each row has a scale for every 128 columns, taken as it is: so a row's result depends on that
+A row of x has a scale a block of 128 columns, taken as it is: so a row's result depends on that
 row alone, and nothing is calibrated. W has a scale for some rows and 128 columns, or for a row. A
 sum over 128 columns is scaled in f32 before it enters the sum over all: as the published blocks
 demand it, and because the tensor cores add e4m3 products with fewer bits.
@@ -23,7 +23,7 @@ FLOOR = 1e-10  # the least amax of a row of a block
 
 
 class EightBitRows(NamedTuple):
-    """What a product in eight bits takes in place of x, and what norms and gates may leave."""
+    """x as a product in eight bits takes it, and as norms and gates may leave it."""
 
     values: Tensor  # see `room`, as of_rows
     of_rows: Tensor
@@ -97,7 +97,7 @@ def scaled_product_ref(
     """(values · of_rows) (w · scales)ᵀ, rounded once: [m, n] of `dtype`.
 
     values, of_rows: see `room`; w: [n, k] e4m3; scales: [n / grain, blocks of k] f32, or with one
-    column for all. whole_blocks: they are equal within each 128 rows, so that a library for
+    column for all. whole_blocks: they are equal within 128 rows, so that a library for
     published blocks may multiply. out: [m, n], where the result goes; None: to new memory.
     """
     (n, k), (height, width) = w.shape, scales.shape
@@ -124,10 +124,10 @@ def scaled_gated_product_ref(
 
 
 def multiplies_eight_bits(device: torch.device) -> bool:
-    """Whether products here are in e4m3: on Hopper, and on what has as much shared memory.
+    """Whether products here are in e4m3: on Hopper, and on GPUs with as much shared memory.
 
     Tiles do not fit into that of compute capability 8.9 and 12. A CPU would have to make f32 of
-    each weight in each step, which takes six times as long.
+    all weights in a step, which takes six times as long.
     """
     if device.type != "cuda":
         return False

@@ -1,6 +1,6 @@
 """Kernels of scaled.py: x into eight bits, and products of many rows.
 
-norms_triton has what makes x and brings it into eight bits, skinny_triton products of few rows.
+norms_triton has kernels that make x in eight bits at once, skinny_triton products of few rows.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from worker.ops.scaled import E4M3, room, strides_of
 from worker.ops.scaled_library import agrees, multiplied, suits
 from worker.ops.skinny_triton import DTYPES, SkinnyTile, choose, skinny_gemm
 
-# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: with 8 rows each
+# Of x, that a program brings into eight bits. A GPU starts some 0.8 programs a ns: of 8 rows
 # 2048 x 4096 takes 10.6 us, with 32 3.8 (benchmarks/results/eight_bits.md).
 ROWS, ROWS_OF_MANY, MANY_ROWS = 8, 32, 1024
 

@@ -222,7 +222,7 @@ class DecodeScene(_Scene):
         tail: Tail = "none" if plan.penalized else plan.tail
         step = launches.step(self.rows, tail, plan.width)
         result = launches.draw(step, plan, self._masks) if plan.penalized else step.result
-        drawn = [result.drawn, result.values, result.ids] if result is not None else []
+        drawn = [] if result is None else [result.drawn, *(result.scores or ())]
         columns, counts = self._loaded.state.columns, self._loaded.state.penalties.counts
         left = columns.active, columns.seq_len, columns.last_token, columns.folded, columns.drafts
         made = step.hidden, self.written(), *left, counts[1 : NUM_PENALIZED + 1], *drawn

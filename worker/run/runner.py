@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from worker.draw.logprobs import pinned_copy
 from worker.draw.sampler import Result
-from worker.draw.scores import pinned_copy
 from worker.forward.draws import Masks
 from worker.model.decoder import Decoder
 from worker.observe.meter import StepMeter

@@ -37,7 +37,7 @@ from worker.transfer.base import TRANSPORTS, KVTransport
 from worker.transfer.host import addresses_in
 
 log = logging.getLogger("kvlane.engine")
-# What model and pool depend on; a process keeps both in another role only where they are equal.
+# Model and pool depend on these; a process keeps both in another role where they are equal.
 SECTIONS = ("tp", "model", "kv", "spec", "transport")
 OF_ENGINE = ("device", "num_pages", "state_slots", "memory_fraction", "cpu_pool_bytes")
 MAX_GROUPS = 4  # a quarter of the KV is then left to pull after a step; more groups gain little
@@ -69,7 +69,7 @@ def build_engine(
 
     Raises:
         UserError: the model directory, the configuration or a library is at fault, or device memory
-            is too small. Unsupported: what is kept is not what the configuration names.
+            is too small. Unsupported: the configuration names others than are kept.
         PeerLost: the other ranks did not come to the rendezvous.
     """
     name, host, leads = place.name, place.host, rank == 0  # only rank 0 has requests
@@ -119,7 +119,7 @@ def _book(config: WorkerConfig, shape: ModelShape, pool: KVPool) -> PageBook:
     return PageBook(
         pool.num_pages,
         int(config.kv.page_size),
-        # What is found has no state, so prompts of recurrent layers are computed from their start.
+        # Cached pages have no state, so prompts of recurrent layers are computed from their start.
         prefix_cache=config.engine.prefix_cache and not pool.num_slots,
         num_slots=pool.num_slots,
         # Drafters with weights have keys in the pages too, and see all of them.
@@ -140,7 +140,7 @@ def _transport(config: WorkerConfig, host: str, pool: KVPool) -> KVTransport:
 
 
 def _as_kept(config: WorkerConfig, kept: Kept) -> WorkerConfig:
-    """`config` with the size of the pool that is there; Unsupported if it names what is not."""
+    """`config` with the size of the pool that is there; Unsupported if it names another."""
     before = kept.config
     paths = [path for path in SECTIONS if getattr(config, path) != getattr(before, path)]
     engine, old = config.engine, before.engine
@@ -174,7 +174,7 @@ def _begin(configured: WorkerConfig, rank_group: RankGroup, progress: Progress) 
     _check_layers(config, shape)
     if config.engine.device == "cpu":
         torch.set_num_threads(int(config.engine.threads))
-    engine_threads = {"engine": {"threads"}}  # may differ: each process takes it from its own CPUs
+    engine_threads = {"engine": {"threads"}}  # may differ: a process takes it from its own CPUs
     text = config.model_dump_json(exclude=engine_threads)
     rank_group.check_equal("configurations", text.encode())
     layout = model_layout(config, shape, drafter_shape)
@@ -222,7 +222,7 @@ def model_layout(
 def _metrics(
     config: WorkerConfig, name: str, book: PageBook, checks: Sequence[BucketCheck]
 ) -> WorkerMetrics:
-    """Make the metrics: those that stay constant, and of pages and slots, read at each scrape."""
+    """Make the metrics: constant ones, and those of pages and slots, read at a scrape."""
     metrics = WorkerMetrics(model=config.model.name, role=config.role, worker=name)
     metrics.ranks.set(config.tp)
     metrics.drafter(config.spec.drafter).set(1)

@@ -1,17 +1,11 @@
-"""What can be checked of workers before one starts: names and directories. Free of torch."""
+"""Checks of workers before one starts: names and directories. Free of torch."""
 
 from collections.abc import Collection, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from worker.config import (
-    EngineConfig,
-    ModelConfig,
-    SpecConfig,
-    TransportConfig,
-    check_length,
-)
+from worker.config import EngineConfig, ModelConfig, SpecConfig, TransportConfig, check_length
 from worker.config.backends import BACKENDS
 from worker.config.checkpoint.experts import Division, rank_experts
 from worker.config.checkpoint.refusals import check_path
@@ -23,7 +17,7 @@ from worker.transfer.base import KINDS
 from worker.weights.files import check_weights, count_weights
 from worker.weights.shard import Part, coarse, split_even
 
-Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, what it may be
+Names = dict[str, tuple[str, Collection[str]]]  # path of a field -> its value, possible values
 # Path of a field -> ranks among which models are divided, and how their experts are.
 Ranks = Mapping[str, tuple[int, Division]]
 
@@ -48,7 +42,7 @@ def model_limits(directory: Path) -> tuple[int, str]:
 
 
 def kv_token_bytes(directory: Path, page_size: int, *dtypes: str) -> list[int]:
-    """Bytes that a token of the model's KV takes in each dtype; raises as read_model_shape."""
+    """Bytes that a token of the model's KV takes, by dtype; raises as read_model_shape."""
     shape = read_model_shape(directory)
     regions = [regions_of(shape, Cut(page_size, 1, shape.dtype, dtype)) for dtype in dtypes]
     return [pages.page_bytes // page_size for pages, _ in regions]
@@ -60,7 +54,7 @@ ON_GPUS = "on GPUs from compute capability {}.{} on".format(*WITH_EIGHT_BITS)
 
 
 class Sizes(NamedTuple):
-    """Bytes of a model in 16 bits, and with what may be in eight."""
+    """Bytes of a model in 16 bits, and with all in eight that may be."""
 
     weights: int
     kv_token: int

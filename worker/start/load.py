@@ -50,7 +50,7 @@ log = logging.getLogger("kvlane.start")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known of a worker before its weights are loaded."""
+    """A worker before its weights are loaded."""
 
     config: WorkerConfig  # resolved; "auto" is left where memory or weights decide
     configured_len: int | str  # model.max_model_len as configured, maybe "auto"
@@ -68,7 +68,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What `load` returns."""
+    """A worker's loaded parts."""
 
     config: WorkerConfig  # without "auto": max_num_reqs and max_model_len are what memory holds
     graphs: Graphs
@@ -79,12 +79,12 @@ class Loaded:
 def load(start: Start, kept: Kept | None = None) -> Loaded:
     """Load everything that the configuration names, on all ranks at once; see `build_engine`.
 
-    Workers that share a GPU load one after the other. What is kept is neither read nor allocated.
+    Workers that share a GPU load one after the other. Kept parts are neither read nor allocated.
     """
     config, layout, rank_group = start.config, start.layout, start.rank_group
     device, memory = torch.device(config.engine.device), memory_of(config.engine)
     began_at = time.monotonic()
-    ended_at = {"": began_at}  # when each part ended; work in flight counts for the next
+    ended_at = {"": began_at}  # by part; work in flight counts for the next
     with memory.exclusive(), on_step_stream(device):
         memory.wait_for_share()
         ended_at["waiting for the device"] = time.monotonic()
@@ -121,7 +121,7 @@ def load(start: Start, kept: Kept | None = None) -> Loaded:
 
 
 def _collective(start: Start) -> Collective:
-    """What `engine.collective` names, over the group's ranks; "single" for one rank."""
+    """A new collective of the group's ranks; "single" for one rank."""
     engine, group = start.config.engine, start.rank_group
     device = torch.device(engine.device)
     if group.size == 1:
@@ -232,7 +232,7 @@ def run_largest_steps(
 
 
 def holds(config: WorkerConfig, pages: int, slots: int) -> str:
-    """What a pool has room for, in words; page 0 and slot 0 are nobody's."""
+    """The tokens and requests that a pool holds, in words; page 0 and slot 0 are nobody's."""
     longest, tokens = int(config.model.max_model_len), (pages - 1) * int(config.kv.page_size)
-    told = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
-    return told + (f", {slots - 1:,} states" if slots else "")
+    size = f"{tokens:,} tokens, {tokens // longest:,} requests of {longest:,}"
+    return size + (f", {slots - 1:,} states" if slots else "")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from worker.config.checkpoint.delta_shape import BLOCK, block_table
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, block_table
 from worker.forward.batch import SHORT_KEYS, Batch, DraftRows, HostLengths, StateChunks
 from worker.ops.launch import power_of_two
 from worker.ops.product import MAX_STREAMED_ROWS
@@ -100,7 +100,7 @@ class BatchBuffers:
         self._page_words = max_pages + max_chunk_tokens // page_size + num_rows
         num_words = NUM_LINES * line_width(num_rows) + max_chunk_tokens + self._page_words
         self._staging = Staging(num_words, state.device)
-        self._blocks = Staging(2 * (max_chunk_tokens // BLOCK + num_rows), state.device)
+        self._blocks = Staging(2 * (max_chunk_tokens // DELTA_BLOCK + num_rows), state.device)
         self.fixed_reqs = min(FIXED_REQS, num_rows)
         num_pages = min(-(-MAX_FIXED_LEN // page_size), max_pages)
         self.max_fixed_len = min(MAX_FIXED_LEN, num_pages * page_size)
@@ -117,7 +117,7 @@ class BatchBuffers:
         tokens. Shapes and host bounds then depend on `padded_tokens` alone.
         """
         counts = [len(chunk.tokens) for chunk in plan.chunks]
-        assert not self._recurrent or all(chunk.start % BLOCK == 0 for chunk in plan.chunks)
+        assert not self._recurrent or all(chunk.start % DELTA_BLOCK == 0 for chunk in plan.chunks)
         num_reqs, longest, table = len(counts), max(counts), self._state.page_table
         num_lines = self.fixed_reqs if fixed_shape else num_reqs
         values, sent = pack(self._staging.words, plan.chunks, self._new_pages(plan), num_lines)

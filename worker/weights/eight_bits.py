@@ -123,11 +123,11 @@ class EightBits(ScaledFormat):
         blocks = height
         if height < len(whole) and len(whole) % SCALE_BLOCK == 0:
             blocks = len(whole) // SCALE_BLOCK
-        values, scales = quantized(whole, (blocks, *width))
+        values, scales = as_e4m3(whole, (blocks, *width))
         return {VALUES: values, SCALES: scales.repeat_interleave(height // blocks, 0)}
 
 
-def quantized(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def as_e4m3(x: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """A drawn matrix as e4m3, of x's shape, and its scales, of `shape`.
 
     x: [.., k] f32; shape: [.., blocks of k], or with one column for all; its product divides that

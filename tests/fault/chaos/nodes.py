@@ -15,9 +15,9 @@ import time
 from collections.abc import Awaitable
 from typing import Any
 
-from benchmarks.two_hosts import SCRIPT, URL, script, serving_on_a
 from tests.fault.chaos.faults import Cluster
 from tests.fault.chaos.load import clients_of, command_line, ended, workers
+from tests.fault.chaos.two_hosts import SCRIPT, URL, script, serving_on_a
 
 SETS = (
     "decode.num_cpus=3", "prefill.num_cpus=0.25", "routers.num_cpus=0.25",

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from worker.config.checkpoint.fields import Fields, is_list
 from worker.config.checkpoint.windows import FULL, LINEAR
 
-BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
+DELTA_BLOCK = 64  # tokens of a chunk's block; blocks begin at multiples of it
 TAPS = 4  # of the convolution: a token and the three before it
 # Most numbers of a head's values that lie together in a state: what a warp of a decode step has.
 VALUES = 16
@@ -55,9 +55,9 @@ class DeltaShape(NamedTuple):
 def block_table(query_start: Sequence[int], num_tokens: int) -> tuple[list[int], list[int]]:
     """StateChunks.blocks of a batch of `num_tokens` tokens, padded ones included."""
     n = len(query_start) - 1
-    firsts = [range(begin, end, BLOCK) for begin, end in pairwise(query_start)]
+    firsts = [range(begin, end, DELTA_BLOCK) for begin, end in pairwise(query_start)]
     requests = [request for request, each in enumerate(firsts) for _ in each]
-    unused = num_tokens // BLOCK + n - len(requests)
+    unused = num_tokens // DELTA_BLOCK + n - len(requests)
     return requests + [n] * unused, [*chain(*firsts)] + [0] * unused
 
 

@@ -4,15 +4,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from worker.config.checkpoint.delta_shape import BLOCK, DeltaShape, read_delta
+from worker.config.checkpoint.delta_shape import DELTA_BLOCK, DeltaShape, read_delta
 from worker.config.checkpoint.experts import ExpertShape, read_experts
 from worker.config.checkpoint.families import FAMILIES, Family, Features
 from worker.config.checkpoint.fields import Fields, is_list, read_fields
 from worker.config.checkpoint.mask import KEY_BLOCK, KeyMask
 from worker.config.checkpoint.quantization import Quantization, read_quantization
 from worker.config.checkpoint.refusals import DENSE, unknown_architecture
-from worker.config.checkpoint.rope_fields import PLAIN, ROPE_TYPES, Rope, read_local_rope, read_rope
-from worker.config.checkpoint.scaling import RopeScaling
+from worker.config.checkpoint.rope_fields import (
+    PLAIN,
+    ROPE_TYPES,
+    Rope,
+    RopeScaling,
+    read_local_rope,
+    read_rope,
+)
 from worker.config.checkpoint.windows import FULL, SLIDING, read_windows
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -146,7 +152,7 @@ class ModelShape(LayerShape):
     @property
     def grain(self) -> int:
         """Chunks of a prompt that are not its last end at multiples of it."""
-        return 1 if self.delta is None else BLOCK
+        return 1 if self.delta is None else DELTA_BLOCK
 
     @property
     def layers(self) -> tuple[Layer, ...]:

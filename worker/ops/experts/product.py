@@ -1,4 +1,4 @@
-"""The products of experts with their tokens, and their sum for each token."""
+"""The products of experts with their tokens, and a token's sum of them."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def expert_products_ref(
 
     x: [n, hidden_size]; gate_up: [count, 2 · width, hidden_size], gates before ups; down:
     [count, hidden_size, width]; all of x's dtype. out: [n, hidden_size], where the result goes;
-    None: to new memory. scales: of gate_up and down in e4m3, each a stack of what
-    scaled_product_ref takes. A token without experts here gets zeros. An expert's part is rounded
+    None: to new memory. scales: of gate_up and of down in e4m3, stacks of
+    scaled_product_ref's. A token without experts here gets zeros. An expert's part is rounded
     to the dtype before the sum, which is in f32 and in the order of the token's experts. A row's
     result depends on that row alone on a GPU, bit for bit.
     """
@@ -33,9 +33,9 @@ def expert_products_ref(
         hidden = swiglu(torch.einsum("nh,eih->eni", x, gate_up))
         products = torch.einsum("eni,ehi->enh", hidden.float(), down.float())
     else:
-        rows, each = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
+        rows, experts = eight_bits_ref(x), zip(gate_up, scales[0], down, scales[1], strict=True)
         inner = ((scaled_gated_product_ref(*rows, up, of_up, x.dtype), low, of_low)
-                 for up, of_up, low, of_low in each)  # fmt: skip
+                 for up, of_up, low, of_low in experts)  # fmt: skip
         products = torch.stack([
             scaled_product_ref(*gated, low, of_low, torch.float32) for gated, low, of_low in inner
         ])  # fmt: skip

@@ -16,16 +16,16 @@ from worker.ops.op import op
 
 
 class Routes(NamedTuple):
-    """Of n tokens, each with its k experts. An assignment is number token · k + place among the k.
+    """The experts of n tokens, k a token. Assignment token · k + i: the token's i-th expert.
 
-    A row is an assignment to an expert of this rank: rows of one expert stand together, in the
-    order of their tokens.
+    A row is an assignment to an expert of this rank. Rows of an expert stand together, in the order
+    of their tokens.
     """
 
-    ids: Tensor  # [n, k] i32; of all experts; their number: of a token that is padding
+    ids: Tensor  # [n, k] i32; among all experts; the number of all experts where a token is padding
     weights: Tensor  # [n, k] f32
     starts: Tensor  # [count + 1] i32; first row of each of this rank's experts, then their number
-    order: Tensor  # [n · k] i32; each row's assignment; undefined behind the last row
+    order: Tensor  # [n · k] i32; the rows' assignments; undefined behind the last row
 
 
 def new_load(held: Held, device: torch.device) -> Tensor:

@@ -23,13 +23,6 @@ def script(*words: str, check: bool = True, **more: Any) -> subprocess.Completed
     return subprocess.run(command, env=environment, check=check, text=True, **more)
 
 
-def slow_down(rate: str) -> None:
-    """Both ends of the road send so fast from now on, as `tc` writes it."""
-    for host in ("a", "b"):
-        words = f"ip netns exec kvl{host} tc qdisc replace dev v{host} root tbf rate {rate}"
-        subprocess.run([*words.split(), "burst", "4mb", "latency", "50ms"], check=True)
-
-
 @contextlib.contextmanager
 def serving_on_a(arguments: Sequence[str], output: Path) -> Iterator[None]:
     """`serve` on the first host, over both, until the body ends; what it says is in `output`.
@@ -49,8 +42,3 @@ def serving_on_a(arguments: Sequence[str], output: Path) -> Iterator[None]:
     finally:
         served.send_signal(signal.SIGTERM)
         served.wait(60)
-
-
-def get(url: str) -> str:
-    """What a URL answers on the first host."""
-    return script("get", url, stdout=subprocess.PIPE).stdout
