@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Literal
 
 from router.dispatch.mailbox import Delta
@@ -23,15 +22,8 @@ class Block:
     text: str = ""
 
 
-class Move(Enum):
-    """What happens to a block."""
-
-    OPEN = auto()
-    MORE = auto()
-    CLOSE = auto()
-
-
-Step = tuple[Move, Block, str]  # what happened, to which, and the text that MORE adds
+# What happened, to which, and the text that "more" adds.
+Step = tuple[Literal["open", "more", "close"], Block, str]
 
 
 class Blocks:
@@ -72,13 +64,13 @@ class Blocks:
     def _open(self, kind: Kind, call_id: str = "", name: str = "") -> Step:
         self._is_open = True
         self.all.append(Block(kind, len(self.all), call_id, name))
-        return Move.OPEN, self.all[-1], ""
+        return "open", self.all[-1], ""
 
     def _more(self, text: str) -> Step:
         self.all[-1].text += text
-        return Move.MORE, self.all[-1], text
+        return "more", self.all[-1], text
 
     def _close(self) -> Iterator[Step]:
         if self._is_open:
             self._is_open = False
-            yield Move.CLOSE, self.all[-1], ""
+            yield "close", self.all[-1], ""

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.json import encode as to_json
 
-from router.adapters.blocks import Block, Blocks, Kind, Move, Step
+from router.adapters.blocks import Block, Blocks, Kind, Step
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
 from router.errors import ApiError
@@ -92,10 +92,10 @@ def _shown(block: Block, *, whole: bool) -> dict[str, Any]:
 
 def _told(step: Step) -> bytes:
     move, block, text = step
-    if move is Move.OPEN:
+    if move == "open":
         shown = _shown(block, whole=False)
         return _event("content_block_start", index=block.index, content_block=shown)
-    if move is Move.CLOSE:
+    if move == "close":
         return _event("content_block_stop", index=block.index)
     kind, name = DELTAS[block.kind]
     return _event("content_block_delta", index=block.index, delta={"type": kind, name: text})

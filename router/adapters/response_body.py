@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.json import encode as to_json
 
-from router.adapters.blocks import Block, Blocks, Kind, Move, Step
+from router.adapters.blocks import Block, Blocks, Kind, Step
 from router.adapters.store import Item, Kept, ResponseStore
 from router.dispatch.mailbox import Delta
 from router.dispatch.queue import Req, counted
@@ -147,11 +147,11 @@ class ResponseAnswer(AnswerForm):
     def _told(self, step: Step) -> bytes:
         move, block, text = step
         _, of, name = KINDS[block.kind]
-        is_whole, has_part = move is Move.CLOSE, block.kind not in CALLS
+        is_whole, has_part = move == "close", block.kind not in CALLS
         item = self._item(block, whole=is_whole)
         place: dict[str, Any] = {"output_index": block.index}
         inner = {**place, "item_id": item["id"]} | ({"content_index": 0} if has_part else {})
-        if move is Move.MORE:
+        if move == "more":
             if block.kind == "text":
                 inner["logprobs"] = self._logprobs[self._num_told :]
                 self._num_told = len(self._logprobs)
@@ -163,8 +163,9 @@ class ResponseAnswer(AnswerForm):
             told.append((f"content_part.{verb}", {**inner, "part": part}))
         if is_whole:
             inner |= {"name": block.name} if block.kind == "call" else {}
+            inner[of] = block.text
             inner |= {"logprobs": self._logprobs} if block.kind == "text" else {}
-            told.append((f"{name}.done", {**inner, of: block.text}))
+            told.append((f"{name}.done", inner))
             told.reverse()  # what was opened last ends first
         return b"".join(self._event(f"response.{kind}", **fields) for kind, fields in told)
 

@@ -13,10 +13,9 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from router.errors import ApiError
-from router.http.keys import Key, read_keys
+from router.http.keys import Key, changed_at, read_keys
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.router")
@@ -64,7 +63,7 @@ class Keys:
 
     def __post_init__(self) -> None:
         """Read the file; raises as `read_keys`."""
-        self._changed_at = self._stamp()
+        self._changed_at = changed_at(self.path)
         self.keys = read_keys(self.path)
 
     def key_of(self, headers: Mapping[bytes, bytes]) -> Key:
@@ -158,7 +157,7 @@ class Keys:
         """Read the file again if it has changed; one that is unfit changes nothing."""
         if now - self._looked_at < REREAD_S:
             return
-        self._looked_at, stamp = now, self._stamp()
+        self._looked_at, stamp = now, changed_at(self.path)
         if stamp == self._changed_at:
             return
         self._changed_at = stamp
@@ -167,12 +166,6 @@ class Keys:
             log.info("%s: %d API keys from now on", self.path, len(self.keys))
         except UserError as error:
             log.error("the API keys stay as they are: %s", error)
-
-    def _stamp(self) -> int:
-        try:
-            return Path(self.path).expanduser().stat().st_mtime_ns
-        except OSError:
-            return 0
 
 
 def _token(headers: Mapping[bytes, bytes]) -> bytes:

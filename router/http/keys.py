@@ -57,6 +57,14 @@ def read_keys(path: str) -> tuple[Key, ...]:
     return keys
 
 
+def changed_at(path: str) -> int:
+    """When a file was changed last, in nanoseconds; 0: there is none."""
+    try:
+        return Path(path).expanduser().stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _read(words: Sequence[bytes], where: str) -> Key:
     """A line's key; never shown in an error."""
     options: dict[str, str | int | float] = {"name": f"key-{_digest(words[0], 4)}"}

@@ -4,6 +4,7 @@ import logging
 import ssl
 from pathlib import Path
 
+from router.http.keys import changed_at
 from worker.errors import UserError
 
 log = logging.getLogger("kvlane.router")
@@ -19,12 +20,12 @@ class Certificate:
 
     def __init__(self, cert_file: str, key_file: str) -> None:
         self._files = [str(Path(name).expanduser()) for name in (cert_file, key_file)]
-        self._stamps = self._look()
+        self._stamps = list(map(changed_at, self._files))
         self.context = self._loaded()
 
     def look(self) -> None:
         """Take the files if they have changed; if they are unfit, the old ones stay."""
-        stamps = self._look()
+        stamps = list(map(changed_at, self._files))
         if stamps == self._stamps:
             return
         self._stamps = stamps
@@ -45,15 +46,6 @@ class Certificate:
             what = " and ".join(self._files)
             raise UserError(f"{PARAM}: {what}: {error.strerror or error}", PARAM) from error
         return context
-
-    def _look(self) -> list[int]:
-        found = list[int]()
-        for name in self._files:
-            try:
-                found.append(Path(name).stat().st_mtime_ns)
-            except OSError:
-                found.append(0)
-        return found
 
 
 def certificate(cert_file: str, key_file: str) -> Certificate | None:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
+from typing import Literal
 
 from msgspec.structs import replace
 
@@ -27,19 +27,13 @@ from router.text.reasoning import Reasoning
 
 AUTO_STRING_CHARS = 256, 16384  # least and most; beyond 32768 llguidance gives up
 AUTO_CALLS = 8, 128
+# Whether an answer begins with reasoning: it may open it, or the prompt has.
+Think = Literal["never", "maybe", "opened"]
 # Of all choices of a request together, which workers get one by one.
 MAX_SUMS = {
     "prompt tokens": 1 << 23, "biases": 1 << 20, "characters of grammars": 1 << 25,
     "logprobs of prompts": 1 << 20,
 }  # fmt: skip
-
-
-class Think(Enum):
-    """Whether an answer begins with reasoning."""
-
-    NEVER = "never"
-    MAYBE = "maybe"  # the answer may open it
-    OPENED = "opened"  # the prompt has opened it
 
 
 @dataclass(slots=True)
@@ -92,13 +86,13 @@ class Preparer:
             raise unsupported(message, "include_reasoning")
         prompt = chat.rendered(body.messages, body, tools.given, text)
         think = self._think(prompt)
-        if body.continue_final_message and think is Think.MAYBE and self._marks is not None:
+        if body.continue_final_message and think == "maybe" and self._marks is not None:
             opened = chat.is_thinking(body.messages[-1], self._marks)
-            think = Think.OPENED if opened else Think.NEVER
+            think = "opened" if opened else "never"
         adds = bool(body.add_special_tokens)
         tokens = self._served.encode(prompt, "messages", adds=adds, salt=salt)
         tokens = shortened(tokens, body, self._served.max_model_len)
-        is_parsed = tools.functions or think is not Think.NEVER or self._format == "harmony"
+        is_parsed = tools.functions or think != "never" or self._format == "harmony"
         writer = chat.ChatWriter(
             (lambda: self._thinking(parser(self._format, tools), think)) if is_parsed else Plain,
             text.token_bytes if body.num_logprobs >= 0 else None,
@@ -131,7 +125,7 @@ class Preparer:
             [prompt for prompt in prompts for _ in range(body.num_samples)] if scores else (),
             body.num_logprobs,
         )
-        grammar = self._grammar(body, Tools([]), Think.NEVER)
+        grammar = self._grammar(body, Tools([]), "never")
         return self._prepared(body, prompts, _Job(writer, "prompt", ignored, *grammar, salt=salt))
 
     def _unheeded(self, body: GenerationBody) -> tuple[str, ...]:
@@ -147,11 +141,11 @@ class Preparer:
     def _think(self, prompt: str) -> Think:
         """Whether an answer begins with reasoning; a template may have opened or closed it."""
         if self._marks is None:
-            return Think.NEVER
+            return "never"
         end = prompt.rstrip()
         if end.endswith(self._marks[1]):
-            return Think.NEVER
-        return Think.OPENED if end.endswith(self._marks[0]) else Think.MAYBE
+            return "never"
+        return "opened" if end.endswith(self._marks[0]) else "maybe"
 
     def _end_of_calls(self, tools: Tools, think: Think) -> Callable[[str], bool] | None:
         """A function that says when the only call allowed has ended; None if more are allowed."""
@@ -167,9 +161,9 @@ class Preparer:
         return over
 
     def _thinking(self, inner: Parser, think: Think) -> Parser:
-        if think is Think.NEVER or self._marks is None:
+        if think == "never" or self._marks is None:
             return inner
-        return Reasoning(inner, inside=think is Think.OPENED, marks=self._marks)
+        return Reasoning(inner, inside=think == "opened", marks=self._marks)
 
     def _is_token(self, mark: str) -> bool:
         token = self._served.text.token_of(mark)
@@ -207,9 +201,9 @@ class Preparer:
             parts = [*parts, ("form", constraint.part)]
             alternatives = ["@form", *alternatives]
         first = ""
-        if think is not Think.NEVER:
+        if think != "never":
             assert self._marks is not None
-            opened, tokens = think is Think.OPENED, all(map(self._is_token, self._marks))
+            opened, tokens = think == "opened", all(map(self._is_token, self._marks))
             marks = tuple(map(self._symbol, self._marks)) if tokens else self._marks
             first = think_rules(*marks, opened=opened, as_tokens=tokens)
         grammar = composed(parts, [*rules, "body: " + " | ".join(alternatives)], first)

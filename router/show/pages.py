@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
+from msgspec.structs import replace
 from starlette.staticfiles import StaticFiles
 
 from router.dispatch.members import WORKERS, Known
 from router.errors import NO_FAULT
 from router.observe import board
-from router.observe.board import Board, Change, Part, RouterRow, Start, WorkerRow
+from router.observe.board import Board, Change, Part, RouterRow, WorkerRow
 from router.show.front import Front, as_json
 from router.show.period import HOUR_STEP_S, STEP_S
 from router.show.status import version
@@ -143,7 +144,8 @@ class Pages:
         seen = {*listed, *parts}
         for start in self._front.served.members.starting():
             if start.name not in seen and start.role in WORKERS:
-                workers.append(_starting(start))
+                row = WorkerRow(start.name, start.role, "starting", "", start.incarnation)
+                workers.append(replace(row, progress=start.text, part=start.part))
                 seen.add(start.name)
         for c in changes:  # the last first
             if c.name not in seen and c.state == "lost":
@@ -161,13 +163,6 @@ def _router(name: str, node: str, part: Part | None) -> RouterRow:
         return RouterRow(name, "silent", node)
     state = "draining" if part.draining else "ready"
     return RouterRow(name, state, node, part.running, part.waiting)
-
-
-def _starting(start: Start) -> WorkerRow:
-    return WorkerRow(
-        start.name, start.role, "starting", "", start.incarnation,
-        progress=start.text, part=start.part,
-    )  # fmt: skip
 
 
 def _worker(known: Known) -> WorkerRow:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from router.text.parsers import AllCalls, Call, Calls, End, Parsed, held
+from router.text.parsers import AllCalls, Call, Calls, End, Parsed, sure
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")  # of a message in harmony
@@ -23,11 +23,6 @@ PYTHON = re.compile(r"[A-Za-z_][\w.]*\(")
 BARE_NAME = re.compile(r"([\w.-]+)\s*(?=\{)")
 BEGUN = re.compile(r"[\w.-]+(\[\w*\]?[\w-]*)*\s*")  # of NAME, as far as it is here
 MAX_NAME = 256  # characters after which what begins like a name is none
-
-
-def held_of(text: str, marks: Sequence[str]) -> int:
-    """How many of the last characters of `text` could be the beginning of one of `marks`."""
-    return max(held(text, mark) for mark in marks)
 
 
 def first_of(text: str, marks: Sequence[str]) -> tuple[str, str, str] | None:
@@ -73,9 +68,8 @@ class Marked(Calls):
         if self._call is not None:
             return Parsed()
         if not self._mark:
-            num_held = held_of(text, self._marks) if cut else 0
-            text = text[: len(text) - num_held] if num_held else text
-            return Parsed(text.rstrip() if num_held or self.num_calls else text)
+            kept = sure(text, *self._marks) if cut else text
+            return Parsed(text if kept == text and not self.num_calls else kept.rstrip())
         begins_call = cut or self.num_calls > self._num_before
         return Parsed("" if begins_call else self._mark + text)
 
@@ -139,11 +133,7 @@ class Marked(Calls):
             before, self._mark, self._text = found
             self._num_before = self.num_calls
             return Parsed(before.rstrip())
-        cut = len(self._text[: len(self._text) - held_of(self._text, self._marks)].rstrip())
-        if not cut:
-            return None
-        text, self._text = self._text[:cut], self._text[cut:]
-        return Parsed(text)
+        return self._content_before(*self._marks)
 
     def _no_call(self, is_first: bool, text: str) -> Parsed:
         """What followed the mark, or the last call, is content."""
@@ -193,7 +183,7 @@ class Harmony(Calls):
         text, self._text = self._text, ""
         if self._in_header or self._call is not None:
             return Parsed()  # a header, or arguments that are not whole
-        return self._as(text[: len(text) - held_of(text, ENDS)] if cut else text)
+        return self._as(sure(text, *ENDS) if cut else text)
 
     def _step(self) -> Parsed | None:
         if self._in_header:
@@ -207,7 +197,7 @@ class Harmony(Calls):
                 return self._call.named(name[1])
             return Parsed()
         found = first_of(self._text, ENDS)
-        body = found[0] if found else self._text[: len(self._text) - held_of(self._text, ENDS)]
+        body = found[0] if found else sure(self._text, *ENDS)
         if found is None and not body:
             return None
         self._text = found[2] if found else self._text[len(body) :]

@@ -83,12 +83,14 @@ class Plain(Parser):
         return Parsed()
 
 
-def held(text: str, marker: str) -> int:
-    """How many of the last characters of `text` could be the beginning of `marker`."""
-    for size in range(min(len(marker) - 1, len(text)), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
+def sure(text: str, *marks: str) -> str:
+    """`text` without what at its end could be the beginning of one of `marks`."""
+    num_held = 0
+    for mark in marks:
+        if mark[0] in text[1 - len(mark) :]:  # most often it is not
+            sizes = range(min(len(mark) - 1, len(text)), num_held, -1)
+            num_held = next((size for size in sizes if text.endswith(mark[:size])), num_held)
+    return text[: len(text) - num_held]
 
 
 class End:
@@ -109,8 +111,10 @@ class End:
             if self._escaped:
                 self._escaped = False
             elif self._quote:
-                self._escaped = char == "\\"
-                self._quote = "" if char == self._quote else self._quote
+                if char == self._quote:
+                    self._quote = ""
+                elif char == "\\":
+                    self._escaped = True
             elif char in self._quotes:
                 self._quote = char
             elif char in self._opening:
@@ -210,6 +214,14 @@ class Calls(Parser):
         """The next part that is certain; None when more text is needed."""
         raise NotImplementedError
 
+    def _content_before(self, *marks: str) -> Parsed | None:
+        """What is content whatever follows, where none of these marks is here."""
+        cut = len(sure(self._text, *marks).rstrip())
+        if not cut:
+            return None
+        text, self._text = self._text[:cut], self._text[cut:]
+        return Parsed(text)
+
     def _arguments(self, call: Call) -> Parsed:
         """More of a call that has begun."""
         parsed, taken = call.arguments(self._text)
@@ -236,11 +248,10 @@ class Hermes(Calls):
     def finish(self, *, cut: bool = False) -> Parsed:
         parsed, call, text = Parsed(), self._call, self._text
         if call is None:
-            num_held = held(text, CALL) if cut else 0
-            parsed.content = text[:-num_held].rstrip() if num_held else text
+            kept = sure(text, CALL) if cut else text
+            parsed.content = text if kept == text else kept.rstrip()
         elif not call.started:
-            whole = text[: len(text) - held(text, CALL_END)]
-            parsed = call.whole(whole) or Parsed("" if cut else CALL + text)
+            parsed = call.whole(sure(text, CALL_END)) or Parsed("" if cut else CALL + text)
         self._text, self._call = "", None
         return parsed
 
@@ -277,11 +288,9 @@ class Hermes(Calls):
         if marker:
             self._text, self._call, self._in_content = after, Call(self.num_calls), False
             return Parsed(before.rstrip())
-        cut = len(self._text[: len(self._text) - held(self._text, CALL)].rstrip())
-        if not cut:
-            return None
-        text, self._text, self._in_content = self._text[:cut], self._text[cut:], True
-        return Parsed(text)
+        content = self._content_before(CALL)
+        self._in_content = self._in_content or content is not None
+        return content
 
 
 class AllCalls(Calls):

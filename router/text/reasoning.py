@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from router.text.parsers import Parsed, Parser, held
+from router.text.parsers import Parsed, Parser, sure
 
 # What opens and closes the reasoning, by whose models write it so.
 MARKS: Mapping[str, tuple[str, str]] = {
@@ -58,8 +58,7 @@ class Reasoning(Parser):
             parsed = Parsed(reasoning=self._trimmed(reasoning))
             parsed += self._rest(rest)
             return parsed
-        keep = held(reasoning, self._close)
-        shown = reasoning[: len(reasoning) - keep].rstrip()
+        shown = sure(reasoning, self._close).rstrip()
         self._text = reasoning[len(shown) :]
         return Parsed(reasoning=self._trimmed(shown, end=False))
 

@@ -296,19 +296,24 @@ def routed(
     *,
     ping: PingConfig = PING,
     port: int = 0,
+    shared: bool = False,
+    joins: bool = False,
     tracer: Tracer | None = None,
     operator: Operator | None = None,
     **config: Any,
 ) -> Iterator[tuple[RouterServer, str]]:
-    """A started router that knows `doubles`; yields it and its base URL; all end with it."""
+    """A started router that knows `members`; yields it and its base URL; it ends with this.
+
+    shared, joins: see `Place` and `RouterServer.start`.
+    """
     model = ModelConfig(path=str(directory), served_name="small")
     settings = Settings(RouterConfig(**config), model, ping, {"router": config}, operator=operator)
-    place = Place("router-0", uuid.uuid4().hex[:8], port=port)
+    place = Place("router-0", uuid.uuid4().hex[:8], port=port, shared=shared)
     router = RouterServer(settings, place, tracer=tracer)
-    member = introduce(router.start())
+    member = introduce(router.start(joins=joins))
     try:
         router.update_members([member, *members])
-        wait_until(lambda: num_live(member.address) == len(members))
+        wait_until(lambda: num_live(f"http://{member.metrics_address}") == len(members))
         yield router, member.address
     finally:
         router.stop()

@@ -1,14 +1,12 @@
-"""Sampling fields, logprobs, several choices and echo, as clients ask and workers see them."""
+"""Logprobs of answers and prompts, several choices, echo: as clients ask and workers see them."""
 
 import threading
-from operator import contains
 from typing import Any
 
 import httpx
 import msgspec
 import openai
 import pytest
-from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from pydantic import ValidationError
 
@@ -47,15 +45,6 @@ def test_logprobs_of_a_chat(client: openai.OpenAI, text: Text) -> None:
     assert all(each.top_logprobs[0].token == each.token for each in content)
 
 
-def test_streamed_logprobs_are_those_of_the_whole_answer(
-    served: Served, double: DecodeDouble
-) -> None:
-    body = {"messages": HELLO, "logprobs": True, "top_logprobs": 1}
-    whole, streamed = (served.told("chat/completions", way, **body) for way in (False, True))
-    assert streamed == whole
-    assert whole[0][0]["logprobs"]
-
-
 def test_many_logprobs_are_written_off_the_loop(
     served: Served, double: DecodeDouble, monkeypatch: pytest.MonkeyPatch, streamed: bool
 ) -> None:
@@ -72,19 +61,6 @@ def test_many_logprobs_are_written_off_the_loop(
         response = served.post("completions", prompt="a", logprobs=1, stream=streamed)
         assert response.text.count('"stop"') == 1
         assert any(name != "kvlane-router" for name in threads) is (size == 300)
-
-
-def test_logprobs_of_a_completion(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    asked: dict[str, Any] = {"prompt": "a", "logprobs": 2}
-    Completion.model_validate(served.post("completions", **asked).json())
-    (choice,), _ = served.told("completions", streamed, **asked)
-    offsets, logprobs, tokens, tops = zip(*choice["logprobs"], strict=True)
-    ids = text.encode(ANSWER, add_special_tokens=False)
-    assert offsets == tuple(sum(map(len, tokens[:i])) for i in range(len(tokens)))
-    assert logprobs == tuple(-i / 8 for i in ids)
-    assert all(map(contains, tops, tokens))
 
 
 def test_choices_share_a_prompt_and_have_seeds_of_their_own(
@@ -141,15 +117,6 @@ def test_best_of_gives_the_likeliest_back(
         assert answer.usage.prompt_tokens == 1
 
 
-def test_echo_repeats_the_prompt(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    ids = text.encode("again", add_special_tokens=False)
-    for prompt, said in (("hello ", "hello "), ([list(ids)], "again")):
-        (choice,), _ = served.told("completions", streamed, prompt=prompt, echo=True)
-        assert choice["text"] == said + ANSWER
-
-
 FLOODS: list[tuple[type[GenerationBody], bytes, bytes]] = [
     (ChatBody, b'"messages": [%s]', b"1"),
     (ChatBody, b'"messages": [{"role": "user", "content": [%s]}]', b"1"),
@@ -170,3 +137,82 @@ def test_the_first_of_many_wrong_values_is_enough(
     with pytest.raises(ValidationError) as caught:
         model.model_validate_json(b"{%s}" % (form % b",".join(items)))
     assert caught.value.error_count() <= 2  # content has two forms
+
+
+PROMPT = "hello world"
+
+
+@pytest.fixture
+def asked(text: Text) -> tuple[int, ...]:
+    return text.encode(PROMPT, add_special_tokens=True)
+
+
+def test_echo_with_logprobs(
+    served: Served, double: DecodeDouble, text: Text, asked: tuple[int, ...], streamed: bool
+) -> None:
+    """As lm-eval asks: the double gives each token -id / 8, the next ids are as likely."""
+    double.says(text, " you", FinishReason.LENGTH)
+    body: Any = {"prompt": PROMPT, "echo": True, "logprobs": 1, "max_tokens": 1}
+    (choice,), _ = served.told("completions", streamed, **body)
+    answer = text.encode(" you", add_special_tokens=False)
+    assert choice["text"] == f"{PROMPT} you"
+    ids = [*asked, *answer]
+    offsets, logprobs, tokens, tops = zip(*choice["logprobs"], strict=True)
+    assert "".join(tokens) == choice["text"]
+    assert logprobs == (None, *(-i / 8 for i in ids[1:]))
+    assert offsets == tuple(len("".join(tokens[:i])) for i in range(len(tokens)))
+    assert tops[0] is None
+    assert all(max(top.values()) == -i / 8 for top, i in zip(tops[1:], ids[1:], strict=True))
+    assert double.take()[1].sampling.prompt_logprobs == 1
+
+
+@pytest.mark.parametrize("echo", [True, False])
+def test_the_prompt_alone(
+    served: Served, double: DecodeDouble, text: Text, asked: tuple[int, ...], echo: bool
+) -> None:
+    double.says(text, " you", FinishReason.LENGTH)
+    body: Any = {"prompt": list(asked), "echo": echo, "logprobs": 0, "max_tokens": 0}
+    answer = served.post("completions", **body).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == PROMPT * echo
+    assert choice["finish_reason"] == "length"
+    assert (choice["logprobs"] is None) == (not echo)
+    if echo:
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 8 for i in asked[1:])]
+    assert answer["usage"]["completion_tokens"] == 0
+    generate = double.take()[1]
+    assert (generate.sampling.max_tokens, generate.sampling.prompt_logprobs) == (1, echo - 1)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_prompt_logprobs_as_vllm_has_them(
+    served: Served, double: DecodeDouble, text: Text, path: str
+) -> None:
+    double.says(text, "ok", FinishReason.LENGTH)
+    body: Any = {"prompt": PROMPT} if path == "completions" else {"messages": HELLO}
+    answer = served.post(path, **body, prompt_logprobs=2, n=2).json()
+    prompt = double.take()[1].tokens
+    holders = answer["choices"] if path == "completions" else [answer]
+    for holder in holders:
+        first, *rest = holder["prompt_logprobs"]
+        assert first is None
+        assert len(rest) == len(prompt) - 1
+        for token, entries in zip(prompt[1:], rest, strict=True):
+            own = entries[str(token)]
+            assert own["logprob"] == -token / 8
+            assert own["decoded_token"] == text.token_bytes(token).decode("utf-8", "replace")
+            assert {entry["rank"] for entry in entries.values()} == {1, 2}
+
+
+def test_each_prompt_has_its_own(served: Served, double: DecodeDouble, text: Text) -> None:
+    double.says(text, "ok", FinishReason.LENGTH)
+    prompts = [[5, 6, 7, 8], [9], [10, 11]]
+    body: Any = {"prompt": prompts, "echo": True, "logprobs": 1, "max_tokens": 0}
+    choices = served.post("completions", **body).json()["choices"]
+    for prompt, choice in zip(prompts, choices, strict=True):
+        assert choice["logprobs"]["token_logprobs"] == [None, *(-i / 8 for i in prompt[1:])]
+
+
+def test_so_many_are_too_many(served: Served) -> None:
+    error = served.refusal("completions", prompt=[[5] * 200] * 255, prompt_logprobs=20)
+    assert error["param"] == "prompt_logprobs"

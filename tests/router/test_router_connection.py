@@ -45,6 +45,11 @@ def connection_of(served: Served, client: socket.socket) -> Any:
     return next(each for each in connections if each.client == client.getsockname())
 
 
+def turn(served: Served, seconds: float) -> None:
+    """Let the server's loop turn for so long."""
+    asyncio.run_coroutine_threadsafe(asyncio.sleep(seconds), served.router.loop).result(HANG_S)
+
+
 def answer_to_endless(client: socket.socket, part: bytes) -> bytes:
     """What the server says while `part` is sent again and again; nothing if it says nothing."""
     parts = part * (1024 // len(part))
@@ -177,8 +182,7 @@ def test_an_idle_connection_is_timed_whatever_came_last(
     read_until(client, b"}")
     client.sendall(later)
     mine = connection_of(served, client)
-    turns = asyncio.sleep(0.1)  # until it has arrived
-    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
+    turn(served, 0.1)  # until it has arrived
     assert mine.timeout_keep_alive_task is not None
 
 
@@ -265,8 +269,7 @@ def test_a_client_that_leaves_after_a_large_body_is_noticed(
     connections = served.router.server.server_state.connections
     client.sendall(asked()[: -len(BODY)])
     wait_until(lambda: any(c.cycle and c.client == client.getsockname() for c in connections))
-    turns = asyncio.sleep(0.05)  # until the route waits for the body
-    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
+    turn(served, 0.05)  # until the route waits for the body
     client.sendall(BODY)
     _, generate = double.take()
     client.close()
@@ -284,6 +287,5 @@ def test_a_client_that_leaves_with_requests_sent_ahead_is_no_error_of_ours(
     client.close()
     assert double.expect(Abort).req_id == generate.req_id
     wait_until(lambda: not any(each.client == address for each in connections))
-    turns = asyncio.sleep(0.05)  # until its route has returned
-    asyncio.run_coroutine_threadsafe(turns, served.router.loop).result(HANG_S)
+    turn(served, 0.05)  # until its route has returned
     assert not [each for each in caplog.records if each.name in ("uvicorn.error", "kvlane.router")]

@@ -399,34 +399,24 @@ def test_a_link_that_breaks_is_no_death(serve: Serve, ask: Ask, ids: Ids) -> Non
     speaks_to_the_end(ids, double, double.take(), future, 4)
 
 
-def test_gap_after_tokens_moves_the_request(serve: Serve, ask: Ask, ids: Ids) -> None:
-    doubles = decoders(2)
-    _, url, _ = serve(*doubles)
-    future = ask(url)
-    bad, good = holder_and_other(doubles)
-    peer, generate = bad.take()
-    bad.chunk(peer, generate, ids[:2])
-    bad.chunk(peer, generate, ids[3:4], at=3)
-    assert bad.expect(Abort).dispatch == 1
-    speaks_to_the_end(ids, good, good.take(), future, 2)
-
-
-def test_gap_before_tokens_moves_the_request_and_old_chunks_are_dropped(
-    serve: Serve, ask: Ask, ids: Ids
+@pytest.mark.parametrize("num", [0, 2])
+def test_a_gap_moves_the_request_and_old_chunks_are_dropped(
+    serve: Serve, ask: Ask, ids: Ids, num: int
 ) -> None:
     doubles = decoders(2)
     _, url, _ = serve(*doubles)
     future = ask(url)
     bad, good = holder_and_other(doubles)
     peer, before = bad.take()
-    bad.chunk(peer, before, ids[1:2], at=1)
+    bad.chunk(peer, before, ids[:num])
+    bad.chunk(peer, before, ids[num + 1 :], at=num + 1)
     _, after = good.take()
     assert bad.expect(Abort).dispatch == 1
-    bad.chunk(peer, before, ids[1:2], at=1)
+    bad.chunk(peer, before, ids[num + 1 :], at=num + 1)
     assert bad.expect(Abort).dispatch == 1  # it still works for nobody
     bad.chunk(peer, before, ids[7:], finish=LENGTH)
     assert bad.expect(Ack).dispatch == 1  # dropped, but acknowledged
-    speaks_to_the_end(ids, good, (peer, after), future)
+    speaks_to_the_end(ids, good, (peer, after), future, num)
     assert metric(url, "stale_messages_dropped_total") == 2
 
 

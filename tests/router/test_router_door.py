@@ -235,13 +235,3 @@ def test_who_is_only_slow_to_ask_again_or_to_be_answered_is_not_cut(hasty: Serve
         assert ended(future)[1] == "stop"
         double.script = speak([5])
         assert client.get("/health").extensions["network_stream"] is before, "a new connection"
-
-
-def test_requests_that_come_together_are_all_answered(hasty: Served) -> None:
-    connection = hasty.connect()
-    body = b'{"prompt": "a"}'
-    ask = HEAD.replace(b"9999", str(len(body)).encode()) + body
-    connection.sendall(ask + WHOLE + ask + WHOLE[:9])
-    answer = read_all(connection)
-    assert answer.count(b"HTTP/1.1 200 ") == 3
-    assert answer.count(b"HTTP/1.1 408 ") == 1

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.members import Members
 from router.dispatch.policy import Fleet, policy
 from router.http.admission import Admission
+from router.http.responses import Nowhere
 from router.http.routes import application
 from router.observe.metrics import RouterMetrics
 from router.openai.served import Served
@@ -87,12 +87,6 @@ class LoopWire:
         asyncio.get_running_loop().call_soon(self.dispatcher.deliver, [(peer, Chunks((chunk,)))])
 
 
-# In place of a connection: all of an answer goes through `send`.
-NO_OUTLET = SimpleNamespace(
-    is_open=False, is_full=False, is_gone=False, hold=lambda: None, watch=lambda leave: None
-)
-
-
 def check(*values: float) -> None:
     for value in values:
         struct.pack("f", value)  # raises beyond float32
@@ -129,7 +123,7 @@ async def rounds(
     app, counts = application(front, Admission(front)), Counter[int]()
 
     async def connected(scope: Scope, receive: Receive, send: Send) -> None:
-        await app({**scope, "outlet": NO_OUTLET}, receive, send)
+        await app({**scope, "outlet": Nowhere()}, receive, send)
 
     transport = httpx.ASGITransport(connected)
     async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
@@ -170,6 +164,7 @@ def test_extreme_bodies(tmp_path: Path) -> None:
     good = ("/v1/completions", b'{"prompt": "a"}')
     counts = asyncio.run(rounds(directory, [*bodies, good]))
     assert counts[413] == len(paths)
+    assert counts.keys() == {200, 400, 413}
 
 
 def test_ten_megabytes_are_refused_before_they_are_cut_into_tokens(tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
 """The OpenAI surface, served for real on 127.0.0.1 and asked by the official client and httpx."""
 
-from typing import Any
-
 import httpx
-import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletionChunk
 
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
@@ -23,28 +20,11 @@ from worker.api import FinishReason
 ANSWER = "hello 😀 wörld, the end"
 
 
-ROUTER = {"max_body_bytes": 20_000, "sse_ping_s": 0.05}
+ROUTER = {"sse_ping_s": 0.05}
 
 
 def script_of(text: Text) -> Script:
     return speak(text.encode(ANSWER, add_special_tokens=False), cached=4)
-
-
-def test_chat_whole(client: openai.OpenAI, served: Served, text: Text) -> None:
-    answer = client.chat.completions.create(model="small", messages=HELLO)  # type: ignore[arg-type]
-    ChatCompletion.model_validate(answer.model_dump())
-    choice = answer.choices[0]
-    assert choice.message.content == ANSWER
-    assert choice.finish_reason == "stop"
-    prompt = text.render(HELLO)
-    assert prompt == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    usage = answer.usage
-    assert usage is not None
-    assert usage.prompt_tokens == len(text.encode(prompt, add_special_tokens=False))
-    assert usage.completion_tokens == len(text.encode(ANSWER, add_special_tokens=False))
-    assert usage.model_dump()["prompt_tokens_details"]["cached_tokens"] == 4
-    raw = served.post("chat/completions", messages=HELLO).json()["choices"][0]
-    assert raw["message"]["refusal"] is raw["logprobs"] is None, "as the published schema says"
 
 
 def test_every_streamed_chunk_is_what_openai_declares(served: Served) -> None:
@@ -70,15 +50,6 @@ def test_continuous_usage_is_in_every_chunk(served: Served) -> None:
     counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
     assert counts == sorted(counts)
     assert counts[-1] > 0
-
-
-@pytest.mark.parametrize(
-    "prompt", ["hello", ["hello", "world"], [1, 2, 3], [[1, 2], [3, 4, 5]]], ids=str
-)
-def test_completions_take_every_form_of_prompt(served: Served, prompt: Any, streamed: bool) -> None:
-    several = isinstance(prompt, list) and not isinstance(prompt[0], int)
-    found, _ = served.told("completions", streamed, prompt=prompt)
-    assert [choice["text"] for choice in found] == [ANSWER] * (len(prompt) if several else 1)
 
 
 def test_finish_reason_length_and_special_tokens(
@@ -135,33 +106,6 @@ def test_a_completion_has_16_tokens_and_a_chat_what_is_left_unless_asked(
         assert served.post("chat/completions", messages=HELLO, **asked).status_code == 200
         _, generate = double.take()
         assert generate.sampling.max_tokens == MAX_MODEL_LEN - len(generate.tokens)
-
-
-def test_other_models_are_404(client: openai.OpenAI, served: Served) -> None:
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.completions.create(model="gpt-9", prompt="a")
-    assert caught.value.code == "model_not_found"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("a/b")
-    assert httpx.get(f"{served.url}/nothing").json()["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
-    "raw", [b"{", b"", b"[]", b'"a"', b'{"prompt": "\xff"}', b"[" * 5000, b'{"prompt": "\\ud800"}']
-)
-def test_what_is_not_a_json_object_is_400(served: Served, raw: bytes) -> None:
-    response = httpx.post(f"{served.url}/v1/completions", content=raw)
-    assert response.status_code == 400
-    assert response.json()["error"]["code"] == "invalid_value"
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_body_over_the_limit_is_413(served: Served, chunked: bool) -> None:
-    raw = b" " * 20_001
-    content = iter([raw[:10_000], raw[10_000:]]) if chunked else raw
-    response = httpx.post(f"{served.url}/v1/completions", content=content)
-    assert response.status_code == 413
-    assert response.json()["error"]["code"] == "body_too_large"
 
 
 def test_silent_streams_are_kept_alive_with_comments(

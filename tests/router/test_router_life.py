@@ -21,6 +21,7 @@ from router.openai.body import Prepared
 from router.openai.prepare import Preparer
 from tests.fault.router_doubles import (
     HANG_S,
+    HELLO,
     Ask,
     DecodeDouble,
     Serve,
@@ -254,6 +255,29 @@ def test_error_of_the_worker_reaches_the_client(
         double.expect(Ack)
 
 
+BROKEN: dict[str, tuple[dict[str, Any], bytes]] = {  # a body, and in what its stream ends
+    "messages": ({"messages": HELLO, "max_tokens": 9}, b'event: error\ndata: {"type":"error",'
+                 b'"error":{"type":"api_error","message":"broken"}}'),
+    "responses": ({"input": "a"}, b'"status":"failed","output":[],'
+                  b'"error":{"code":"server_error","message":"broken"}'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", BROKEN)
+def test_a_stream_that_breaks_says_so_in_the_form_of_its_path(
+    served: Served, double: DecodeDouble, path: str
+) -> None:
+    body, last = BROKEN[path]
+    with served.connect() as client:
+        client.sendall(raw_post(path, **body, stream=True))
+        peer, generate = double.take()
+        double.chunk(peer, generate, [5])
+        read_until(client, b"delta")
+        error = Error("internal_error", "broken")
+        double.chunk(peer, generate, at=1, finish=FinishReason.ERROR, error=error)
+        assert last in read_until(client, b"0\r\n\r\n")
+
+
 def test_one_failed_choice_ends_the_request_and_aborts_the_others(
     served: Served, double: DecodeDouble, ask: Ask
 ) -> None:
@@ -329,16 +353,6 @@ def test_member_that_came_back_is_asked_again(serve: Serve, ask: Ask, ids: Ids) 
     router.update_members([double.member])
     double.script = speak(ids)
     assert ended(ask(url)) == ("abcdefgh", "stop", None)
-
-
-def test_prefill_workers_become_candidates(serve: Serve, ask: Ask, ids: Ids) -> None:
-    prefill = DecodeDouble("prefill-0", role="prefill")
-    double, url, _ = serve(DecodeDouble(), prefill)
-    future = ask(url)
-    peer, generate = double.take()
-    assert [candidate.peer for candidate in generate.candidates] == [prefill.member.peer]
-    speak(ids)(double, peer, generate)
-    assert ended(future) == ("abcdefgh", "stop", None)
 
 
 def test_a_client_that_does_not_read_is_given_up(serve: Serve, ids: Ids) -> None:

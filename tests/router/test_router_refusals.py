@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from router.openai import prepare
-from router.openai.fields import NOT_BUILT
 from router.text.grammar import MAX_GRAMMAR_CHARS
 from tests.fault.router_doubles import HELLO, KEEP, MAX_MODEL_LEN, DecodeDouble, Served
 from tests.support.mutants import TOOLS
@@ -15,9 +14,6 @@ FULL = {CHAT: {"messages": HELLO}, TEXT: {"prompt": "a"}}  # what a body below i
 Row = tuple[dict[str, Any], str]  # a body, and the field that the error names
 IMPOSSIBLE = {"type": "integer", "minimum": 5, "maximum": 3}
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
-DEEP: dict[str, Any] = {"type": "string"}
-for _ in range(90):
-    DEEP = {"type": "object", "properties": {"a": DEEP}}
 
 
 def wrong(**values: Any) -> list[Row]:
@@ -63,7 +59,7 @@ OF_CHATS: list[Row] = [
     # Wishes for a grammar that nothing can satisfy, or that contradict each other.
     *wrong(guided_json=IMPOSSIBLE, response_format="json_object", guided_choice=[],
            guided_regex="a(", guided_grammar="no grammar"),
-    *wrong(guided_json=DEEP, guided_regex="a" * (MAX_GRAMMAR_CHARS + 1)),
+    *wrong(guided_regex="a" * (MAX_GRAMMAR_CHARS + 1)),
     *wrong(guided_json="{", guided_regex="(?=a)b"),
     *wrong(guided_json={"type": "strin"}),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": IMPOSSIBLE}}},
@@ -109,13 +105,9 @@ OF_TEXTS: list[Row] = [
      "logit_bias"),
     ({"prompt": ["a"] * 2000, "guided_regex": "a" * 20_000}, "guided_regex"),
 ]  # fmt: skip
-UNSUPPORTED = wrong(
-    use_beam_search=True, allowed_token_ids=[1], bad_words=["a"],
-    functions=[{"name": "f"}], suffix="b", structural_tag="{}", no_stop_trim=True,
-    vllm_xargs={"a": 1}, separate_reasoning=False,
-)  # fmt: skip
+
+
 OTHERS: list[tuple[str, str, dict[str, Any], str]] = [
-    *(("unsupported", TEXT, *row) for row in UNSUPPORTED),
     ("unsupported", TEXT, {"structured_outputs": {"structural_tag": "{}"}},
      "structured_outputs.structural_tag"),
     *(("context_length_exceeded", TEXT, *row) for row in (
@@ -159,7 +151,3 @@ def test_prompts_times_choices_are_bounded(
     assert served.post(TEXT, **asked | {"n": 10, "stop": "a" * 16384}).status_code == 200
     said = {"messages": [{"role": "user", "content": "a " * 20}], "n": 128}
     assert served.refusal(CHAT, **said)["param"] == "messages"
-
-
-def test_what_is_not_built_is_in_one_table() -> None:
-    assert {param for _, param in UNSUPPORTED} <= set(NOT_BUILT)

@@ -39,16 +39,16 @@ def speaks(served: Served, ids: Ids, sizes: Sequence[int] = ()) -> None:
 
 
 @pytest.mark.parametrize("ask", ASKS)
-def test_the_answer_is_that_of_single_tokens(
-    served: Served, ids: Ids, ask: str, streamed: bool
+def test_the_answer_is_that_of_single_tokens_streamed_or_not(
+    served: Served, ids: Ids, ask: str
 ) -> None:
     path, body = ASKS[ask]
     speaks(served, ids)
-    wanted = served.told(path, streamed, **body)
+    wanted = served.told(path, False, **body)
     assert wanted[1]["completion_tokens"] == len(wanted[0]) * len(LETTERS)
-    for sizes in SIZES:
+    for sizes, streamed in product([(), *SIZES], (False, True)):
         speaks(served, ids, sizes)
-        assert served.told(path, streamed, **body) == wanted, sizes
+        assert served.told(path, streamed, **body) == wanted, (sizes, streamed)
 
 
 @pytest.mark.parametrize(("stop", "num_chars", "num_tokens"), STOPS)

@@ -8,7 +8,7 @@ import pytest
 
 from router.adapters.messages import MessagesBody
 from router.adapters.responses import ResponseBody
-from router.openai.fields import NO_PART
+from router.openai.fields import NO_PART, NOT_BUILT
 from router.openai.schema import ChatBody, CompletionBody
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import HELLO, QWEN, Served, make_model, speak
@@ -159,6 +159,7 @@ def fate(served: Served, path: str, name: str, value: Any) -> str:
         error = response.json()["error"]
         assert error.get("param", name) == name, response.text
         assert name in error["message"]
+        assert name not in NOT_BUILT or error.get("code", "unsupported") == "unsupported"
         return "refused"
     assert response.status_code == 200, response.text
     if "x-kvlane-unknown-fields" in response.headers:

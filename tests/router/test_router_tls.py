@@ -4,10 +4,9 @@ import datetime
 import os
 import ssl
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -17,13 +16,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from router.config import RouterConfig
-from router.http.app import BEAT_S, Place, RouterServer, Settings
+from router.http.app import BEAT_S, RouterServer
 from router.http.tls import certificate
-from tests.fault.router_doubles import DecodeDouble, num_live, speak, wait_until
-from tests.support.meeting import introduce
+from tests.fault.router_doubles import DecodeDouble, routed, speak, wait_until
 from tests.support.patience import HANG_S
-from worker.config import ModelConfig, PingConfig
 from worker.errors import UserError
 
 SCRIPT = speak([5, 6])
@@ -62,36 +58,12 @@ def written(file: Path, data: bytes) -> None:
     os.utime(file, ns=(before + 10**9, before + 10**9))
 
 
-@contextmanager
-def serving(
-    directory: Path,
-    double: DecodeDouble,
-    files: tuple[str, str],
-    port: int = 0,
-    joins: bool = False,
-) -> Iterator[tuple[RouterServer, str, str]]:
-    """A router of a shared port with TLS: its URL, and that of its own port."""
-    config = RouterConfig(tls_cert_file=files[0], tls_key_file=files[1])
-    settings = Settings(config, ModelConfig(path=str(directory), served_name="small"), PING)
-    server = RouterServer(settings, Place("router-0", uuid.uuid4().hex[:8], shared=True))
-    member = introduce(server.start(port, joins=joins))
-    own = f"http://{member.metrics_address}"
-    try:
-        server.update_members([member, double.member])
-        wait_until(lambda: num_live(own) == 1)
-        yield server, member.address, own
-    finally:
-        server.stop()
-
-
-PING = PingConfig(interval_s=0.1, max_misses=50)
-
-
-@pytest.fixture
-def double() -> Iterator[DecodeDouble]:
-    made = DecodeDouble(script=SCRIPT)
-    yield made
-    made.die()
+def secure(
+    directory: Path, double: DecodeDouble, files: tuple[str, str], **more: Any
+) -> AbstractContextManager[tuple[RouterServer, str]]:
+    """A router of a shared port that speaks TLS."""
+    tls = {"tls_cert_file": files[0], "tls_key_file": files[1]}
+    return routed(directory, [double.member], shared=True, **tls, **more)
 
 
 def trusting(cert_file: str) -> ssl.SSLContext:
@@ -110,7 +82,7 @@ def test_the_api_speaks_tls_and_the_own_port_http(
     directory: Path, double: DecodeDouble, tmp_path: Path
 ) -> None:
     files = make(tmp_path, "one")
-    with serving(directory, double, files) as (_, url, own):
+    with secure(directory, double, files) as (router, url):
         local = url.replace("127.0.0.1", "localhost")
         with (
             httpx.Client(verify=trusting(files[0])) as http,
@@ -123,7 +95,8 @@ def test_the_api_speaks_tls_and_the_own_port_http(
             httpx.get(url.replace("https", "http"))
         with pytest.raises(httpx.ConnectError):
             httpx.get(local)  # nobody has signed it
-        assert "kvlane_requests_total" in httpx.get(f"{own}/metrics").text
+        own = router.listed[0].metrics_address
+        assert "kvlane_requests_total" in httpx.get(f"http://{own}/metrics").text
 
 
 def test_a_certificate_changes_and_no_request_fails(
@@ -131,7 +104,7 @@ def test_a_certificate_changes_and_no_request_fails(
 ) -> None:
     files = make(tmp_path, "one")
     with (
-        serving(directory, double, files) as (_, url, _),
+        secure(directory, double, files) as (_, url),
         httpx.Client(verify=False, timeout=HANG_S) as http,
     ):
 
@@ -158,10 +131,10 @@ def test_a_router_that_leaves_its_port_serves_who_waits_there_by_tls(
     directory: Path, double: DecodeDouble, tmp_path: Path
 ) -> None:
     files = make(tmp_path, "one")
-    with serving(directory, double, files) as (first, url, _):
+    with secure(directory, double, files) as (first, url):
         port = int(url.rpartition(":")[2])
         with (
-            serving(directory, double, files, port, joins=True),
+            secure(directory, double, files, port=port, joins=True),
             httpx.Client(verify=False, timeout=HANG_S) as http,
         ):
             body = {"model": "small", "prompt": "a"}

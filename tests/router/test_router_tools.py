@@ -1,4 +1,4 @@
-"""Tools and reasoning through the HTTP front, with the templates of both formats."""
+"""Tools and reasoning through the HTTP front, in the format that a template says."""
 
 import json
 import time
@@ -10,9 +10,10 @@ import httpx
 import openai
 import pytest
 from llguidance import LLTokenizer
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat import ChatCompletion
 
 from router.openai.tools import detected
+from router.text.reasoning import MARKS as THINKS
 from router.text.tokenizer import Text
 from tests.fault.router_doubles import (
     HELLO,
@@ -25,10 +26,11 @@ from tests.fault.router_doubles import (
     make_model,
     speak,
 )
+from tests.router.parser_cases import THOUGHT
 from tests.support.mutants import TOOLS
 from worker.api import FinishReason, Generate, Stop
 
-LLAMA = "{# ipython #}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+LOOP = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 ARGUMENTS = '{"city": "é 😀"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ARGUMENTS}}}\n</tool_call>'
 CALL2 = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
@@ -77,22 +79,6 @@ def test_calls_of_a_whole_answer(client: openai.OpenAI, double: DecodeDouble, te
     assert f"<tool_call>\nweather {ARGUMENTS}\n</tool_call>" in asked(double, text)[0]
 
 
-def test_calls_of_a_stream(double: DecodeDouble, text: Text, served: Served) -> None:
-    tokens = text.encode(f"{CALL}\n{CALL2}", add_special_tokens=False)
-    double.script = slowly(tokens, 0.003, FinishReason.STOP)
-    body = {"messages": HELLO, "tools": TOOLS, "stream": True}
-    response = served.post("chat/completions", **body)
-    data = [line[6:] for line in response.text.split("\n") if line.startswith("data: {")]
-    deltas = [ChatCompletionChunk.model_validate_json(item).choices[0].delta for item in data]
-    calls = [call for delta in deltas for call in delta.tool_calls or []]
-    assert sum(call.index == 0 for call in calls) > 3
-    names = [call.function.name for call in calls if call.id and call.function]
-    assert names == ["weather", "time"]
-    assert json.loads(data[-1])["choices"][0]["finish_reason"] == "tool_calls"
-    assert not any(delta.content for delta in deltas)
-    assert "".join(call.function.arguments for call in calls if call.index == 0) == ARGUMENTS
-
-
 def grammar_accepts(text: Text, grammar: str, output: str) -> bool:
     described = (text.directory / "tokenizer.json").read_text()
     return accepts(LLTokenizer(described, n_vocab=text.vocab_size), grammar, output)
@@ -108,7 +94,7 @@ NAMED = {"type": "function", "function": {"name": "time"}}
         (
             {"tool_choice": "required"},
             [COMPACT, CALL2, f"{COMPACT}\n{CALL2}", f"<think>\nhm\n</think>\n\n{CALL2}"],
-            ["hello", CALL2[:-3], CALL2.replace("time", "weather")],
+            ["hello", CALL2[:-3], CALL2.replace("time", "weather"), CALL2.replace("{}", '{"a":1}')],
         ),
         # of a context of 2048 tokens
         ({"tool_choice": "required"}, ["\n".join([CALL2] * 8)], ["\n".join([CALL2] * 9)]),
@@ -140,65 +126,16 @@ def test_demanded_calls_are_constrained(
     assert [output for output in bad if grammar_accepts(text, grammar, output)] == []
 
 
-def test_one_call_only_and_none_at_all(
-    client: openai.OpenAI, double: DecodeDouble, text: Text
-) -> None:
-    double.says(text, f"{CALL}\n{CALL2}", sizes=(3, 1, 2))
-    asks: Any = {"model": "small", "messages": HELLO, "tools": TOOLS}
-    answer = client.chat.completions.create(**asks, parallel_tool_calls=False)
-    assert len(answer.choices[0].message.tool_calls or []) == 1
-    double.take()
-    answer = client.chat.completions.create(**asks, tool_choice="none")
-    assert answer.choices[0].message.tool_calls is None
-    assert answer.choices[0].finish_reason == "stop"
-    assert "<tools>" not in asked(double, text)[0]
-
-
-def test_reasoning_is_told_apart(
-    served: Served, double: DecodeDouble, text: Text, streamed: bool
-) -> None:
-    double.says(text, "<think>\nhm, 😀\n</think>\n\nhello", sizes=(3, 1, 2))
-    (choice,), _ = served.told("chat/completions", streamed, messages=HELLO)
-    assert (choice["text"], choice["reasoning"]) == ("hello", "hm, 😀")
-    wish = {"chat_template_kwargs": {"enable_thinking": False}}
-    served.post("chat/completions", messages=HELLO, **wish)
-    double.take()
-    assert asked(double, text)[0].endswith("<think>\n\n</think>\n\n")
-
-
-def test_llama3_and_configuration(serve: Serve, tmp_path: Path) -> None:
-    text = Text(make_model(tmp_path, LLAMA))
-    assert [detected(each) for each in (QWEN, LLAMA, "x")] == ["hermes", "llama3", "hermes"]
+def test_calls_that_are_not_told_apart_are_content(serve: Serve, tmp_path: Path) -> None:
+    text = Text(make_model(tmp_path, f"{{# ipython #}}{LOOP}"))
     call = '{"name": "time", "parameters": {}}'
-    double, url, _ = serve(DecodeDouble(), directory=text.directory)
-    double.says(text, call, sizes=(3, 1, 2))
-    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
-    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-    assert found["message"]["tool_calls"][0]["function"] == {"name": "time", "arguments": "{}"}
-    assert found["message"]["content"] is None
-    grammar = asked(double, text)[1]
-    assert grammar_accepts(text, grammar, call)
-    assert not grammar_accepts(text, grammar, "a")
-    more = call.replace("{}", '{"a":1}')
-    assert not grammar_accepts(text, grammar, more), "it has no parameters"
     script = speak(text.encode(call, add_special_tokens=False))
-    model = text.directory
-    _, url, _ = serve(DecodeDouble(script=script), tool_parser="none", directory=model)
-    response = httpx.post(f"{url}/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "tool_choice"
-    del body["tool_choice"]
-    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
-    assert found["message"]["content"] == call
-
-
-def test_a_stop_by_length_is_not_a_call(served: Served, text: Text) -> None:
-    tokens = text.encode(CALL[:-20], add_special_tokens=False)
-    served.double.script = speak(tokens, finish=FinishReason.LENGTH)
-    body = {"messages": HELLO, "tools": TOOLS}
+    served = serve(DecodeDouble(script=script), tool_parser="none", directory=text.directory)
+    body: Any = {"messages": HELLO, "tools": TOOLS}
+    error = served.refusal("chat/completions", **body, tool_choice="required")
+    assert error["param"] == "tool_choice"
     found = served.post("chat/completions", **body).json()["choices"][0]
-    assert found["finish_reason"] == "length"
-    assert found["message"]["tool_calls"][0]["function"]["name"] == "weather"
+    assert found["message"]["content"] == call
 
 
 def test_no_limit_of_tokens_lets_markup_into_the_content(
@@ -239,3 +176,75 @@ def test_a_stream_that_says_nothing_yet_is_kept_alive(serve: Serve, text: Text) 
     _, url, _ = serve(double, sse_ping_s=0.1, directory=text.directory)
     response = httpx.post(f"{url}/v1/chat/completions", json=body)
     assert response.text.count(": ping\n\n") >= 2
+
+
+TIME = '{"name": "time", "arguments": {}}'
+WEATHER = '{"name": "weather", "arguments": {"city":"x"}}'
+# What a template of each format has; tokens of its own; an answer of two calls and its grammar's.
+FORMATS: dict[str, tuple[str, tuple[str, ...], str]] = {
+    "mistral": ("[TOOL_CALLS]", ("[TOOL_CALLS]",), f"[TOOL_CALLS][{TIME}, {WEATHER}]"),
+    "mistral11": (
+        "[TOOL_CALLS]name[ARGS]",
+        ("[TOOL_CALLS]", "[ARGS]"),
+        '[TOOL_CALLS]time[ARGS]{}[TOOL_CALLS]weather[ARGS]{"city":"x"}',
+    ),
+    "granite": ("<|start_of_role|>", ("<|tool_call|>",), f"<|tool_call|>[{TIME}, {WEATHER}]"),
+    "phi": ("<|tool|>", (), f"<|tool_call|>[{TIME}, {WEATHER}]"),
+    "gemma": ("<start_of_turn>", (), f"```tool_code\n{TIME}\n{WEATHER}\n```"),
+    "llama3": ("ipython", (), f"{TIME}; {WEATHER}".replace("arguments", "parameters")),
+    "glm": ("[gMASK]", (), 'weather\n{"city":"x"}'),
+}
+
+
+def answering(serve: Serve, text: Text, answer: str) -> Served:
+    served = serve(DecodeDouble(), directory=text.directory)
+    served.double.says(text, answer, sizes=(1, 2))
+    return served
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_template_says_the_format_and_a_demanded_call_keeps_to_it(
+    form: str, serve: Serve, tmp_path: Path
+) -> None:
+    sign, words, answer = FORMATS[form]
+    text = Text(make_model(tmp_path, f"{{# {sign} #}}{LOOP}", words, 2048))
+    assert (detected(text.template_source), detected("x")) == (form, "hermes")
+    double, url, _ = answering(serve, text, answer)
+    body = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required"}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]
+    calls = [each["function"] for each in found["message"]["tool_calls"]]
+    wanted = [("time", {}), ("weather", {"city": "x"})][form == "glm" :]
+    assert [(each["name"], json.loads(each["arguments"])) for each in calls] == wanted
+    assert not found["message"]["content"]
+    assert found["finish_reason"] == "tool_calls"
+    grammar = double.take()[1].sampling.grammar
+    assert grammar_accepts(text, grammar, answer)
+    assert not grammar_accepts(text, grammar, "no call")
+
+
+def test_harmony_is_told_apart_without_tools(serve: Serve, tmp_path: Path) -> None:
+    words = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>")
+    text = Text(make_model(tmp_path, f"{{# <|channel|> #}}{LOOP}", words, 2048))
+    assert detected(text.template_source) == "harmony"
+    answer = f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>so"
+    _, url, _ = answering(serve, text, answer)
+    body: dict[str, Any] = {"messages": HELLO}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (found["content"], found["reasoning_content"]) == ("so", "why < so")
+    assert found["reasoning"] == found["reasoning_content"]
+    body |= {"tools": TOOLS, "tool_choice": "required"}
+    refused = httpx.post(f"{url}/v1/chat/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tool_choice")
+
+
+@pytest.mark.parametrize("whose", ["mistral", "seed_oss"])
+def test_reasoning_of_other_marks_is_told_apart(whose: str, serve: Serve, tmp_path: Path) -> None:
+    marks = THINKS[whose]
+    text = Text(make_model(tmp_path, f"{{# {marks[0]} #}}{LOOP}", marks, 2048))
+    double, url, _ = answering(serve, text, f"{marks[0]}why{marks[1]}\nso")
+    body: dict[str, Any] = {"messages": HELLO, "response_format": {"type": "json_object"}}
+    found = httpx.post(f"{url}/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert (found["content"], found["reasoning_content"]) == ("so", "why")
+    grammar = double.take()[1].sampling.grammar
+    assert grammar_accepts(text, grammar, f"{marks[0]}why{marks[1]}{{}}")
+    assert not grammar_accepts(text, grammar, "why")
