@@ -130,7 +130,7 @@ def measure_prefill(
     engine, lengths = bench.engine, [int(num) for num in options.tokens]
     graphs = bench.chunk_graphs()
     speed = product_speed()
-    print(f"{speed / 1e12:.1f} T operations/s; milliseconds until the first token is on the host")
+    print("milliseconds until the first token is on the host")
     print("batch tokens" + "".join(f"{name:>14}      min      max" for name in graphs), "   floor")
     rows: list[dict[str, Any]] = []
     for (batch, _, sampling), num_tokens in itertools.product(cases, lengths):
@@ -198,7 +198,6 @@ def main() -> None:
     engine = bench.engine
     with torch.inference_mode():
         bandwidth = read_bandwidth()
-        print(f"read bandwidth {bandwidth / 1e9:.0f} GB/s")
     measure = measure_decode if options.phase == "decode" else measure_prefill
     rows = measure(bench, cases, options, bandwidth)
     if options.profile:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE, Layers, layers_times, read_bandwidth
+from benchmarks.timing import DEVICE, Case, read_bandwidth, timed
 from worker.attention.recurrent.chunk import delta_chunk
 from worker.attention.recurrent.delta_net import DeltaState, DeltaWeights, delta_states
 from worker.attention.recurrent.window import delta_window
@@ -91,13 +91,14 @@ def main() -> None:
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth = read_bandwidth()
-    print(f"reads {bandwidth / 1e9:.1f} GB/s")
     net = Net(options.model, 1 if options.tokens else max(options.rows), max(options.widths))
-    cases = [Layers(f"{tokens} tokens", net.prompt(tokens)) for tokens in options.tokens]
-    for rows, width in itertools.product([] if cases else options.rows, options.widths):
-        floor_us = 2e6 * rows * net.region.slot_bytes / net.num_layers / bandwidth
-        cases.append(Layers(f"{rows} rows, width {width}", net.decode(rows, width), floor_us))
-    figures = [layers_times(case, net.num_layers, options) for case in cases]
+    num, figures = net.num_layers, []
+    for tokens in options.tokens:
+        figures += timed(Case(f"{tokens} tokens", {"": net.prompt(tokens)}, num), options)
+    for rows, width in itertools.product([] if figures else options.rows, options.widths):
+        floor_us = 2e6 * rows * net.region.slot_bytes / num / bandwidth
+        case = Case(f"{rows} rows, width {width}", {"": net.decode(rows, width)}, num, floor_us)
+        figures += timed(case, options)
     write(options.json, {"options": shown(options), "figures": figures})
 
 
