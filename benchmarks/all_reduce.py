@@ -15,7 +15,6 @@ All sums are compared with an f32 sum, all norms with those of `parts`.
 
 import argparse
 import faulthandler
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +26,7 @@ from torch import Tensor, multiprocessing
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.output import ints, parser, shown, write
-from benchmarks.timing import DEVICE
+from benchmarks.timing import DEVICE, told
 from worker.ops.norms import add_rms_norm
 from worker.peers.custom import NCCL, ONE_SHOT, TWO_SHOT, CustomCollective
 from worker.peers.gloo import GlooCollective
@@ -112,9 +111,7 @@ class Rank:
             got = run().float()
             wanted = got.clone() if wanted is None else wanted
             row["errors"][name] = float((got - wanted).abs().max() / wanted.abs().max())
-            times = self.times_us(run, renew)
-            spread = {"median_us": statistics.median(times), "min_us": min(times)}
-            row["ways"][name] = spread | {"max_us": max(times)}
+            row["ways"][name] = self.times_us(run, renew)
         return row
 
     def times_us(self, run: Callable[[], object], renew: Callable[[], object]) -> list[float]:
@@ -167,12 +164,9 @@ def run_rank(rank: int, options: argparse.Namespace, address: str, shared: Share
             report[kind].append(row)
             if rank == 0:  # what there is, should a later row hang
                 write(options.json, report)
-                took = (
-                    "{} {median_us:.2f} ({min_us:.2f} to {max_us:.2f})".format(name, **times)
-                    + " WRONG" * (row["errors"][name] > ROUNDING)
-                    for name, times in row["ways"].items()
-                )
-                print(f"{case:10} {unit}, us: {'; '.join(took)}", flush=True)
+                for name, times in row["ways"].items():
+                    wrong = " WRONG" * (row["errors"][name] > ROUNDING)
+                    told(f"{case} {unit}, {name}{wrong}", times, "us")
     ours.collective.check()
     shared.barrier.wait()
     ours.collective.close()

@@ -8,6 +8,7 @@ products at the speed of one large product. `--parts` has the kernels of one lay
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 
@@ -80,7 +81,7 @@ def main() -> None:
     add("--tokens", type=ints, default="1,8,32,128,256,512,2048,8192", help="of steps, by commas")
     add("--layers", type=int, default=8)
     add("--eight", action="store_true", help="weights in e4m3, with scales as of blocks")
-    add("--parts", action="store_true", help="the kernels of each case, too")
+    add("--parts", action="store_true", default=argparse.SUPPRESS, help="each case's kernels, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth, speed, figures = read_bandwidth(), product_speed(), []

@@ -9,6 +9,7 @@ Prompts are one request, from position 0. `--parts` has the kernels of one layer
 On a CPU (`--model tiny`) it checks that everything runs; the times mean nothing.
 """
 
+import argparse
 import itertools
 from collections.abc import Callable
 
@@ -87,7 +88,7 @@ def main() -> None:
     add("--rows", type=ints, default="1,8,32,128,256", help="rows of decode steps, by commas")
     add("--widths", type=ints, default="1,4", help="of their windows, by commas")
     add("--tokens", type=ints, default=[], help="prompts of these lengths instead, by commas")
-    add("--parts", action="store_true", help="the kernels of each case, too")
+    add("--parts", action="store_true", default=argparse.SUPPRESS, help="each case's kernels, too")
     add("--replays", type=int, default=30)
     options = made.parse_args()
     bandwidth = read_bandwidth()

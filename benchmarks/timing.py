@@ -3,7 +3,7 @@
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,35 +89,38 @@ class Case(NamedTuple):
     floor_us: float = 0.0  # of a layer; 0: not known
 
 
+def told(name: str, times: Sequence[float], unit: str, floor: float = 0.0) -> dict[str, Any]:
+    """Prints what a case took, beside the least that it could take (0: not known); its figures."""
+    took = sorted(times)
+    median, p10, p90 = statistics.median(took), took[len(took) // 10], took[len(took) * 9 // 10]
+    beside = f", floor {floor:.3f}, {floor / median:.0%} of it" if floor else ""
+    print(f"{name:44} {median:10.3f} {unit} ({took[0]:.3f} to {took[-1]:.3f}){beside}", flush=True)
+    spread = {f"median_{unit}": median, f"p10_{unit}": p10, f"p90_{unit}": p90}
+    return spread | {f"times_{unit}": list(times), f"floor_{unit}": floor}
+
+
 def timed(case: Case, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each way: microseconds a layer of --replays, with --parts its kernels; printed."""
     rows: list[dict[str, Any]] = []
     for way, times in times_ms(case.ways, options.replays).items():
-        took_us = sorted(1e3 * took_ms / case.per for took_ms in times)
-        median, floor = statistics.median(took_us), case.floor_us
-        p10, p90 = took_us[len(took_us) // 10], took_us[len(took_us) * 9 // 10]
-        beside = f", floor {floor:.1f}, {floor / median:.0%} of it" if floor else ""
-        print(
-            f"{case.name:32} {way:14} {median:9.1f} us ({p10:.1f} to {p90:.1f}){beside}", flush=True
-        )
-        parts = kernels_us(case.ways[way], case.per) if getattr(options, "parts", False) else {}
-        for kernel, part_us in parts.items():
-            print(f"    {kernel:30} {part_us:9.1f}")
-        row = {"case": case.name, "way": way, "median_us": median, "p10_us": p10, "p90_us": p90}
-        rows.append(row | {"floor_us": floor, "parts": parts})
+        took_us = [1e3 * took_ms / case.per for took_ms in times]
+        row: dict[str, Any] = {"case": case.name, "way": way}
+        row |= told(f"{case.name} {way}", took_us, "us", case.floor_us)
+        row["parts"] = kernels_us(case.ways[way], case.per) if "parts" in options else {}
+        rows.append(row)
     return rows
 
 
 def kernels_us(work: Callable[[], object], num_layers: int) -> dict[str, float]:
-    """Microseconds a layer of each kernel, by the profiler."""
+    """Microseconds a layer of each kernel, by the profiler; printed."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         work()
         synchronize()
-    return {
-        event.key: event.device_time_total / num_layers
-        for event in seen.key_averages()
-        if "kernel" in event.key
-    }
+    kernels = (event for event in seen.key_averages() if "kernel" in event.key)
+    parts = {event.key: event.device_time_total / num_layers for event in kernels}
+    for kernel, took_us in parts.items():
+        print(f"    {kernel:40} {took_us:10.3f}")
+    return parts
 
 
 def profile(path: Path, work: Callable[[], object]) -> None:
